@@ -1,0 +1,108 @@
+"""A case: one cell of a scenario's matrix, as plain data.
+
+Cases travel between processes and into ``cases.jsonl`` as JSON, so everything here is made of
+strings, numbers, tuples and dictionaries.  This module imports nothing but the contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from suite.contract import GroupSpec, OptimizerSpec
+
+Lane = Literal["bitwise", "dyadic", "fp64", "native"]
+
+#: Data axes: their product is the number of data coordinates (shares of the global batch).
+DATA_AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """Names a workload and its knobs.  ``traits`` are trigger conditions (``shardproof list traits``)."""
+
+    name: str
+    traits: tuple[str, ...] = ()
+    seed: int = 0
+    global_batch: int = 24
+    micro_batches: int = 2
+    windows: int = 1
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One (implementation, backend, mesh, workload, optimizer, clip on/off, lane)."""
+
+    id: str
+    scenario: str
+    implementation: str
+    backend: str
+    mesh: Mapping[str, int]
+    workload: WorkloadSpec
+    optimizer: OptimizerSpec
+    lane: Lane
+    checks: tuple[str, ...]
+    label: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+    steps: int = 3
+    tier: Literal["quick", "full"] = "quick"
+    expect: Mapping[str, Any] = field(default_factory=dict)
+    deadline: float = 60.0
+    ledgers: bool = True
+    xfail: str | None = None
+    skip: str | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks: the product of the mesh's axes."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def data_coordinates(self) -> int:
+        """Number of shares that the global batch is cut into."""
+        return math.prod(n for axis, n in self.mesh.items() if axis in DATA_AXES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Case:
+        """The case that :meth:`to_dict` described."""
+        fields = dict(data)
+        workload = dict(fields["workload"])
+        workload["traits"] = tuple(workload.get("traits", ()))
+        fields["workload"] = WorkloadSpec(**workload)
+        fields["optimizer"] = optimizer_from_dict(fields["optimizer"])
+        fields["checks"] = tuple(fields["checks"])
+        return cls(**fields)
+
+    def oracle_key(self, buffers: str) -> str:
+        """Digest of all that the oracle's numbers depend on; cases that share it share an oracle."""
+        parts = {
+            "workload": dataclasses.asdict(self.workload),
+            "optimizer": dataclasses.asdict(self.optimizer),
+            "coordinates": self.data_coordinates,
+            "dtype": self.dtype,
+            "lane": self.lane,
+            "steps": self.steps,
+            "buffers": buffers,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerSpec:
+    """An :class:`OptimizerSpec` from its ``dataclasses.asdict`` form."""
+    fields = dict(data)
+    fields["betas"] = tuple(fields.get("betas", (0.9, 0.95)))
+    fields["groups"] = tuple(
+        g if isinstance(g, GroupSpec) else GroupSpec(**g) for g in fields.get("groups", ())
+    )
+    return OptimizerSpec(**fields)

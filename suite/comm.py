@@ -1,0 +1,212 @@
+"""Where ranks talk: :class:`Comm` wraps one process group, :class:`Mesh` names the axes.
+
+Both are passed in explicitly, so that one strategy file runs on threads, gloo, NCCL and MPI, and in
+sub-groups, without change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Op = Literal["sum", "avg", "min", "max", "product"]
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True)
+class Send:
+    """Half of a batched point-to-point exchange: ``tensor`` goes to group rank ``peer``."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclass(frozen=True)
+class Recv:
+    """Half of a batched point-to-point exchange: ``tensor`` is filled from group rank ``peer``."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Comm:
+    """One process group.  Ranks are *group* ranks throughout.
+
+    With ``async_op=True`` a call returns a handle at once; ``handle.wait()`` makes the result
+    visible.  Otherwise the call returns when the result is there.  Tensors must be contiguous.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
+        self.group = group
+        self.axis = axis
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", async_op: bool = False) -> Any:
+        """Combine ``tensor`` over all ranks, in place."""
+        return dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=async_op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, async_op: bool = False) -> Any:
+        """Overwrite ``tensor`` on every rank with that of ``root``."""
+        return dist.broadcast(tensor, group_src=root, group=self.group, async_op=async_op)
+
+    def reduce(self, tensor: Tensor, root: int = 0, op: Op = "sum", async_op: bool = False) -> Any:
+        """Combine over all ranks into ``root``'s tensor; the others' become undefined."""
+        return dist.reduce(tensor, group_dst=root, op=_OPS[op], group=self.group, async_op=async_op)
+
+    def all_gather(self, output: Tensor, shard: Tensor, async_op: bool = False) -> Any:
+        """Concatenate every rank's ``shard`` in rank order; ``output`` has ``size`` times its length."""
+        return dist.all_gather_into_tensor(output, shard, group=self.group, async_op=async_op)
+
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, op: Op = "sum", async_op: bool = False
+    ) -> Any:
+        """Combine ``full`` over ranks; rank ``r`` receives the ``r``-th of ``size`` equal chunks."""
+        return dist.reduce_scatter_tensor(
+            shard, full, op=_OPS[op], group=self.group, async_op=async_op
+        )
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: list[int] | None = None,
+        input_splits: list[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send the ``r``-th chunk to rank ``r``; chunks are equal unless splits are given."""
+        return dist.all_to_all_single(
+            output, tensor, output_splits, input_splits, group=self.group, async_op=async_op
+        )
+
+    def gather(self, tensor: Tensor, outputs: list[Tensor] | None = None, root: int = 0) -> None:
+        """Collect every rank's ``tensor`` in ``outputs`` (given on ``root`` only)."""
+        dist.gather(tensor, outputs, group_dst=root, group=self.group)
+
+    def scatter(self, tensor: Tensor, inputs: list[Tensor] | None = None, root: int = 0) -> None:
+        """Receive the tensor that ``root`` holds for this rank in ``inputs``."""
+        dist.scatter(tensor, inputs, group_src=root, group=self.group)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Any:
+        """Send ``tensor`` to ``peer``; matches a ``recv`` there with the same ``tag``."""
+        call = dist.isend if async_op else dist.send
+        return call(tensor, group_dst=peer, group=self.group, tag=tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Any:
+        """Fill ``tensor`` from ``peer``."""
+        call = dist.irecv if async_op else dist.recv
+        return call(tensor, group_src=peer, group=self.group, tag=tag)
+
+    def batch(self, operations: Sequence[Send | Recv]) -> list[Any]:
+        """Start several point-to-point operations together; returns their handles."""
+        ops = [
+            dist.P2POp(
+                dist.isend if isinstance(op, Send) else dist.irecv,
+                op.tensor,
+                group=self.group,
+                group_peer=op.peer,
+            )
+            for op in operations
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value`` in rank order (control traffic)."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The picklable ``value`` of ``root`` (control traffic)."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=root, group=self.group)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        dist.barrier(group=self.group)
+
+
+class Mesh:
+    """Ranks on a grid of named axes, the last axis innermost (neighbouring ranks).
+
+    ``Mesh({"replicate": 2, "shard": 3})`` is made by every rank of the default group, which must have
+    as many ranks as the axes multiply to.  All groups are created here, by all ranks, in one order.
+    ``joint`` names axes whose ranks together need one group, e.g. ``(("replicate", "shard"),)``.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int], joint: Sequence[tuple[str, ...]] = (), device: str = "cpu"
+    ) -> None:
+        self.axes = dict(axes)
+        world = math.prod(self.axes.values())
+        if world != dist.get_world_size():
+            shape = " x ".join(f"{a}={n}" for a, n in self.axes.items())
+            raise ValueError(f"mesh {shape} has {world} ranks, the group {dist.get_world_size()}")
+        self.device = device
+        self.world = world
+        self.rank = dist.get_rank()
+        #: Global ranks, one grid dimension per axis; every group is an index expression into it.
+        self.grid = _grid(list(range(world)), list(self.axes.values()))
+        self.coordinate = self._locate()
+        self.device_mesh = DeviceMesh(device, self.grid, mesh_dim_names=tuple(self.axes))
+        self._comms = {
+            (axis,): Comm(self.device_mesh.get_group(axis), axis) for axis in self.axes
+        }
+        for names in joint:
+            if len(names) > 1 and names not in self._comms:
+                self._comms[names] = Comm(self._joint_group(names), "+".join(names))
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along ``axes`` (absent axes count 1)."""
+        return math.prod(self.axes.get(axis, 1) for axis in axes)
+
+    def comm(self, *axes: str) -> Comm:
+        """The communicator of this rank along ``axes``."""
+        try:
+            return self._comms[axes]
+        except KeyError:
+            known = ", ".join("+".join(names) for names in self._comms)
+            raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
+
+    def _locate(self) -> dict[str, int]:
+        rest, coordinate = self.rank, {}
+        for axis, n in reversed(self.axes.items()):
+            rest, coordinate[axis] = divmod(rest, n)
+        return {axis: coordinate[axis] for axis in self.axes}
+
+    def _joint_group(self, names: tuple[str, ...]) -> dist.ProcessGroup:
+        """Create the groups along ``names`` for every coordinate of the other axes."""
+        order = list(self.axes)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, spot in enumerate(itertools.product(*(range(n) for n in self.axes.values()))):
+            key = tuple(c for axis, c in zip(order, spot, strict=True) if axis not in names)
+            members.setdefault(key, []).append(rank)
+        mine = None
+        for ranks in members.values():
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+
+def _grid(ranks: list[int], shape: list[int]) -> Any:
+    if len(shape) <= 1:
+        return ranks
+    inner = len(ranks) // shape[0]
+    return [_grid(ranks[i * inner : (i + 1) * inner], shape[1:]) for i in range(shape[0])]

@@ -1,0 +1,288 @@
+"""The contract between the judge and a system under test.
+
+The unit is one whole optimizer step, because some systems (DeepSpeed's engine, PyTorch's pipeline
+schedules) own forward and backward themselves.  An implementation is handed everything it needs:
+the model to build, the initial state, the optimizer as data, a :class:`~suite.comm.Mesh` to
+communicate over and its options.  It never touches the default process group, the environment or
+the global random generator.
+
+The promise under test: with per-token weights that sum to 1 over the *global* batch,
+``loss = sum(weight * token_loss)`` over all ranks, so the mathematically right gradient is the plain
+**sum** of what the ranks compute, whatever the world size.  A system that divides is compensated by
+its adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from suite.comm import Mesh
+
+Point = Literal["gradients_final", "after_clip", "after_update"]
+POINTS: tuple[Point, ...] = ("gradients_final", "after_clip", "after_update")
+
+Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
+KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
+
+#: Called by the implementation inside ``step`` at each :data:`Point`, once per step and in order.
+#: Traffic inside the call is not counted.  ``after_clip`` is skipped where nothing is clipped.
+Observe = Callable[[Point], None]
+
+
+class Refused(ValueError):
+    """An implementation says no: an option, a mesh or a workload outside what it can do.
+
+    Raise it from ``setup`` (or ``step``) with a sentence that names the option and its value.
+    """
+
+
+# --------------------------------------------------------------------------------------- the work
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A parameter group: the parameters whose name matches ``pattern`` (``re.search``).
+
+    The first group that matches wins; parameters that match none take the optimizer's own values.
+    """
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The optimizer as data; the implementation builds it.
+
+    ``lr`` is the peak learning rate, reached after ``warmup_steps`` linear steps (0: constant).
+    ``clip_norm`` is the largest allowed global L2 norm of the gradients (``None``: no clipping).
+    """
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    groups: tuple[GroupSpec, ...] = ()
+    clip_norm: float | None = None
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of optimizer step ``step`` (counted from 0), before a group's scale."""
+        if self.warmup_steps <= 0:
+            return self.lr
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+    def assign(self, names: Iterable[str]) -> list[tuple[GroupSpec, list[str]]]:
+        """Split parameter ``names`` into groups, in the order of ``groups`` and a last default one.
+
+        Groups that no name matches are left out; inside a group the given order is kept.
+        """
+        default = GroupSpec(pattern="", weight_decay=self.weight_decay)
+        buckets: list[tuple[GroupSpec, list[str]]] = [(g, []) for g in self.groups] + [(default, [])]
+        for name in names:
+            for group, members in buckets:
+                if re.search(group.pattern, name):
+                    members.append(name)
+                    break
+        return [(group, members) for group, members in buckets if members]
+
+
+class Build(Protocol):
+    """Builds the model of a workload; handed to :meth:`Implementation.setup`."""
+
+    #: Dotted names of the repeated blocks, in forward order: units for wrapping and for pipelines.
+    units: Sequence[str]
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        """A fresh module on ``device`` (``"meta"`` allowed).
+
+        Its values are *perturbed*, differently on every rank: load ``state`` (see ``setup``), or
+        receive it from a rank that did.  The module is called as ``module(inputs) -> outputs``.
+        """
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """Scalar ``sum(micro.weights * token_loss(outputs, micro.targets))``; differentiable."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of one data coordinate.
+
+    ``inputs`` is what the module is called with; ``targets`` and ``weights`` have the same shape
+    (one entry a token or sample; weight 0 masks it); ``sample_ids`` has shape ``(samples,)``.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor
+    sample_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The share of one data coordinate in one optimizer step.
+
+    ``windows`` is a list of schedule calls, each a list of micro-batches.  All ranks of one data
+    coordinate get the same list; lists may differ in length between coordinates and may be empty.
+    """
+
+    step: int
+    windows: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """All micro-batches of the step in order, over all windows."""
+        return [micro for window in self.windows for micro in window]
+
+
+# -------------------------------------------------------------------------------------- the answer
+
+
+@dataclass
+class StepResult:
+    """What ``step`` returns.
+
+    ``loss`` is this rank's detached share (the ranks' shares sum to the global loss); ``norm`` the
+    global L2 gradient norm before clipping (``None`` if nothing was clipped).
+    """
+
+    loss: Tensor
+    norm: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one named tensor that this rank holds.
+
+    Give ``slices`` (one ``(start, stop)`` per dimension of ``global_shape``) or ``flat_range``
+    (``(start, stop)`` in the flattened tensor).  ``replica`` tells copies of one part apart:
+    within one replica every element must be owned exactly once over all ranks.
+    Optimizer slots are named ``"<parameter>.<slot>"`` with torch's slot names.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    tensor: Tensor
+    slices: tuple[tuple[int, int], ...] | None = None
+    flat_range: tuple[int, int] | None = None
+    replica: int = 0
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor, replica: int = 0) -> Piece:
+        """The piece of a rank that holds all of ``tensor``."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, tensor, slices=tuple((0, n) for n in shape), replica=replica)
+
+
+Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
+BufferRule = Literal["rank0", "per_rank", "synced"]
+
+#: What claiming a strategy implies.  A feature missing from ``Capabilities.features`` is a ``fail``.
+PROFILES: dict[str, frozenset[str]] = {
+    "single": frozenset({"clipping", "accumulation"}),
+    "naive_ddp": frozenset({"clipping", "accumulation", "initial_broadcast"}),
+    "ddp": frozenset(
+        {
+            "clipping",
+            "accumulation",
+            "accumulation_without_communication",
+            "initial_broadcast",
+            "buffer_broadcast",
+            "frozen_parameters",
+            "overlap",
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an implementation can do and how it may be judged.
+
+    ``features`` are checked against :data:`PROFILES`; ``declines`` maps traits that lie outside the
+    profile to the reason why they are not supported (such cases become ``skip``).
+    """
+
+    axes: tuple[str, ...] = ("replicate",)
+    max_world: int | None = None
+    dtypes: tuple[str, ...] = ("float64", "float32")
+    backends: tuple[str, ...] = ("in_memory", "gloo", "nccl", "mpi")
+    exactness: Exactness = "reordered-sum"
+    oracle: Literal["plain", "emulated", "replay"] = "plain"
+    buffers: BufferRule = "rank0"
+    initial_state: Literal["rank0", "everywhere"] = "rank0"
+    features: frozenset[str] = frozenset()
+    declines: Mapping[str, str] = field(default_factory=dict)
+
+
+class Implementation(ABC):
+    """A system under test.  One object per rank and case; methods are called on every rank."""
+
+    strategy: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """What this implementation can do with ``options``.  Raise :class:`Refused` for bad ones."""
+
+    @abstractmethod
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build the model, its optimizer and whatever the strategy needs.
+
+        ``state`` maps parameter and buffer names (of ``named_parameters``/``named_buffers``, tied
+        tensors once) to initial values.  With ``initial_state="rank0"`` it is ``None`` on every rank
+        but global rank 0, which shows a missing broadcast.
+        """
+
+    @abstractmethod
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """One optimizer step: forward, backward, reduction, clipping, update, gradients cleared."""
+
+    @abstractmethod
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What this rank holds of ``kind``, without communication.
+
+        Gradients are those of the running step (asked for inside ``observe``); a parameter that no
+        rank used has none.
+        """
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """All of ``kind``, gathered by the implementation itself; a thing under test."""
+        raise Refused(f"{type(self).__name__} has no full_state")
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss in evaluation mode; changes no state."""
+        raise Refused(f"{type(self).__name__} has no evaluate")
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Any:
+        """Write a checkpoint under ``path`` (a folder shared by all ranks)."""
+        raise Refused(f"{type(self).__name__} has no save")
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """Read the checkpoint under ``path`` back; returns the ``extra`` given to ``save``."""
+        raise Refused(f"{type(self).__name__} has no load")
+
+    def drain(self) -> None:
+        """Finish work in flight so that an observation sees a settled state."""
+
+    def close(self) -> None:
+        """Release everything; the last call on a rank that ended well."""
