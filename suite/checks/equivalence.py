@@ -1,0 +1,290 @@
+"""The numbers equal the single-process oracle's: loss, gradients, parameters, optimizer, buffers.
+
+Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; any world
+on a backend that folds in rank order, for an implementation that claims ``bitwise``); *fp64* demands
+a relative Frobenius error of at most 1e-12 per tensor.  Under AdamW parameters are never compared
+across trajectories: the update is replayed from the implementation's own state (at most 4 ULP).
+Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
+copies of the truth; where it cannot, the tensor counts as not tested.
+
+*Cannot see* memory, traffic or order; nor, under AdamW alone, what a one-step replay hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from suite.checks import Outcome, Worst
+from suite.checks.numbers import (
+    FP64_BOUND,
+    REPLAY_ULPS,
+    ZERO_FLOOR,
+    Compare,
+    Comparison,
+    bitwise,
+    powerless,
+    relative_frobenius,
+    root_mean_square,
+    split_zero,
+    within_ulps,
+)
+from suite.evidence import Assembled, Evidence
+from suite.optimizers import build_optimizer, load_slots, read_slots, set_learning_rate
+
+#: Bound of the loss: a sum of a few hundred terms, added in another order.
+LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+
+
+@dataclass
+class _Tally:
+    """What was compared so far; the first failure ends the check."""
+
+    compared: int = 0
+    not_tested: set[str] = field(default_factory=set)
+    worst: Worst | None = None
+
+    def add(self, result: Comparison, name: str, step: int, phase: str, owner: str) -> bool:
+        self.compared += 1
+        share = _share(result)
+        if self.worst is None or share > _share(Comparison(self.worst.error, self.worst.bound)):
+            self.worst = Worst(name, step, phase, owner, result.error, result.bound)
+        return result.ok
+
+
+def _share(result: Comparison) -> float:
+    if result.bound:
+        return result.error / result.bound
+    return math.inf if result.error else 0.0
+
+
+class _Failure(Exception):
+    """Ends the check with its message."""
+
+
+def judge(evidence: Evidence) -> Outcome:
+    """Compare everything observed with the oracle."""
+    case = evidence.case
+    if case.lane == "bitwise" and not promises_bits(evidence):
+        reason = (
+            f"{case.backend} at {case.world} ranks adds in another order: equal bits are not "
+            "promised against the oracle (replicas are still judged bit for bit)"
+        )
+        return Outcome("equivalence", "skip", reason)
+    compare: Compare = bitwise if case.lane == "bitwise" else relative_frobenius(FP64_BOUND)
+    tally = _Tally()
+    try:
+        _initial(evidence, tally)
+        for step in evidence.steps:
+            _loss(evidence, step, tally)
+            _gradients(evidence, step, compare, tally)
+            if case.lane != "bitwise" and case.optimizer.name == "adamw":
+                _replay(evidence, step, tally)
+            else:
+                _trajectory(evidence, step, compare, tally)
+            _buffers(evidence, step, compare, tally)
+    except _Failure as failure:
+        return Outcome("equivalence", "fail", str(failure), tally.worst, _figures(tally))
+    if tally.compared == 0:
+        return Outcome("equivalence", "undecidable", "nothing could be compared")
+    return Outcome("equivalence", "pass", "", tally.worst, _figures(tally))
+
+
+def promises_bits(evidence: Evidence) -> bool:
+    """Whether the policy promises equal bits between this case and the oracle."""
+    case, exactness = evidence.case, evidence.capabilities["exactness"]
+    if case.world == 1:
+        return True
+    if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
+        return False
+    if case.world == 2:
+        return True
+    return exactness == "bitwise" and case.backend == "in_memory"
+
+
+def _figures(tally: _Tally) -> dict[str, object]:
+    return {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
+
+
+def _check_names(
+    state: Assembled, expected: Mapping[str, object] | set[str], step: int, phase: str
+) -> None:
+    if state.problems:
+        raise _Failure(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
+    missing = [name for name in expected if name not in state.tensors]
+    extra = [name for name in state.tensors if name not in expected]
+    if missing or extra:
+        text = f"step {step}, {phase}: "
+        if missing:
+            text += f"no rank holds {_some(missing)}"
+        if missing and extra:
+            text += ", but there is "
+        if extra:
+            text += f"{_some(extra)}, which the oracle does not have"
+        raise _Failure(text)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _owner(state: Assembled, name: str) -> str:
+    ranks = state.owners.get(name, [])
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+
+
+def _compare_all(
+    evidence: Evidence,
+    state: Assembled,
+    truth: Mapping[str, Tensor],
+    compare: Compare,
+    tally: _Tally,
+    step: int,
+    phase: str,
+    zeros: bool = False,
+) -> None:
+    """Every replica of every tensor against ``truth``; power-tested; zero slices by their floor."""
+    _check_names(state, truth, step, phase)
+    regions = evidence.workload["zero_gradient"] if zeros else {}
+    floor = 0.0
+    if zeros and evidence.case.lane != "bitwise":
+        unit = torch.finfo(getattr(torch, evidence.case.dtype)).eps / 2
+        floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
+    for name, expected in truth.items():
+        parts = regions.get(name.rsplit(".", 1)[0] if name not in regions else name, ())
+        if evidence.case.lane == "bitwise":
+            parts = ()
+        want, _ = split_zero(expected, parts)
+        for replica, actual in state.tensors[name].items():
+            if actual.shape != expected.shape or actual.dtype != expected.dtype:
+                raise _Failure(
+                    f"step {step}, {phase}: {name!r} is {actual.dtype} {tuple(actual.shape)}, "
+                    f"expected {expected.dtype} {tuple(expected.shape)}"
+                )
+            have, silent = split_zero(actual, parts)
+            owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+            if zeros and bool(expected.any()) is False and evidence.case.lane != "bitwise":
+                result = Comparison(root_mean_square([actual]), floor)
+            else:
+                result = compare(have, want)
+            if not tally.add(result, name, step, phase, owner):
+                raise _Failure(f"differs from the oracle: {tally.worst}")
+            for part in silent:
+                result = Comparison(root_mean_square([part]), floor)
+                if not tally.add(result, f"{name} (zero slice)", step, phase, owner):
+                    raise _Failure(f"true gradient is zero, but: {tally.worst}")
+        if powerless(want, evidence.case.world, compare):
+            tally.not_tested.add(f"{phase}: {name}")
+
+
+def _initial(evidence: Evidence, tally: _Tally) -> None:
+    """After ``setup`` every replica holds the initial parameters, bit for bit."""
+    state = evidence.initial("parameters")
+    _compare_all(
+        evidence, state, evidence.oracle["initial"], bitwise, tally, -1, "initial parameters"
+    )
+
+
+def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
+    truth = float(evidence.oracle["steps"][step]["loss"])
+    shares: dict[int, float] = {}
+    for record, share in zip(evidence.records, evidence.loss_shares[step], strict=True):
+        if not math.isfinite(share):
+            raise _Failure(f"step {step}: the loss of rank {record['rank']} is {share}")
+        shares[evidence.data_coordinate[record["rank"]]] = share
+    bound = LOSS_BOUNDS[evidence.case.dtype]
+    error = abs(sum(shares.values()) - truth) / abs(truth)
+    if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
+        raise _Failure(f"summed loss {sum(shares.values())!r} against {truth!r}: {tally.worst}")
+
+
+def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+    truth = evidence.oracle["steps"][step]
+    points = {"gradients_final": truth["gradients"], "after_clip": truth.get("clipped")}
+    for point, expected in points.items():
+        if expected is None:
+            continue
+        if not evidence.has(step, point):
+            raise _Failure(f"step {step}: the implementation never observed {point!r}")
+        state = evidence.observed(step, point, "gradients")
+        _compare_all(evidence, state, expected, compare, tally, step, point, zeros=True)
+
+
+def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+    """Parameters and optimizer state against the oracle's own trajectory."""
+    truth = evidence.oracle["steps"][step]
+    if not evidence.has(step, "after_update"):
+        raise _Failure(f"step {step}: the implementation never observed 'after_update'")
+    for kind, zeros in (("parameters", False), ("optimizer", True)):
+        state = evidence.observed(step, "after_update", kind)
+        phase = f"after_update {kind}"
+        _compare_all(evidence, state, truth[kind], compare, tally, step, phase, zeros)
+
+
+def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
+    """One optimizer step on one device from the implementation's own state and gradients."""
+    spec, truth = evidence.case.optimizer, evidence.oracle["steps"][step]
+    if not evidence.has(step, "after_update"):
+        raise _Failure(f"step {step}: the implementation never observed 'after_update'")
+    after = evidence.observed(step, "after_update", "parameters")
+    slots = evidence.observed(step, "after_update", "optimizer")
+    _check_names(after, truth["parameters"], step, "after_update parameters")
+    _check_names(slots, truth["optimizer"], step, "after_update optimizer")
+    before = (
+        evidence.observed(step - 1, "after_update", "parameters")
+        if step
+        else evidence.initial("parameters")
+    ).first()
+    point = "after_clip" if spec.clip_norm is not None else "gradients_final"
+    gradients = evidence.observed(step, point, "gradients").first()
+    trainable = evidence.workload["trainable_names"]
+    named = {name: torch.nn.Parameter(before[name].clone()) for name in trainable}
+    for name, parameter in named.items():
+        gradient = gradients.get(name)
+        parameter.grad = None if gradient is None else gradient.clone()
+    optimizer = build_optimizer(spec, named)
+    if step:
+        load_slots(
+            optimizer, named, evidence.observed(step - 1, "after_update", "optimizer").first()
+        )
+    set_learning_rate(optimizer, spec, step)
+    optimizer.step()
+    updated = {name: p.detach() for name, p in named.items()}
+    expected = {name: updated.get(name, before[name]) for name in before}
+    references = (before, {})
+    for state, wanted, reference, phase in (
+        (after, expected, references[0], "replayed update of parameters"),
+        (slots, read_slots(optimizer, named), references[1], "replayed update of optimizer"),
+    ):
+        _check_names(state, wanted, step, phase)
+        for name, value in wanted.items():
+            compare = partial(
+                within_ulps, reference=reference.get(name, value), ulps=REPLAY_ULPS
+            )
+            for replica, actual in state.tensors[name].items():
+                owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+                if not tally.add(compare(actual, value), name, step, phase, owner):
+                    raise _Failure(f"differs from a one-step replay: {tally.worst} ULP")
+
+
+def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+    """Buffers of every data coordinate against the declared rule (``rank0|per_rank|synced``)."""
+    truth = evidence.oracle["steps"][step]["buffers"]
+    if not truth or not truth[0]:
+        return
+    state = evidence.observed(step, "after_update", "buffers")
+    _check_names(state, truth[0], step, "buffers")
+    for name, copies in state.tensors.items():
+        for replica, actual in copies.items():
+            coordinate = min(replica, len(truth) - 1)
+            expected = truth[coordinate][name]
+            how = compare if expected.is_floating_point() else bitwise
+            result = how(actual, expected)
+            if not tally.add(result, name, step, "buffers", f"data coordinate {coordinate}"):
+                raise _Failure(f"buffer differs from the rule's: {tally.worst}")

@@ -1,0 +1,49 @@
+"""The global gradient norm that clipping used equals the oracle's, on every rank.
+
+Clipping hides scale: a sum in place of a mean moves the clipped parameters by 1e-7 only, so the
+norm *before* clipping is compared.  A case in which clipping is never active proves nothing and is
+a ``precondition``.
+
+*Cannot see* errors that leave the norm alone (a permuted gradient), nor anything with clipping off.
+"""
+
+from __future__ import annotations
+
+import math
+
+from suite.checks import Outcome, Worst
+from suite.checks.numbers import FP64_BOUND
+from suite.evidence import Evidence
+
+#: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
+BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5}
+
+
+def judge(evidence: Evidence) -> Outcome:
+    """Compare ``StepResult.norm`` of every rank and step with the oracle's pre-clip norm."""
+    limit = evidence.case.optimizer.clip_norm
+    if limit is None:
+        return Outcome("norm", "skip", "clipping is off")
+    bound = BOUNDS[evidence.case.dtype]
+    worst: Worst | None = None
+    active = 0
+    for step in evidence.steps:
+        truth = float(evidence.oracle["steps"][step]["norm"])
+        active += truth > limit
+        for record in evidence.records:
+            value = record["steps"][step]["norm"]
+            if value is None:
+                return Outcome("norm", "fail", f"rank {record['rank']} reports no norm at {step=}")
+            error = abs(value - truth) / truth if truth else abs(value)
+            error = error if error == error else math.inf
+            if worst is None or error > worst.error:
+                owner = f"rank {record['rank']}"
+                worst = Worst("gradient norm", step, "gradients_final", owner, error, bound)
+    assert worst is not None
+    figures = {"clipped_steps": active, "steps": len(evidence.steps)}
+    if worst.error > bound:
+        return Outcome("norm", "fail", f"pre-clip global norm is wrong: {worst}", worst, figures)
+    if not active:
+        message = f"the norm never exceeds clip_norm={limit}: lower it in the scenario"
+        return Outcome("norm", "precondition", message, worst, figures)
+    return Outcome("norm", "pass", "", worst, figures)

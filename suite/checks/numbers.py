@@ -1,0 +1,115 @@
+"""Comparing tensors: one function per tolerance of the written policy, each with its own power test.
+
+Source: the policy of docs/tolerances.md.  A comparison is only worth something if it can fail, so
+:func:`powerless` tries the same comparison on spoilt copies of the truth: rolled by one element,
+halved, and scaled by (N-1)/N (a rank that is left out).  A tensor on which no spoilt copy fails
+counts as *not tested*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run seen,
+#: 50,000 x below the weakest planted fault.
+FP64_BOUND = 1e-12
+#: Replayed updates: units in the last place of the larger of old and new value.
+REPLAY_ULPS = 4
+#: A tensor whose root mean square is below this many round-offs of the model's is noise.
+ZERO_FLOOR = 100.0
+
+Region = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Outcome for one tensor: ``error`` against ``bound`` (``ok`` if not above)."""
+
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within its bound (NaN is not)."""
+        return self.error <= self.bound
+
+
+Compare = Callable[[Tensor, Tensor], Comparison]
+
+
+def bitwise(actual: Tensor, truth: Tensor) -> Comparison:
+    """Bit for bit: the error is the number of elements that differ (NaN equals NaN)."""
+    if actual.shape != truth.shape or actual.dtype != truth.dtype:
+        return Comparison(math.inf, 0.0)
+    if torch.equal(actual, truth):
+        return Comparison(0.0, 0.0)
+    different = ~((actual == truth) | (actual.isnan() & truth.isnan()))
+    return Comparison(float(different.sum()), 0.0)
+
+
+def relative_frobenius(bound: float) -> Compare:
+    """``|actual - truth| / |truth|`` in the Frobenius norm, at most ``bound``."""
+
+    def compare(actual: Tensor, truth: Tensor) -> Comparison:
+        if actual.shape != truth.shape:
+            return Comparison(math.inf, bound)
+        if actual.numel() == 0:
+            return Comparison(0.0, bound)
+        a, b = actual.to(torch.float64), truth.to(torch.float64)
+        difference = float(torch.linalg.vector_norm(a - b))
+        if difference == 0.0:
+            return Comparison(0.0, bound)
+        scale = float(torch.linalg.vector_norm(b))
+        error = difference / scale if scale else math.inf
+        return Comparison(error if error == error else math.inf, bound)
+
+    return compare
+
+
+def within_ulps(actual: Tensor, truth: Tensor, reference: Tensor, ulps: int) -> Comparison:
+    """Largest difference in units in the last place of ``max(|truth|, |reference|)``."""
+    if actual.shape != truth.shape or actual.dtype != truth.dtype:
+        return Comparison(math.inf, ulps)
+    if torch.equal(actual, truth):
+        return Comparison(0.0, ulps)
+    size = torch.maximum(truth.abs(), reference.abs())
+    spacing = torch.nextafter(size, torch.full_like(size, math.inf)) - size
+    error = float(((actual - truth).abs() / spacing).max())
+    return Comparison(error if error == error else math.inf, float(ulps))
+
+
+def split_zero(tensor: Tensor, regions: Sequence[Region]) -> tuple[Tensor, list[Tensor]]:
+    """``tensor`` with the declared zero-gradient ``regions`` set to 0, and those regions."""
+    if not regions:
+        return tensor, []
+    rest, zeros = tensor.clone(), []
+    for region in regions:
+        index = tuple(slice(start, stop) for start, stop in region)
+        zeros.append(tensor[index])
+        rest[index] = 0
+    return rest, zeros
+
+
+def root_mean_square(tensors: Sequence[Tensor]) -> float:
+    """Root mean square over all elements of ``tensors``."""
+    count = sum(t.numel() for t in tensors)
+    total = sum(float(t.to(torch.float64).square().sum()) for t in tensors)
+    return math.sqrt(total / count) if count else 0.0
+
+
+def powerless(truth: Tensor, ranks: int, compare: Compare) -> list[str]:
+    """Names of the spoilt copies of ``truth`` that ``compare`` lets pass or that cannot be made."""
+    if truth.numel() == 0 or not bool(truth.any()):
+        return ["rolled", "halved", "scaled"]
+    flat = truth.reshape(-1)
+    spoilt = {
+        "rolled": flat.roll(1),
+        "halved": flat / 2,
+        "scaled": flat * ((ranks - 1) / ranks),
+    }
+    return [name for name, copy in spoilt.items() if compare(copy, flat).ok]

@@ -1,0 +1,97 @@
+"""Gradient reductions overlap with backward, in program order.
+
+A bucket's reduction must be *issued* while backward still has units to compute and *waited for*
+only after some of that computing.  Counts, not clocks: the log numbers every call, every wait and
+every unit whose backward starts.  One unused parameter early in the order can silently stop all
+buckets from being launched inside backward; numbers and traffic stay right, only this count shows it.
+
+*Cannot see* whether the hardware overlaps anything, nor steps before the bucket order is settled:
+steps 0 and 1 are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from suite.checks import Outcome
+from suite.checks.traffic import step_calls
+from suite.evidence import Evidence
+
+#: Steps in which an implementation may still be learning the order of its gradients.
+SETTLING = 2
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+def judge(evidence: Evidence) -> Outcome:
+    """Count the reductions issued in time, for every rank and settled step."""
+    if not evidence.case.ledgers:
+        return Outcome("overlap", "skip", "ledgers are off")
+    if evidence.case.world == 1:
+        return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
+    if "overlap" not in evidence.capabilities["features"]:
+        return Outcome("overlap", "skip", "not part of what this strategy claims")
+    settled = [step for step in evidence.steps if step >= SETTLING]
+    if not settled:
+        return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
+    total = inside = hidden = 0
+    for index, record in enumerate(evidence.records):
+        units = [n for n, kind, _ in record["events"] if kind == "backward"]
+        for step in settled:
+            calls = [
+                call
+                for call in step_calls(evidence, step, index)
+                if call["operation"] in REDUCTIONS and call["phase"] == "backward"
+            ]
+            first, last = record["steps"][step]["events"]
+            own = [n for n in units if first <= n < last]
+            if not own:
+                continue  # a rank without micro-batches computes nothing to hide behind
+            late = [call for call in calls if not call["inside_backward"]]
+            early = [call for call in calls if call["issued"] < own[-1]]
+            exposed = [call for call in early if not _computed_while_flying(call, own)]
+            total += len(calls)
+            inside += len(calls) - len(late)
+            hidden += len(early) - len(exposed)
+            rank = record["rank"]
+            # A bucket with a parameter that this rank did not use can only leave after backward.
+            allowed = 1 if evidence.workload["unused_possible"] else 0
+            if len(late) > allowed:
+                return _fail(
+                    f"rank {rank}, step {step}: {len(late)} of {len(calls)} reductions are issued "
+                    f"after backward has ended ({allowed} allowed)",
+                    total,
+                    inside,
+                    hidden,
+                )
+            if exposed:
+                return _fail(
+                    f"rank {rank}, step {step}: {len(exposed)} of {len(early)} reductions issued in "
+                    "time are waited for before any further unit computes",
+                    total,
+                    inside,
+                    hidden,
+                )
+            if len(calls) > 2 and not early:
+                return _fail(
+                    f"rank {rank}, step {step}: none of {len(calls)} reductions is issued before the "
+                    "last unit's backward",
+                    total,
+                    inside,
+                    hidden,
+                )
+    if not total:
+        return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
+    return Outcome("overlap", "pass", "", None, _figures(total, inside, hidden))
+
+
+def _computed_while_flying(call: dict[str, Any], units: list[int]) -> bool:
+    waited = call["waited"]
+    return any(call["issued"] < n and (waited is None or n < waited) for n in units)
+
+
+def _fail(message: str, total: int, inside: int, hidden: int) -> Outcome:
+    return Outcome("overlap", "fail", message, None, _figures(total, inside, hidden))
+
+
+def _figures(total: int, inside: int, hidden: int) -> dict[str, object]:
+    return {"reductions": total, "issued_inside_backward": inside, "hidden": hidden}

@@ -1,0 +1,93 @@
+"""Bytes sent equal the closed formula: exact rationals, summed over ranks, tolerance 0, every step.
+
+Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update; not
+at observation points), by the collective model of ground truth (logical bytes, not bytes on the
+wire).  Set-up and control traffic (integers, objects, barriers) stand in rows of their own.
+
+*Cannot see* wire bytes, latency, or traffic that bypasses process groups.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from suite.checks import Outcome, Worst
+from suite.evidence import Evidence
+from suite.formulas import evaluate
+
+
+def judge(evidence: Evidence) -> Outcome:
+    """Compare each step's floating-point payload with the formula named by the scenario."""
+    case = evidence.case
+    if not case.ledgers:
+        return Outcome("traffic", "skip", "ledgers are off")
+    formula = case.expect.get("traffic") or f"{evidence.capabilities['strategy']}.payload_bytes"
+    expected = evaluate(formula, evidence.facts)
+    sent = [_payload(evidence, step) for step in evidence.steps]
+    figures = {
+        "formula": formula,
+        "bytes_expected": str(expected),
+        "bytes_sent": str(sent[-1]),
+        "calls_per_step": len(step_calls(evidence, evidence.steps[-1], 0)),
+        "setup_bytes": str(_setup_bytes(evidence)),
+        "control_bytes": str(_control_bytes(evidence)),
+    }
+    for step, value in enumerate(sent):
+        if value != expected:
+            worst = Worst(
+                "payload bytes", step, "step", "all ranks", float(abs(value - expected)), 0.0
+            )
+            message = (
+                f"step {step} sends {_text(value)} bytes of floating-point payload over all ranks, "
+                f"{formula} promises {_text(expected)}"
+            )
+            figures["bytes_sent"] = str(value)
+            return Outcome("traffic", "fail", message, worst, figures)
+    return Outcome("traffic", "pass", "", None, figures)
+
+
+def step_calls(evidence: Evidence, step: int, index: int) -> list[dict[str, Any]]:
+    """Counted floating-point calls of record ``index`` in ``step`` (observation points left out)."""
+    record = evidence.records[index]
+    start, stop = record["steps"][step]["calls"]
+    return [
+        call
+        for call in record["traffic"][start:stop]
+        if call["floating"] and call["phase"] in ("forward", "backward", "update")
+    ]
+
+
+def _payload(evidence: Evidence, step: int) -> Fraction:
+    return sum(
+        (
+            Fraction(call["logical_bytes"])
+            for index in range(len(evidence.records))
+            for call in step_calls(evidence, step, index)
+        ),
+        Fraction(0),
+    )
+
+
+def _setup_bytes(evidence: Evidence) -> Fraction:
+    return _sum(evidence, lambda call: call["phase"] == "setup")
+
+
+def _control_bytes(evidence: Evidence) -> Fraction:
+    return _sum(evidence, lambda call: call["phase"] != "setup" and not call["floating"])
+
+
+def _sum(evidence: Evidence, wanted: Any) -> Fraction:
+    return sum(
+        (
+            Fraction(call["logical_bytes"])
+            for record in evidence.records
+            for call in record["traffic"]
+            if wanted(call)
+        ),
+        Fraction(0),
+    )
+
+
+def _text(value: Fraction) -> str:
+    return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.3f} ({value})"
