@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from torch import Tensor, nn
-
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from suite.comm import Mesh
 
 Point = Literal["gradients_final", "after_clip", "after_update"]

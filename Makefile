@@ -1,0 +1,57 @@
+# One verb per intent. `make bench` (the main job) and `make test` set up what they need.
+PYTHON ?= python3
+VENV ?= .venv
+# Any other build: make bench TORCH=torch==2.11.0
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
+# Five minutes for ever: what does not fit is printed and recorded as left out.
+RUN_BUDGET ?= 3.5
+MUTANT_BUDGET ?= 1.5
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench test conformance mutants report lint format clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## create .venv with pinned dependencies (once)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the pinned dependencies into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev]"
+	@rm -f $(VENV)/.installed-* && touch $@
+
+bench: setup ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)
+	@run=results/$$(date -u +%Y%m%d-%H%M%S)-bench; worst=0; \
+	$(BIN)/shardproof run --tier quick --budget $(RUN_BUDGET) -j $(JOBS) --results $$run || worst=$$?; \
+	test $$worst -ge 2 -a $$worst -ne 3 && exit $$worst; \
+	$(BIN)/shardproof mutants --tier quick --budget $(MUTANT_BUDGET) -j $(JOBS) --results $$run || { code=$$?; test $$worst -eq 1 || worst=$$code; }; \
+	echo "evidence: $$run"; exit $$worst
+
+test: setup ## tests of the judge itself
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal
+
+conformance: setup ## the whole conformance matrix, all tiers
+	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
+
+mutants: setup ## every planted fault against every check that should see it
+	@$(BIN)/shardproof mutants -j $(JOBS)
+
+report: setup ## regenerate the results table of the README from the newest run
+	@$(BIN)/shardproof report --into README.md
+
+lint: setup ## style and types
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+format: setup ## rewrite to style
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean: ## remove the virtual environment and caches (results stay)
+	@rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .hypothesis build *.egg-info
