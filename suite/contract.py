@@ -206,6 +206,12 @@ PROFILES: dict[str, frozenset[str]] = {
     ),
 }
 
+#: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
+TRAIT_FEATURES: dict[str, str] = {
+    "frozen": "frozen_parameters",
+    "rebound_buffer": "buffer_broadcast",
+}
+
 
 @dataclass(frozen=True)
 class Capabilities:

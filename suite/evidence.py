@@ -119,12 +119,15 @@ class Evidence:
         records: list[dict[str, Any]],
         oracle: dict[str, Any],
         workload: Mapping[str, Any],
+        facts: Mapping[str, Any],
     ) -> None:
         self.case = case
         self.records = records
         self.oracle = oracle
         #: Facts of the workload: ``zero_gradient``, ``parameter_names``, ``traits``.
         self.workload = workload
+        #: Numbers that formulas may use, from model shapes and options only.
+        self.facts = facts
         self.capabilities: Mapping[str, Any] = records[0]["capabilities"]
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
 

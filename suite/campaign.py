@@ -1,0 +1,77 @@
+"""Randomized clean cases: the measure of false alarms.
+
+A campaign draws cases of implementations that are believed right, over seeds, worlds, backends,
+optimizers, clipping, lanes and combinations of traits, and expects every one to pass.  The draw
+depends on the seed alone, so that a false alarm can be repeated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from suite.case import Case, WorkloadSpec
+from suite.contract import OptimizerSpec
+
+#: What a campaign draws from; labels of options are those of the conformance scenarios.
+IMPLEMENTATIONS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("plain", {}),
+    ("reference/ddp", {}),
+    ("reference/ddp", {"bucket_bytes": 4096}),
+    ("reference/naive_ddp", {}),
+    ("pytorch/ddp", {"find_unused_parameters": True}),
+    ("pytorch/ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+)
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
+LARGEST_WORLD = 5
+MOST_TRAITS = 3
+
+
+def draw(count: int, seed: int, traits: Mapping[str, Sequence[str]]) -> list[Case]:
+    """``count`` random clean cases.  ``traits`` maps each workload to the traits it can carry."""
+    source = random.Random(seed)
+    return [_case(source, number, seed, traits) for number in range(count)]
+
+
+def _case(
+    source: random.Random, number: int, seed: int, traits: Mapping[str, Sequence[str]]
+) -> Case:
+    name, options = source.choice(IMPLEMENTATIONS)
+    world = 1 if name == "plain" else source.randint(1, LARGEST_WORLD)
+    backend = source.choice(("in_memory", "gloo"))
+    workload = source.choice(sorted(traits))
+    optimizer = source.choice(("sgd", "adamw"))
+    clip = source.choice((None, 0.05))
+    lane = "bitwise" if clip is None and source.random() < 0.4 else "fp64"
+    chosen = source.sample(sorted(traits[workload]), source.randint(0, MOST_TRAITS))
+    spec = WorkloadSpec(
+        workload,
+        traits=tuple(sorted(chosen)),
+        seed=source.randrange(2**31),
+        global_batch=source.choice((12, 15, 24)),
+        micro_batches=source.choice((1, 2, 3)),
+        windows=source.choice((1, 1, 2)),
+    )
+    clipped = "noclip" if clip is None else "clip"
+    return Case(
+        id=f"campaign-{seed}::{number:04d}::{name}::{backend}::replicate{world}::{workload}"
+        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer}::{clipped}::{lane}",
+        scenario="campaign",
+        implementation=name,
+        options=dict(options),
+        backend=backend,
+        mesh={"replicate": world},
+        workload=spec,
+        optimizer=OptimizerSpec(
+            name=optimizer,
+            lr=0.1 if optimizer == "sgd" else 1e-3,
+            weight_decay=source.choice((0.0, 0.1)),
+            warmup_steps=source.choice((0, 2)),
+            clip_norm=clip,
+        ),
+        lane=lane,
+        dtype="float32" if lane == "bitwise" else "float64",
+        checks=CHECKS,
+        steps=source.choice((3, 4)),
+    )

@@ -1,0 +1,116 @@
+"""The kill matrix: does every planted fault make its named check fail, where its parent passes?
+
+A kill needs both halves.  A broken fixture fails clean code too, so a mutant's failure counts only
+beside the same case passing on its unpatched parent; a crash or hang counts only if the mutant says
+so.  A survivor is a failure of the suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from suite.case import Case
+
+#: Verdicts that a mutant may declare as its killer, besides names of checks.
+VERDICT_KILLERS = ("crash", "hang")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One mutant's case and the same case of its parent."""
+
+    mutant: Any
+    case: Case
+    parent: Case
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of one mutant."""
+
+    name: str
+    parent: str
+    killed_by: tuple[str, ...]
+    failing: tuple[str, ...]
+    killed: bool
+    why_not: str
+    verdict: str
+    reason: str
+    lane: str
+    margin: float | None
+    seconds: float
+
+    @property
+    def lone(self) -> bool:
+        """Whether only one check sees this fault."""
+        return len(self.failing) == 1
+
+
+def pair(mutant: Any) -> Pair:
+    """Cases of ``mutant`` and of its parent that differ in the implementation only."""
+    case: Case = mutant.case()
+    own = replace(case, id=f"mutants/{mutant.name}::{case.id}", implementation=case.implementation)
+    parent = replace(case, implementation=mutant.parent, id=f"{mutant.parent}::{case.id}")
+    return Pair(mutant, own, parent)
+
+
+def distinct_parents(pairs: Sequence[Pair]) -> list[Case]:
+    """Parents' cases, each once: many mutants share one."""
+    return list({p.parent.id: p.parent for p in pairs}.values())
+
+
+def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+    """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
+    failing = _failing(own) if own else ()
+    why_not = ""
+    if own is None or parent is None:
+        why_not = "left out: no budget"
+    elif parent["verdict"] != "pass":
+        why_not = f"its parent is {parent['verdict']}: {parent['reason']}"
+    else:
+        silent = [name for name in pair.mutant.killed_by if name not in failing]
+        skipped = [
+            name
+            for name in pair.mutant.killed_by
+            if name not in VERDICT_KILLERS and _status(parent, name) != "pass"
+        ]
+        if skipped:
+            why_not = f"{', '.join(skipped)} does not judge the parent here"
+        elif silent:
+            seen = f"; failing: {', '.join(failing)}" if failing else ""
+            why_not = f"survives {', '.join(silent)}{seen} [{own['verdict']}: {own['reason']}]"
+    return Kill(
+        name=pair.mutant.name,
+        parent=pair.mutant.parent,
+        killed_by=tuple(pair.mutant.killed_by),
+        failing=failing,
+        killed=not why_not,
+        why_not=why_not,
+        verdict=own["verdict"] if own else "left out",
+        reason=own["reason"] if own else "",
+        lane=pair.case.lane,
+        margin=_margin(own) if own else None,
+        seconds=own["seconds"] if own else 0.0,
+    )
+
+
+def _failing(result: dict[str, Any]) -> tuple[str, ...]:
+    names = [check["check"] for check in result["checks"] if check["status"] == "fail"]
+    if result["verdict"] in VERDICT_KILLERS:
+        names.append(result["verdict"])
+    return tuple(names)
+
+
+def _status(result: dict[str, Any], check: str) -> str:
+    return next((c["status"] for c in result["checks"] if c["check"] == check), "absent")
+
+
+def _margin(result: dict[str, Any]) -> float | None:
+    """How far beyond its bound the worst tensor is (error / bound); ``None`` where not numeric."""
+    for check in result["checks"]:
+        worst = check["worst"]
+        if check["status"] == "fail" and worst and worst["bound"]:
+            return float(worst["error"] / worst["bound"])
+    return None

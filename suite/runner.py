@@ -1,0 +1,120 @@
+"""Cases in, results out: plans nothing itself, but keeps every core busy and loses no result.
+
+Each case runs in a leader process forked from the zygote; results are written as they end, so that a
+kill loses at most the running cases.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from suite.case import Case
+from suite.kills import Kill, judge_kill, pair
+from suite.launch.pool import Pool
+
+Result = dict[str, Any]
+#: Seconds that a leader gets on top of its ranks' deadline to train the oracle and to judge.
+JUDGING_SECONDS = 60.0
+
+
+def run_cases(
+    cases: Sequence[Case],
+    jobs: int,
+    on_result: Callable[[Result], None],
+    stop_after: float | None = None,
+) -> tuple[list[Result], list[Case]]:
+    """Run ``cases``; ``on_result`` sees each result as it ends.
+
+    With ``stop_after`` (seconds) no further case is started once the time is used up.  Returns the
+    results and the cases that were left out.
+    """
+    results: list[Result] = []
+    by_id = {case.id: case for case in cases}
+    if len(by_id) != len(cases):
+        raise ValueError("two cases share one id")
+    started: set[str] = set()
+    begin = time.monotonic()
+    with _workspace() as space, Pool(jobs) as pool:
+        cache = space / "oracles"
+        cache.mkdir()
+
+        def payloads() -> Iterable[tuple[str, dict[str, Any], float]]:
+            for number, case in enumerate(_oracle_order(cases)):
+                if stop_after is not None and time.monotonic() - begin > stop_after:
+                    return
+                started.add(case.id)
+                workdir = space / f"case{number}"
+                payload = {"case": case.to_dict(), "workdir": str(workdir), "cache": str(cache)}
+                yield case.id, payload, case.deadline + JUDGING_SECONDS
+
+        for ended in pool.run("suite.runner:conduct", payloads()):
+            workdir = Path(ended.payload["workdir"])
+            result = _collect(by_id[ended.key], workdir, ended)
+            shutil.rmtree(workdir, ignore_errors=True)
+            results.append(result)
+            on_result(result)
+    return results, [case for case in cases if case.id not in started]
+
+
+def conduct(payload: dict[str, Any]) -> None:
+    """Task of the leader: judge one case and leave ``result.json`` in its work folder."""
+    from suite.judge import judge_case
+
+    workdir = Path(payload["workdir"])
+    workdir.mkdir(parents=True)
+    case = Case.from_dict(payload["case"])
+    result = judge_case(case, workdir, Path(payload["cache"]))
+    partial = workdir / "result.json.partial"
+    partial.write_text(json.dumps(result))
+    partial.rename(workdir / "result.json")
+
+
+def _collect(case: Case, workdir: Path, ended: Any) -> Result:
+    path = workdir / "result.json"
+    if path.exists():
+        result: Result = json.loads(path.read_text())
+        result["seconds"] = ended.seconds
+        return result
+    from suite.judge import broken_leader
+
+    return broken_leader(case, ended)
+
+
+def _oracle_order(cases: Sequence[Case]) -> list[Case]:
+    """Cases that share an oracle next to each other would train it twice at once: keep them apart."""
+    return list(cases)
+
+
+class _workspace:
+    """A temporary folder in memory where there is one; removed on every path."""
+
+    def __enter__(self) -> Path:
+        memory = Path("/dev/shm")
+        base = str(memory) if memory.is_dir() else None
+        self._path = Path(tempfile.mkdtemp(prefix="shardproof-", dir=base))
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+def run_mutants(
+    mutants: Sequence[Any],
+    jobs: int,
+    on_result: Callable[[Result], None],
+    stop_after: float | None = None,
+) -> list[Kill]:
+    """Run every mutant beside its parent and say which were killed."""
+    pairs = [pair(mutant) for mutant in mutants]
+    cases: list[Case] = []
+    for item in pairs:
+        cases += [case for case in (item.parent, item.case) if case not in cases]
+    results, _ = run_cases(cases, jobs, on_result, stop_after)
+    by_id = {result["id"]: result for result in results}
+    return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]
