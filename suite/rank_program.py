@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
         "capabilities": describe(implementation_class, capabilities),
         "steps": [],
     }
-    build = _WatchedBuild(workload.build_for(rank), log)
+    build = _WatchedBuild(workload.build_for(rank))
     implementation.setup(
         build, workload.state() if lends_state else None, case.optimizer, mesh, case.options
     )
@@ -56,7 +57,7 @@ def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
     implementation.drain()
     implementation.close()
     ledger = traffic.current()
-    record["traffic"] = [call.to_dict() for call in ledger.calls] if ledger else []
+    record["traffic"] = ledger.to_dicts() if ledger else []
     record["events"] = [list(event) for event in log.events] if log else []
     return record
 
@@ -78,7 +79,7 @@ def _step(
     def observe(point: Point) -> None:
         if point in observed:
             raise NotObserved(f"step {batch.step}: {point!r} was observed twice")
-        with phases.observing(point):
+        with log.observe(point) if log else nullcontext():
             if point == "after_update":
                 kinds = ("parameters", "optimizer", "buffers")
             else:
@@ -86,8 +87,8 @@ def _step(
             observed[point] = {kind: _pieces(implementation.local_state(kind)) for kind in kinds}
 
     first_call = len(ledger.calls) if ledger else 0
-    first_event = log.now() if log else 0
-    with phases.stepping():
+    first_event = log.now if log else 0
+    with log.step(batch.step) if log else nullcontext():
         result = implementation.step(batch, observe)
     for point in ("gradients_final", "after_update"):
         if point not in observed:
@@ -99,7 +100,7 @@ def _step(
         "metrics": dict(result.metrics),
         "observed": observed,
         "calls": [first_call, len(ledger.calls) if ledger else 0],
-        "events": [first_event, log.now() if log else 0],
+        "events": [first_event, log.now if log else 0],
     }
 
 
@@ -134,15 +135,13 @@ def _data_index(case: Case, mesh: Mesh) -> int:
 class _WatchedBuild:
     """The workload's build, with the suite's program-order hooks on what it makes."""
 
-    def __init__(self, build: Build, log: phases.RankLog | None) -> None:
+    def __init__(self, build: Build) -> None:
         self._build = build
-        self._log = log
         self.units = build.units
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self._build(device)
-        if self._log is not None:
-            phases.watch(module, self._log)
+        phases.watch(module, self.units)
         return module
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
