@@ -1,0 +1,64 @@
+"""What is wrong with an input, said in one line: where, what, which value, and what to do.
+
+Raised for every fault of scenario files and selections; the command line prints it and ends with
+exit code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault.  ``file`` and ``line`` (from 1) are empty where a command line is at fault."""
+
+    what: str
+    remedy: str
+    value: str | None = None
+    file: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = ":".join(part for part in (self.file, str(self.line or "")) if part)
+        value = "" if self.value is None else f" ({shorten(self.value)})"
+        return f"{where + ': ' if where else ''}{self.what}{value} - {self.remedy}"
+
+
+class InputError(ValueError):
+    """Input that cannot be used; ``problems`` has at least one entry."""
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ScenarioError(InputError):
+    """A scenario file that cannot be used."""
+
+
+class SelectionError(InputError):
+    """A selection (``-k``, ``--impl``, a name) that cannot be read or matches nothing."""
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """``text`` on one line of printable characters, cut in the middle at ``limit`` characters."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if len(line) <= limit:
+        return line
+    half = (limit - 3) // 2
+    return f"{line[:half]}...{line[-half:]}"
+
+
+def nearest(value: str, valid: Iterable[str], noun: str = "valid names") -> str:
+    """A remedy that names the nearest of ``valid``, or lists them where nothing is near."""
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(value[:200].lower(), [n.lower() for n in names], 1, 0.55)
+    if close:
+        return f"did you mean {next(n for n in names if n.lower() == close[0])}?"
+    if not names:
+        return f"there are no {noun}"
+    shown = ", ".join(names[:16]) + (f", ... ({len(names)} in all)" if len(names) > 16 else "")
+    return f"{noun}: {shown}"

@@ -1,0 +1,304 @@
+"""Expected costs in closed form, computed from model shapes and options only.
+
+A formula is never asked of the implementation that is judged.  Everything is an exact
+:class:`~fractions.Fraction`, because the gate is equality: shares such as ``(N-1)/N`` of a payload
+have no exact float for three ranks.
+
+Scenario files name a formula (``ddp.payload_bytes``) or write an expression in a closed grammar::
+
+    sum     := product (("+" | "-") product)*
+    product := unary (("*" | "/") unary)*
+    unary   := "-" unary | atom
+    atom    := number | name | ("min" | "max" | "ceil") "(" sum ("," sum)* ")" | "(" sum ")"
+
+A name is a formula or a fact (:data:`FACTS`).  Text is parsed by hand and never evaluated as code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from suite.errors import nearest, shorten
+
+if TYPE_CHECKING:
+    from suite.case import Case
+
+Facts = Mapping[str, int | Fraction]
+Term = Callable[[Facts], Fraction]
+
+#: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
+FACTS: dict[str, str] = {
+    "world": "number of ranks",
+    "pipe": "ranks along the pipe axis (1 if absent)",
+    "replicate": "ranks along the replicate axis (1 if absent)",
+    "shard": "ranks along the shard axis (1 if absent)",
+    "tensor": "ranks along the tensor axis (1 if absent)",
+    "data_coordinates": "shares of the global batch: replicate * shard",
+    "steps": "optimizer steps",
+    "micro_batches": "micro-batches per data coordinate and window",
+    "windows": "schedule calls in one optimizer step",
+    "global_batch": "samples in one optimizer step",
+    "itemsize": "bytes of one element of the case's dtype",
+    "parameter_bytes": "all parameters, frozen ones included",
+    "trainable_bytes": "parameters that are trained",
+    "trainable_elements": "elements of the parameters that are trained",
+    "trainable_tensors": "tensors that are trained",
+    "frozen_bytes": "parameters that are not trained",
+    "float_buffer_bytes": "floating-point buffers",
+    "float_buffers": "number of floating-point buffers",
+}
+
+MAX_TEXT = 500
+MAX_DEPTH = 32
+
+
+class FormulaError(ValueError):
+    """Text that is no formula; ``column`` counts from 1."""
+
+    def __init__(self, text: str, column: int, what: str) -> None:
+        self.column = column
+        super().__init__(f"column {column} of {shorten(text)!r}: {what}")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A named cost: what ``value`` counts, in which unit, and where it is published."""
+
+    name: str
+    value: Term
+    unit: str
+    source: str
+
+
+def _single_payload(facts: Facts) -> Fraction:
+    return Fraction(0)
+
+
+def _ddp_payload(facts: Facts) -> Fraction:
+    others = Fraction(facts["replicate"]) - 1
+    return 2 * others * facts["trainable_bytes"] + others * facts["float_buffer_bytes"]
+
+
+def _all_reduce_payload(facts: Facts) -> Fraction:
+    return 2 * (Fraction(facts["replicate"]) - 1) * facts["trainable_bytes"]
+
+
+_PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
+_ALL_REDUCE = (
+    "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
+    "payload a rank, as in nccl-tests doc/PERFORMANCE.md"
+)
+
+FORMULAS: dict[str, Formula] = {
+    formula.name: formula
+    for formula in (
+        Formula("single.payload_bytes", _single_payload, _PER_STEP, "one process sends nothing"),
+        Formula(
+            "naive_ddp.payload_bytes",
+            _all_reduce_payload,
+            _PER_STEP,
+            f"gradients once a step, whatever the number of micro-batches. {_ALL_REDUCE}",
+        ),
+        Formula(
+            "ddp.payload_bytes",
+            _ddp_payload,
+            _PER_STEP,
+            "gradients as naive_ddp; floating-point buffers are broadcast once a step, N-1 copies: "
+            f"torch DistributedDataParallel, broadcast_buffers. {_ALL_REDUCE}",
+        ),
+    )
+}
+
+
+def evaluate(text: str, facts: Facts) -> Fraction:
+    """Exact value of ``text`` (a formula's name or an expression) for ``facts``.
+
+    :raises FormulaError: text outside the grammar, or a division by zero.
+    """
+    try:
+        return parse(text)(facts)
+    except ZeroDivisionError:
+        raise FormulaError(text, 1, "division by zero for this case") from None
+
+
+def parse(text: str) -> Term:
+    """A function of the facts; names are checked here, so that a typo shows before any run."""
+    return _Parser(text).parse()
+
+
+def facts_of(case: Case) -> dict[str, int | Fraction]:
+    """The facts of ``case``: shapes of its workload and sizes of its mesh (imports torch)."""
+    from suite import workloads
+
+    workload = workloads.make(case.workload, case.dtype, case.lane)
+    state = workload.state()
+    trainable, frozen = set(workload.trainable_names), set(workload.frozen)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+    buffers = [
+        name
+        for name, tensor in state.items()
+        if name not in trainable and name not in frozen and tensor.is_floating_point()
+    ]
+    trainable_bytes = sum(sizes[name] for name in trainable)
+    frozen_bytes = sum(sizes[name] for name in frozen - trainable)
+    axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
+    return {
+        "world": case.world,
+        **axes,
+        "data_coordinates": case.data_coordinates,
+        "steps": case.steps,
+        "micro_batches": case.workload.micro_batches,
+        "windows": case.workload.windows,
+        "global_batch": case.workload.global_batch,
+        "itemsize": {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[case.dtype],
+        "parameter_bytes": trainable_bytes + frozen_bytes,
+        "trainable_bytes": trainable_bytes,
+        "trainable_elements": sum(state[name].numel() for name in trainable),
+        "trainable_tensors": len(trainable),
+        "frozen_bytes": frozen_bytes,
+        "float_buffer_bytes": sum(sizes[name] for name in buffers),
+        "float_buffers": len(buffers),
+    }
+
+
+# ----------------------------------------------------------------------------------- the grammar
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)"
+    r"|(?P<sign>[-+*/(),]))"
+)
+
+
+def _minimum(values: list[Fraction]) -> Fraction:
+    return min(values)
+
+
+def _maximum(values: list[Fraction]) -> Fraction:
+    return max(values)
+
+
+def _ceiling(values: list[Fraction]) -> Fraction:
+    return Fraction(math.ceil(values[0]))
+
+
+_FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
+    "min": (_minimum, None),
+    "max": (_maximum, None),
+    "ceil": (_ceiling, 1),
+}
+
+
+class _Parser:
+    """Recursive descent; a token is (kind, text, column)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.depth = 0
+        if len(text) > MAX_TEXT:
+            raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
+        self.tokens = self._tokens()
+
+    def parse(self) -> Term:
+        term = self._sum()
+        kind, text, column = self.tokens[self.position]
+        if kind != "end":
+            raise FormulaError(self.text, column, f"unexpected {text!r}")
+        return term
+
+    def _tokens(self) -> list[tuple[str, str, int]]:
+        found, position = [], 0
+        end = len(self.text.rstrip())
+        while position < end:
+            match = _TOKEN.match(self.text, position)
+            if match is None:
+                column = position + len(self.text[position:]) - len(self.text[position:].lstrip())
+                raise FormulaError(self.text, column + 1, f"unexpected {self.text[column]!r}")
+            kind = str(match.lastgroup)
+            found.append((kind, match[kind], match.start(kind) + 1))
+            position = match.end()
+        return [*found, ("end", "end of text", end + 1)]
+
+    def _take(self, *texts: str) -> str | None:
+        kind, text, _ = self.tokens[self.position]
+        if kind == "sign" and text in texts:
+            self.position += 1
+            return text
+        return None
+
+    def _expect(self, text: str) -> None:
+        if self._take(text) is None:
+            _, found, column = self.tokens[self.position]
+            raise FormulaError(self.text, column, f"expected {text!r}, found {found!r}")
+
+    def _sum(self) -> Term:
+        left = self._product()
+        while sign := self._take("+", "-"):
+            left = _combine(sign, left, self._product())
+        return left
+
+    def _product(self) -> Term:
+        left = self._unary()
+        while sign := self._take("*", "/"):
+            left = _combine(sign, left, self._unary())
+        return left
+
+    def _unary(self) -> Term:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            column = self.tokens[self.position][2]
+            raise FormulaError(self.text, column, f"nested deeper than {MAX_DEPTH}")
+        try:
+            if self._take("-"):
+                inner = self._unary()
+                return lambda facts: -inner(facts)
+            return self._atom()
+        finally:
+            self.depth -= 1
+
+    def _atom(self) -> Term:
+        if self._take("("):
+            inner = self._sum()
+            self._expect(")")
+            return inner
+        kind, text, column = self.tokens[self.position]
+        self.position += 1
+        if kind == "number":
+            number = Fraction(text)
+            return lambda facts: number
+        if kind != "name":
+            raise FormulaError(self.text, column, f"expected a number, name or '(', found {text!r}")
+        if text in _FUNCTIONS:
+            return self._call(text, column)
+        if text in FORMULAS:
+            return FORMULAS[text].value
+        if text in FACTS:
+            return lambda facts: Fraction(facts[text])
+        known = [*FORMULAS, *FACTS, *_FUNCTIONS]
+        raise FormulaError(self.text, column, f"unknown name {text!r}, {nearest(text, known)}")
+
+    def _call(self, name: str, column: int) -> Term:
+        function, arity = _FUNCTIONS[name]
+        self._expect("(")
+        arguments = [self._sum()]
+        while self._take(","):
+            arguments.append(self._sum())
+        self._expect(")")
+        if arity is not None and len(arguments) != arity:
+            raise FormulaError(self.text, column, f"{name} takes {arity} value")
+        return lambda facts: function([argument(facts) for argument in arguments])
+
+
+def _combine(sign: str, left: Term, right: Term) -> Term:
+    if sign == "+":
+        return lambda facts: left(facts) + right(facts)
+    if sign == "-":
+        return lambda facts: left(facts) - right(facts)
+    if sign == "*":
+        return lambda facts: left(facts) * right(facts)
+    return lambda facts: left(facts) / right(facts)

@@ -1,0 +1,1 @@
+"""Scenario files: schema, reading, expansion into cases, selection."""

@@ -1,0 +1,228 @@
+"""Scenario files: found by name, folder or file, read, and checked with the line of every fault."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from suite.errors import Problem, ScenarioError, SelectionError, nearest
+from suite.scenarios.schema import Scenario
+from suite.scenarios.source import Node, parse, read
+
+#: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
+SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
+
+
+@dataclass(frozen=True)
+class ScenarioFile:
+    """A valid scenario and where each part of it stands."""
+
+    scenario: Scenario
+    file: str
+    node: Node
+
+    @property
+    def name(self) -> str:
+        """The scenario's unique name."""
+        return self.scenario.name
+
+    def problem(self, path: Iterable[str | int], what: str, remedy: str, value: str) -> Problem:
+        """A fault of the part that ``path`` leads to."""
+        return Problem(what, remedy, value, self.file, self.node.locate(path))
+
+
+def load(path: Path) -> ScenarioFile:
+    """Read one file.
+
+    :raises ScenarioError: with all faults of its first faulty stage (text, then shape).
+    """
+    return _validate(read(path), _shown(path))
+
+
+def load_text(text: str, file: str = "<text>") -> ScenarioFile:
+    """The same for text in hand."""
+    return _validate(parse(text, file), file)
+
+
+def default_folder() -> Path:
+    """``scenarios/`` of the working folder, else the one shipped with the suite."""
+    here = Path("scenarios")
+    return here if here.is_dir() else SHIPPED
+
+
+def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[ScenarioFile]:
+    """Load what ``arguments`` name: files, folders (all levels) or scenario names.
+
+    Nothing named means ``conformance/`` of ``folder`` (default: :func:`default_folder`).
+
+    :raises ScenarioError: for faulty files and for a scenario name that two files use.
+    :raises SelectionError: for a name that no scenario has.
+    """
+    root = folder or default_folder()
+    paths: dict[Path, None] = {}
+    for argument in arguments or [str(root / "conformance")]:
+        for path in _paths(argument, root):
+            paths.setdefault(path.resolve(), None)
+    if not paths:
+        named = " ".join(arguments) or str(root / "conformance")
+        raise SelectionError(Problem("no scenario files", "name a file or folder", named))
+    return load_all(paths)
+
+
+def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
+    """Load every path; the faults of all files are raised together."""
+    files: list[ScenarioFile] = []
+    problems: list[Problem] = []
+    owner: dict[str, ScenarioFile] = {}
+    for path in paths:
+        try:
+            file = load(path)
+        except ScenarioError as error:
+            problems += error.problems
+            continue
+        first = owner.setdefault(file.name, file)
+        if first is not file:
+            what = f"scenario name already used by {first.file}"
+            problems.append(file.problem(["name"], what, "choose another name", file.name))
+        files.append(file)
+    if problems:
+        raise ScenarioError(problems)
+    return files
+
+
+def _paths(argument: str, root: Path) -> list[Path]:
+    path = Path(argument)
+    try:
+        if path.is_dir():
+            return _in_folder(path)
+        if path.exists() or path.suffix in (".yaml", ".yml") or path.parent != Path():
+            return [path]
+    except (OSError, ValueError):
+        raise SelectionError(Problem("not a path", "name a file or folder", argument)) from None
+    stems = {found.stem: found for found in _in_folder(root)}
+    if argument in stems:
+        return [stems[argument]]
+    folders = (
+        {found.name: found for found in root.iterdir() if found.is_dir()} if root.is_dir() else {}
+    )
+    if argument in folders:
+        return _in_folder(folders[argument])
+    # The name inside a file may differ from the file's own.
+    names: list[str] = []
+    for found in stems.values():
+        try:
+            name = load(found).name
+        except ScenarioError:
+            continue
+        if name == argument:
+            return [found]
+        names.append(name)
+    remedy = nearest(argument, [*names, *stems], "scenarios")
+    raise SelectionError(Problem("unknown scenario", remedy, argument))
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix in (".yaml", ".yml")
+        and path.is_file()
+        and not path.name.startswith((".", "_"))
+    )
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+# ----------------------------------------------------------- pydantic's errors, in our words
+
+
+def _validate(node: Node, file: str) -> ScenarioFile:
+    try:
+        scenario = Scenario.model_validate(node.plain())
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise ScenarioError([_problem(detail, node, file) for detail in details]) from None
+    return ScenarioFile(scenario, file, node)
+
+
+def _problem(detail: ErrorDetails, node: Node, file: str) -> Problem:
+    location = [part for part in detail["loc"] if part != "[key]"]
+    kind, given = detail["type"], detail["input"]
+    line = node.locate(location)
+    key = str(location[-1]) if location else ""
+    where = _dotted(location)
+    context = detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        model = _model_at(location[:-1])
+        remedy = nearest(key, model.model_fields if model else (), "valid keys")
+        return Problem(f"unknown key {where}", remedy, key, file, line)
+    if kind == "missing":
+        return Problem(
+            f"missing key {where}", f"add `{key}: ...`{_describe(location)}", None, file, line
+        )
+    if kind == "literal_error":
+        valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        return Problem(
+            f"{where}: unknown value", nearest(str(given), valid), _given(given), file, line
+        )
+    if kind == "value_error":
+        what = str(context.get("error", detail["msg"]))
+        return Problem(
+            f"{where}: {what}", "correct it" + _describe(location), _given(given), file, line
+        )
+    wanted = detail["msg"].removeprefix("Input ").removeprefix("Value ")
+    remedy = "correct it" + _describe(location)
+    return Problem(f"{where}: {wanted[0].lower()}{wanted[1:]}", remedy, _given(given), file, line)
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".") or "scenario"
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "an empty list" if not value else "a list"
+    return "null" if value is None else str(value)
+
+
+def _describe(location: Sequence[str | int]) -> str:
+    parent = _model_at(location[:-1])
+    field = parent.model_fields.get(str(location[-1])) if parent and location else None
+    return f": {field.description}" if field is not None and field.description else ""
+
+
+def _model_at(location: Sequence[str | int]) -> type[BaseModel] | None:
+    """The model that holds the keys at ``location``."""
+    model: type[BaseModel] | None = Scenario
+    for part in location:
+        if isinstance(part, int):
+            continue  # items of a list have the model of the list's annotation
+        field = model.model_fields.get(part) if model else None
+        model = _model_in(field.annotation) if field is not None else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        if (found := _model_in(argument)) is not None:
+            return found
+    return None

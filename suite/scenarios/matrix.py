@@ -1,0 +1,395 @@
+"""From a scenario to its cases: axes multiply, rules add, remove and mark cells.
+
+Order: the product of the axes, ``include``, ``exclude``, ``skip`` and ``xfail``, ``quick``.  A rule
+that changes nothing is an error, because it is a typo or has outlived its reason.
+
+Ids are stable: ``scenario::implementation::backend::mesh::optimizer::clip::lane::tier``, with
+``scenario[variant]`` where the workload is an axis and ``implementation+label`` where it has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from suite.case import Case, WorkloadSpec
+from suite.contract import GroupSpec, OptimizerSpec
+from suite.errors import Problem, ScenarioError, nearest
+from suite.scenarios.load import ScenarioFile
+from suite.scenarios.schema import (
+    ImplementationChoice,
+    Include,
+    Match,
+    Matrix,
+    OptimizerChoice,
+    Scenario,
+    WorkloadChoice,
+)
+from suite.scenarios.vocabulary import Vocabulary
+
+MAX_CELLS = 20_000
+_DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
+#: Equal bits are the harder to reach, the fewer bits there are to absorb another order.
+_DTYPES = {"bitwise": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of axis values."""
+
+    implementation: ImplementationChoice
+    backend: str
+    mesh: tuple[tuple[str, int], ...]
+    optimizer: OptimizerChoice
+    clip: float | None
+    lane: str
+    workload: WorkloadChoice | None
+    tier: str | None = None
+
+    @property
+    def system(self) -> str:
+        """Name of the implementation with its label."""
+        label = self.implementation.label
+        return self.implementation.name + (f"+{label}" if label else "")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells cells apart; the middle of the id."""
+        variant = f"[{self.workload.label}]" if self.workload else ""
+        optimizer = self.optimizer.label or self.optimizer.name
+        clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
+        return (
+            variant,
+            self.system,
+            self.backend,
+            mesh_name(self.mesh),
+            optimizer,
+            clip,
+            self.lane,
+        )
+
+
+def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
+    """``replicate4``, ``shard2xtensor2``."""
+    return "x".join(f"{axis}{size}" for axis, size in mesh)
+
+
+def expand(file: ScenarioFile, vocabulary: Vocabulary) -> list[Case]:
+    """All cases of a scenario, in a stable order.
+
+    :raises ScenarioError: unknown names, rules that match nothing, cells that are given twice.
+    """
+    return _Expansion(file, vocabulary).cases()
+
+
+class _Expansion:
+    def __init__(self, file: ScenarioFile, vocabulary: Vocabulary) -> None:
+        self.file = file
+        self.scenario: Scenario = file.scenario
+        self.vocabulary = vocabulary
+        self.problems: list[Problem] = []
+
+    def cases(self) -> list[Case]:
+        self._check_names()
+        self._stop_if_faulty()
+        cells = self._cells()
+        self._check_cells(cells)
+        marks = {
+            "skip": self._marks(cells, "skip", self.scenario.skip),
+            "xfail": self._marks(cells, "xfail", self.scenario.xfail),
+            "quick": self._marks(cells, "quick", self.scenario.quick),
+        }
+        self._stop_if_faulty()
+        clips = {cell.clip for cell in cells} - {None}
+        found = []
+        for cell in cells:
+            tier = cell.tier or ("quick" if cell.key in marks["quick"] else self.scenario.tier)
+            skip, xfail = marks["skip"].get(cell.key), marks["xfail"].get(cell.key)
+            found.append(self._case(cell, tier, skip, xfail, several_clips=len(clips) > 1))
+        return found
+
+    def _stop_if_faulty(self) -> None:
+        if self.problems:
+            raise ScenarioError(self.problems)
+
+    def _add(self, path: Sequence[str | int], what: str, remedy: str, value: str) -> None:
+        self.problems.append(self.file.problem(path, what, remedy, value))
+
+    # --------------------------------------------------------------------------------- names
+
+    def _check_names(self) -> None:
+        scenario = self.scenario
+        checks = self.vocabulary.checks
+        for index, check in enumerate(scenario.checks):
+            if check not in checks:
+                self._add(
+                    ["checks", index], "unknown check", nearest(check, checks, "checks"), check
+                )
+        self._check_axes(["matrix"], scenario.matrix)
+        for index, include in enumerate(scenario.include):
+            self._check_axes(["include", index], include)
+        refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
+        refuses = any(e.refuses for e in (scenario.expect, *refusing))
+        if refuses != ("refusals" in scenario.checks):
+            self._add(
+                ["checks"],
+                "expect.refuses and the check `refusals` belong together",
+                "give both or neither",
+                ", ".join(scenario.checks),
+            )
+
+    def _check_axes(self, path: list[str | int], axes: Matrix | Include) -> None:
+        known = self.vocabulary.implementations
+        for index, choice in enumerate(axes.implementation or ()):
+            if ":" not in choice.name and choice.name not in known:
+                remedy = nearest(choice.name, known, "implementations")
+                at = [*path, "implementation", index, "name"]
+                self._add(at, "unknown implementation", remedy, choice.name)
+        for index, backend in enumerate(axes.backend or ()):
+            if backend not in self.vocabulary.backends:
+                remedy = nearest(backend, self.vocabulary.backends, "backends")
+                self._add([*path, "backend", index], "unknown backend", remedy, backend)
+        variants: Sequence[WorkloadChoice | None] = axes.workload or ()
+        if not variants and isinstance(axes, Matrix):
+            variants = (None,)
+        for index, variant in enumerate(variants):
+            at = ["workload"] if variant is None else [*path, "workload", index]
+            self._check_workload(at, variant)
+
+    def _check_workload(self, path: list[str | int], variant: WorkloadChoice | None) -> None:
+        spec = self._workload(variant)
+        names, traits = self.vocabulary.workloads, self.vocabulary.traits
+        if spec.name not in names:
+            at = [*path, "name"] if variant is None or variant.name else ["workload", "name"]
+            self._add(at, "unknown workload", nearest(spec.name, names, "workloads"), spec.name)
+            return
+        for index, trait in enumerate(spec.traits):
+            at = [*path, "traits", index]
+            if trait not in traits:
+                self._add(at, "unknown trait", nearest(trait, traits, "traits"), trait)
+                continue
+            use = traits[trait]
+            if use.workloads and spec.name not in use.workloads:
+                remedy = f"workloads that can: {', '.join(use.workloads)}"
+                self._add(at, f"workload {spec.name} cannot carry the trait", remedy, trait)
+            if spec.micro_batches < use.micro_batches:
+                remedy = f"set micro_batches to at least {use.micro_batches}"
+                self._add(at, "trait means nothing with so few micro-batches", remedy, trait)
+
+    # --------------------------------------------------------------------------------- cells
+
+    def _cells(self) -> list[Cell]:
+        scenario = self.scenario
+        cells: dict[tuple[str, ...], Cell] = {}
+        for cell in self._product(["matrix"], scenario.matrix, None):
+            if cell.key in cells:
+                self._add(
+                    ["matrix"], "cell given twice", "give one of them a label", " ".join(cell.key)
+                )
+                break
+            cells[cell.key] = cell
+        for index, include in enumerate(scenario.include):
+            before = len(cells)
+            for cell in self._product(["include", index], scenario.matrix, include):
+                cells.setdefault(cell.key, cell)
+            if len(cells) == before:
+                self._add(["include", index], "adds no cell", "remove it", include.reason)
+        for index, rule in enumerate(scenario.exclude):
+            gone = [key for key, cell in cells.items() if matches(rule, cell)]
+            if not gone:
+                self._add(
+                    ["exclude", index], "matches nothing", "correct or remove it", rule.reason
+                )
+            for key in gone:
+                del cells[key]
+        self._stop_if_faulty()
+        if not cells:
+            self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
+        return list(cells.values())
+
+    def _product(
+        self, path: list[str | int], matrix: Matrix, include: Include | None
+    ) -> Iterator[Cell]:
+        def axis(name: str) -> list[Any]:
+            own = getattr(include, name) if include is not None else None
+            values: list[Any] | None = own if own is not None else getattr(matrix, name)
+            return values or [None]
+
+        meshes = [mesh for choice in axis("mesh") for mesh in _meshes(choice)]
+        others = [
+            axis(name)
+            for name in ("implementation", "backend", "optimizer", "clip", "lane", "workload")
+        ]
+        count = len(meshes) * math.prod(len(values) for values in others)
+        if count > MAX_CELLS:
+            self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
+            self._stop_if_faulty()
+        implementations, backends, optimizers, clips, lanes, variants = others
+        tier = include.tier if include is not None else None
+        product = itertools.product(
+            variants, implementations, backends, meshes, optimizers, clips, lanes
+        )
+        for variant, implementation, backend, mesh, optimizer, clip, lane in product:
+            yield Cell(implementation, backend, mesh, optimizer, clip, lane, variant, tier)
+
+    def _check_cells(self, cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            if cell.lane == "bitwise" and cell.clip is not None:
+                self._add(
+                    ["matrix", "lane"],
+                    "lane bitwise compares with clipping off: the order of a norm's sum is free",
+                    "exclude {lane: bitwise, clip: ...}",
+                    " ".join(cell.key[1:]),
+                )
+                return
+
+    def _marks(
+        self, cells: Sequence[Cell], section: str, rules: Sequence[Match]
+    ) -> dict[tuple[str, ...], str]:
+        """Key -> reason of the first rule that matches, for every cell that one matches."""
+        marks: dict[tuple[str, ...], str] = {}
+        for index, rule in enumerate(rules):
+            found = [cell.key for cell in cells if matches(rule, cell)]
+            reason = getattr(rule, "reason", "")
+            if not found:
+                self._add(
+                    [section, index],
+                    f"{section} rule matches nothing",
+                    "correct or remove it",
+                    reason,
+                )
+            for key in found:
+                marks.setdefault(key, reason)
+        return marks
+
+    # --------------------------------------------------------------------------------- cases
+
+    def _workload(self, variant: WorkloadChoice | None) -> WorkloadSpec:
+        values = self.scenario.workload.model_dump()
+        if variant is not None:
+            own = variant.model_dump(exclude={"label"}, exclude_none=True)
+            values |= {**own, "params": {**values["params"], **own.get("params", {})}}
+        return WorkloadSpec(**{**values, "traits": tuple(values["traits"])})
+
+    def _optimizer(
+        self, choice: OptimizerChoice, clip: float | None, traits: Iterable[str]
+    ) -> OptimizerSpec:
+        groups = tuple(GroupSpec(**group.model_dump()) for group in choice.groups)
+        low, high = choice.betas
+        return OptimizerSpec(
+            name=choice.name,
+            lr=choice.lr if choice.lr is not None else _DEFAULT_LR[choice.name],
+            momentum=choice.momentum,
+            betas=(low, high),
+            eps=choice.eps,
+            weight_decay=choice.weight_decay,
+            warmup_steps=choice.warmup_steps,
+            groups=groups or tuple(self.vocabulary.groups(traits)),
+            clip_norm=clip,
+        )
+
+    def _case(
+        self, cell: Cell, tier: str, skip: str | None, xfail: str | None, several_clips: bool
+    ) -> Case:
+        scenario, choice = self.scenario, cell.implementation
+        variant, system, backend, mesh, optimizer, clip, lane = cell.key
+        if not several_clips:
+            clip = "noclip" if cell.clip is None else "clip"
+        workload = self._workload(cell.workload)
+        expect = scenario.expect.model_dump(exclude_none=True)
+        if choice.expect is not None:
+            expect |= choice.expect.model_dump(exclude_none=True)
+        name = f"{scenario.name}{variant}"
+        return Case(
+            id="::".join((name, system, backend, mesh, optimizer, clip, lane, tier)),
+            scenario=scenario.name,
+            implementation=choice.name,
+            label=choice.label or "",
+            options=choice.options,
+            backend=cell.backend,
+            mesh=dict(cell.mesh),
+            workload=workload,
+            optimizer=self._optimizer(cell.optimizer, cell.clip, workload.traits),
+            lane=cell.lane,  # type: ignore[arg-type]
+            checks=tuple(scenario.checks),
+            dtype=_DTYPES[cell.lane],
+            steps=scenario.steps,
+            tier=tier,  # type: ignore[arg-type]
+            expect=expect,
+            deadline=scenario.deadline,
+            skip=skip,
+            xfail=xfail,
+        )
+
+
+def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], ...]]:
+    for sizes in itertools.product(*choice.values()):
+        yield tuple(zip(choice, sizes, strict=True))
+
+
+def matches(rule: Match, cell: Cell) -> bool:
+    """Whether every key that ``rule`` gives holds for ``cell``."""
+    label = cell.implementation.label or ""
+    words = {
+        "implementation": (cell.implementation.name, cell.system),
+        "label": (label,),
+        "backend": (cell.backend,),
+        "mesh": (mesh_name(cell.mesh),),
+        "workload": (cell.workload.label if cell.workload else "",),
+        "optimizer": (cell.optimizer.label or cell.optimizer.name,),
+        "lane": (cell.lane,),
+    }
+    for key, names in words.items():
+        patterns = getattr(rule, key)
+        if patterns is not None and not any(
+            fnmatchcase(name, pattern) for name in names for pattern in patterns
+        ):
+            return False
+    if rule.world is not None and math.prod(size for _, size in cell.mesh) not in rule.world:
+        return False
+    return rule.clip is None or cell.clip in rule.clip
+
+
+def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
+    """The cells of ``cases`` with another implementation in them, each once.
+
+    Serves systems that no scenario names: a user's own, or a mutant.  Cells that expect a refusal
+    are left out (they hang on options), as are ``skip`` and ``xfail``.  A cell is of the quick tier
+    if any implementation has it there.
+    """
+    found: dict[str, Case] = {}
+    for case in sorted(cases, key=lambda case: case.tier != "quick"):
+        if "refuses" in case.expect:
+            continue
+        scenario, _, *middle, tier = case.id.split("::")
+        cell = "::".join([scenario, implementation.replace("::", ":"), *middle])
+        found.setdefault(
+            cell,
+            dataclasses.replace(
+                case,
+                id=f"{cell}::{tier}",
+                implementation=implementation,
+                label="",
+                options={},
+                skip=None,
+                xfail=None,
+            ),
+        )
+    return list(found.values())
+
+
+def reseed(cases: Sequence[Case], seed: int) -> list[Case]:
+    """The same cases with another seed of the workload; ``[seedN]`` is added to their ids."""
+    changed = []
+    for case in cases:
+        scenario, rest = case.id.split("::", 1)
+        workload = dataclasses.replace(case.workload, seed=seed)
+        changed.append(
+            dataclasses.replace(case, id=f"{scenario}[seed{seed}]::{rest}", workload=workload)
+        )
+    return changed

@@ -1,0 +1,278 @@
+"""The words of a scenario file, as pydantic models; :func:`json_schema` exports them for editors.
+
+Only the shape is checked here.  Whether an implementation, a trait or a check of that name exists,
+and whether every rule matches something, is checked when the matrix is expanded
+(:mod:`suite.scenarios.matrix`), because that depends on what is installed.
+
+Wherever a list is expected, a single value may stand for a list of one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from suite import formulas
+
+Axis = Literal["pipe", "replicate", "shard", "tensor"]
+Tier = Literal["quick", "full"]
+LaneName = Literal["bitwise", "fp64"]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
+Reason = Annotated[str, Field(min_length=3, description="why, in a sentence")]
+Clip = Annotated[float, Field(gt=0)]
+Size = Annotated[int, Field(ge=1, le=1024)]
+
+
+class Model(BaseModel):
+    """Base of all: unknown keys are errors, and no type is converted silently."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _many(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _expression(text: str) -> str:
+    """A traffic expectation must be a formula that can be parsed."""
+    formulas.parse(text)
+    return text
+
+
+Expression = Annotated[str, AfterValidator(_expression)]
+Sizes = Annotated[
+    list[Size],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=Size | list[Size]),
+]
+Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
+
+
+class Expect(Model):
+    """What must come out, beyond being right."""
+
+    traffic: Expression | None = Field(
+        None,
+        description="floating-point payload sent in one optimizer step, in bytes summed over "
+        "ranks: a named formula or an expression of numbers, facts, + - * / ( ) min max ceil",
+    )
+    refuses: str | None = Field(
+        None, min_length=1, description="words that the implementation's refusal must contain"
+    )
+
+
+def _no_expectation() -> Expect:
+    return Expect(traffic=None, refuses=None)
+
+
+class ImplementationChoice(Model):
+    """An implementation and its options; a bare name stands for `{name: ...}`."""
+
+    name: str = Field(min_length=1, description="family/name, or package.module:Class")
+    options: dict[str, Any] = Field(default_factory=dict, description="handed to setup()")
+    label: Label | None = Field(None, description="tells option sets apart in ids and tables")
+    expect: Expect | None = Field(None, description="overrides the scenario's expect")
+
+    @model_validator(mode="after")
+    def _labelled(self) -> ImplementationChoice:
+        if self.options and self.label is None:
+            raise ValueError("options need a label")
+        return self
+
+
+class Group(Model):
+    """A parameter group of the optimizer: names that `pattern` finds (re.search)."""
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+class OptimizerChoice(Model):
+    """The optimizer as data; a bare name stands for `{name: ...}`."""
+
+    name: Literal["sgd", "adamw"] = Field(description="sgd or adamw")
+    label: Label | None = None
+    lr: float | None = Field(None, gt=0, description="peak learning rate; sgd 0.1, adamw 0.003")
+    momentum: float = Field(0.9, ge=0, lt=1)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.95], min_length=2, max_length=2
+    )
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    groups: list[Group] = Field(default_factory=list)
+
+
+class Workload(Model):
+    """Model, data and batch shape; `shardproof list traits` shows the traits."""
+
+    name: str = Field(min_length=1, description="a workload of the suite")
+    traits: list[str] = Field(default_factory=list, description="trigger conditions")
+    seed: int = Field(0, ge=0, lt=2**31)
+    global_batch: int = Field(24, ge=1, le=4096, description="samples in one optimizer step")
+    micro_batches: int = Field(2, ge=1, le=64, description="per data coordinate and window")
+    windows: int = Field(1, ge=1, le=16, description="schedule calls in one optimizer step")
+    params: dict[str, Any] = Field(default_factory=dict, description="knobs of the workload")
+
+
+class WorkloadChoice(Model):
+    """A value of the workload axis: what it changes in the scenario's workload, and its label."""
+
+    label: Label = Field(description="names the variant in ids")
+    name: str | None = None
+    traits: list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    global_batch: int | None = Field(None, ge=1, le=4096)
+    micro_batches: int | None = Field(None, ge=1, le=64)
+    windows: int | None = Field(None, ge=1, le=16)
+    params: dict[str, Any] | None = None
+
+
+Implementations = Annotated[
+    list[
+        Annotated[
+            ImplementationChoice,
+            BeforeValidator(_named, json_schema_input_type=str | ImplementationChoice),
+        ]
+    ],
+    Field(min_length=1),
+    BeforeValidator(
+        _many,
+        json_schema_input_type=str | ImplementationChoice | list[str | ImplementationChoice],
+    ),
+]
+Optimizers = Annotated[
+    list[
+        Annotated[
+            OptimizerChoice, BeforeValidator(_named, json_schema_input_type=str | OptimizerChoice)
+        ]
+    ],
+    Field(min_length=1),
+    BeforeValidator(
+        _many, json_schema_input_type=str | OptimizerChoice | list[str | OptimizerChoice]
+    ),
+]
+Words = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=str | list[str]),
+]
+Meshes = Annotated[
+    list[Mesh],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=Mesh | list[Mesh]),
+]
+Clips = Annotated[
+    list[Clip | None],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=Clip | None | list[Clip | None]),
+]
+Lanes = Annotated[
+    list[LaneName],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=LaneName | list[LaneName]),
+]
+Workloads = Annotated[
+    list[WorkloadChoice],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=WorkloadChoice | list[WorkloadChoice]),
+]
+
+
+class Matrix(Model):
+    """The axes; every combination of their values is a case."""
+
+    implementation: Implementations = Field(description="systems under test")
+    backend: Words = Field(description="where ranks talk")
+    mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
+    optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
+    clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
+    lane: Lanes = Field(["fp64"], description="way of comparing numbers")
+    workload: Workloads | None = Field(None, description="variants of the scenario's workload")
+
+
+class Match(Model):
+    """Cells for which every key given holds; a list means any of its values."""
+
+    implementation: Words | None = Field(None, description="glob on the name or name+label")
+    label: Words | None = Field(None, description="glob on the implementation's label")
+    backend: Words | None = None
+    mesh: Words | None = Field(None, description="short form, e.g. replicate4 or shard2xtensor2")
+    world: Sizes | None = Field(None, description="number of ranks")
+    workload: Words | None = Field(None, description="glob on the label of the workload variant")
+    optimizer: Words | None = Field(None, description="glob on the optimizer's label or name")
+    clip: Clips | None = Field(None, description="null matches cells without clipping")
+    lane: Lanes | None = None
+
+
+class Rule(Match):
+    """A match and why it is made."""
+
+    reason: Reason
+
+
+class Include(Model):
+    """Cells to add: a small matrix; axes that are not given keep the matrix's values."""
+
+    reason: Reason
+    tier: Tier | None = Field(None, description="tier of these cells")
+    implementation: Implementations | None = None
+    backend: Words | None = None
+    mesh: Meshes | None = None
+    optimizer: Optimizers | None = None
+    clip: Clips | None = None
+    lane: Lanes | None = None
+    workload: Workloads | None = None
+
+
+class Scenario(Model):
+    """One scenario file."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique; lower case, digits, - _ ."
+    )
+    about: str = Field(min_length=3, description="why this scenario exists")
+    sees: Annotated[Words, Field(description="fault classes that it is meant to catch")]
+    tier: Tier = Field("quick", description="tier of the cells that no `quick` rule matches")
+    workload: Workload = Field(description="model, data and batch shape")
+    matrix: Matrix = Field(description="axes that multiply")
+    steps: int = Field(3, ge=1, le=1000, description="optimizer steps")
+    checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
+    expect: Expect = Field(default_factory=_no_expectation, description="costs and refusals")
+    include: list[Include] = Field(default_factory=list, description="cells to add")
+    exclude: list[Rule] = Field(default_factory=list, description="cells to remove")
+    xfail: list[Rule] = Field(default_factory=list, description="cells that are known to fail")
+    skip: list[Rule] = Field(default_factory=list, description="cells that are not run")
+    quick: list[Match] = Field(
+        default_factory=list, description="cells of the quick tier; the others are `full`"
+    )
+    deadline: float = Field(60.0, gt=0, le=3600, description="seconds until a case is stopped")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        if len(set(self.checks)) != len(self.checks):
+            raise ValueError("a check is named twice under checks")
+        return self
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a scenario file, for editors and other tools."""
+    schema = Scenario.model_json_schema(mode="validation")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Shardproof scenario",
+        **{key: value for key, value in schema.items() if key != "title"},
+    }

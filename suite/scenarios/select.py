@@ -1,0 +1,98 @@
+"""``-k EXPR``: pytest's grammar on case ids.
+
+``and``, ``or``, ``not`` and parentheses combine words; a word holds where it is part of the id,
+whatever the case of its letters.  A whole case id selects just that case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from suite.errors import Problem, SelectionError
+
+Predicate = Callable[[str], bool]
+
+_TOKEN = re.compile(r"\s*(?:(?P<paren>[()])|(?P<word>[\w:+\-.\[\]\\/]+))")
+MAX_DEPTH = 64
+
+
+def compile_expression(text: str) -> Predicate:
+    """A function that says whether a case id matches ``text``; empty text matches all.
+
+    :raises SelectionError: text outside the grammar; names the column.
+    """
+    if not text.strip():
+        return lambda name: True
+    return _Parser(text).parse()
+
+
+class _Parser:
+    """``or`` binds least, then ``and``, then ``not``; a token is (text, column)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.depth = 0
+        self.tokens: list[tuple[str, int]] = []
+        at, end = 0, len(text.rstrip())
+        while at < end:
+            match = _TOKEN.match(text, at)
+            if match is None:
+                column = at + len(text[at:]) - len(text[at:].lstrip())
+                raise self._error(column + 1, f"unexpected {text[column]!r}")
+            token = match["paren"] or match["word"]
+            self.tokens.append((token, match.end() - len(token) + 1))
+            at = match.end()
+        self.tokens.append(("", end + 1))
+
+    def parse(self) -> Predicate:
+        found = self._any()
+        token, column = self.tokens[self.position]
+        if token:
+            raise self._error(column, f"unexpected {token!r}")
+        return found
+
+    def _error(self, column: int, what: str) -> SelectionError:
+        remedy = "combine words with and, or, not and parentheses, e.g. 'gloo and not adamw'"
+        return SelectionError(Problem(f"-k: {what} in column {column}", remedy, self.text))
+
+    def _take(self, token: str) -> bool:
+        if self.tokens[self.position][0] == token:
+            self.position += 1
+            return True
+        return False
+
+    def _any(self) -> Predicate:
+        parts = [self._all()]
+        while self._take("or"):
+            parts.append(self._all())
+        return lambda name: any(part(name) for part in parts)
+
+    def _all(self) -> Predicate:
+        parts = [self._not()]
+        while self._take("and"):
+            parts.append(self._not())
+        return lambda name: all(part(name) for part in parts)
+
+    def _not(self) -> Predicate:
+        self.depth += 1
+        token, column = self.tokens[self.position]
+        if self.depth > MAX_DEPTH:
+            raise self._error(column, f"nested deeper than {MAX_DEPTH}")
+        try:
+            if self._take("not"):
+                inner = self._not()
+                return lambda name: not inner(name)
+            if self._take("("):
+                inner = self._any()
+                if not self._take(")"):
+                    raise self._error(self.tokens[self.position][1], "expected ')'")
+                return inner
+            if token in ("", ")", "and", "or"):
+                raise self._error(column, f"expected a word, found {token or 'the end'!r}")
+            self.position += 1
+            word = token.lower()
+            return lambda name: word in name.lower()
+        finally:
+            self.depth -= 1

@@ -1,0 +1,327 @@
+"""YAML text as plain nodes that remember their lines; no object is ever built from a tag.
+
+The text is read as libyaml's *event stream*.  Limits (size, depth, aliases and what they expand to)
+are counted on the events, before anything is built, so that an alias bomb costs nothing.  Nodes are
+then resolved by a small closed table instead of PyYAML's constructors.  It follows YAML 1.2 where
+YAML 1.1 surprises: ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``,
+``off``, ``yes`` or ``no`` is an error because half of its readers mean a word and half a boolean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from suite.errors import Problem, ScenarioError
+
+MAX_BYTES = 1 << 20
+MAX_ALIASES = 100
+MAX_NODES = 100_000
+MAX_DEPTH = 32
+
+Scalar = str | int | float | bool | None
+
+_PREFIX = "tag:yaml.org,2002:"
+_TAGS = {_PREFIX + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
+_WORDS = re.compile(r"(?i:on|off|yes|no|y|n)\Z")
+_INT = re.compile(r"[-+]?[0-9]+\Z")
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|\.(?i:inf)|\.(?i:nan))\Z"
+)
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NULL = {"", "~", "null", "Null", "NULL"}
+
+
+@dataclass
+class Node:
+    """A scalar, a list of nodes, or a mapping (``keys`` holds the nodes of its keys).
+
+    ``line`` counts from 1 and is that of the node's first character.
+    """
+
+    line: int
+    value: Scalar | list[Node] | dict[str, Node]
+    keys: dict[str, Node]
+    height: int = 0
+
+    def plain(self) -> Any:
+        """The same as nested ``dict``, ``list`` and scalars."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def locate(self, path: Iterable[str | int]) -> int:
+        """Line of what ``path`` leads to, or of the deepest part of it that exists."""
+        node, line = self, self.line
+        for step in path:
+            if isinstance(node.value, dict) and step in node.value:
+                line = node.keys[str(step)].line
+                node = node.value[str(step)]
+            elif isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
+                node = node.value[step]
+                line = node.line
+        return line
+
+
+def read(path: Path) -> Node:
+    """The node of the file at ``path``, whose top level must be a mapping."""
+    shown = str(path)
+
+    def refuse(what: str, remedy: str, value: str | None = None) -> ScenarioError:
+        return ScenarioError(Problem(what, remedy, value, shown))
+
+    try:
+        if path.is_dir():
+            raise refuse("is a folder", "name a .yaml file")
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise refuse(
+            "no such file", "check the path; `shardproof list scenarios` shows all"
+        ) from None
+    except OSError as error:
+        raise refuse("cannot be read", "check the file's rights", error.strerror) from None
+    if len(raw) > MAX_BYTES:
+        raise refuse("file is over 1 MiB", "split it into several scenarios")
+    if b"\0" in raw:
+        raise refuse("binary file", "a scenario is YAML text in UTF-8")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
+        raise refuse("not UTF-8 text", "save it as UTF-8", byte) from None
+    return parse(text, shown)
+
+
+def parse(text: str, file: str) -> Node:
+    """The node of YAML ``text``; ``file`` is only named in errors."""
+    if len(text) > MAX_BYTES:
+        raise ScenarioError(
+            Problem("text is over 1 MiB", "split it into several scenarios", None, file)
+        )
+    reader = _Reader(file)
+    events = reader.check(text)
+    if not events:
+        raise reader.error(
+            1, "empty file", "a scenario needs at least name, about, matrix and checks"
+        )
+    stream = iter(events)
+    node = reader.build(next(stream), stream)
+    if not isinstance(node.value, dict):
+        raise reader.error(node.line, "not a mapping", "start with `name: ...`", _show(node.value))
+    return node
+
+
+def _events(text: str) -> Iterator[Any]:
+    """PyYAML's events; its stubs leave out that node events have anchors, tags and marks."""
+    events: Iterator[Any] = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return events
+
+
+class _Reader:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.anchors: dict[str, Node] = {}
+
+    def error(self, line: int, what: str, remedy: str, value: str | None = None) -> ScenarioError:
+        return ScenarioError(Problem(what, remedy, value, self.file, line))
+
+    # ---------------------------------------------------------------- pass 1: limits, no objects
+
+    def check(self, text: str) -> list[Any]:
+        """The node events of the only document, every limit checked on the way."""
+        events: list[Any] = []
+        sizes: dict[str, int] = {}
+        open_nodes: list[tuple[str | None, int]] = []
+        aliases = documents = 0
+        total = 0
+        try:
+            for event in _events(text):
+                line = event.start_mark.line + 1
+                if isinstance(event, yaml.DocumentStartEvent):
+                    documents += 1
+                    if documents > 1:
+                        raise self.error(
+                            line, "second document", "one scenario a file; remove `---`"
+                        )
+                if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
+                    continue
+                events.append(event)
+                if isinstance(event, yaml.CollectionEndEvent):
+                    anchor, before = open_nodes.pop()
+                    if anchor:
+                        sizes[anchor] = total - before
+                    continue
+                if isinstance(event, yaml.AliasEvent):
+                    aliases += 1
+                    total += self._alias_size(event, sizes, aliases, line)
+                else:
+                    self._check_tag(event, line)
+                    total += 1
+                    if isinstance(event, yaml.CollectionStartEvent):
+                        # An anchor given again means the new node, which is open from here on.
+                        sizes.pop(event.anchor, None)
+                        open_nodes.append((event.anchor, total - 1))
+                    elif event.anchor:
+                        sizes[event.anchor] = 1
+                if len(open_nodes) > MAX_DEPTH:
+                    raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
+                if total > MAX_NODES:
+                    raise self.error(
+                        line, f"over {MAX_NODES:,} nodes once aliases are expanded", "use fewer"
+                    )
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            what = " ".join(filter(None, (error.context, error.problem))) or "cannot be read"
+            at = mark.line + 1 if mark else 1
+            raise self.error(at, f"not valid YAML: {what}", self._syntax_hint(text, at)) from None
+        except (yaml.YAMLError, UnicodeError, ValueError) as error:
+            if isinstance(error, ScenarioError):
+                raise
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise self.error(1, f"not valid YAML: {first}", "remove control characters") from None
+        return events
+
+    def _alias_size(self, event: Any, sizes: dict[str, int], aliases: int, line: int) -> int:
+        if aliases > MAX_ALIASES:
+            raise self.error(line, f"more than {MAX_ALIASES} aliases", "write the values out")
+        if event.anchor not in sizes:
+            raise self.error(
+                line,
+                "unknown or self-containing alias",
+                "define `&name` before",
+                f"*{event.anchor}",
+            )
+        return sizes[event.anchor]
+
+    def _check_tag(self, event: Any, line: int) -> None:
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag != "!" and tag not in _TAGS:
+            shown = tag.replace(_PREFIX, "!!")
+            raise self.error(line, "YAML tag", "remove it: scenarios are plain data", shown)
+
+    @staticmethod
+    def _syntax_hint(text: str, line: int) -> str:
+        lines = text.splitlines()
+        if line <= len(lines) and "\t" in lines[line - 1]:
+            return "indent with spaces, not tabs"
+        return "check the indentation, quotes and brackets above"
+
+    # -------------------------------------------------------------------------- pass 2: the nodes
+
+    def build(self, event: Any, events: Iterator[Any]) -> Node:
+        """The node that begins with ``event``; takes the rest of it from ``events``."""
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            return self.anchors[event.anchor]
+        node = Node(line, None, {})
+        if isinstance(event, yaml.ScalarEvent):
+            node.value = self._scalar(event, line)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            self._expect_tag(event.tag, "seq", line)
+            node.value = list(self._items(events))
+        else:
+            self._expect_tag(event.tag, "map", line)
+            self._mapping(events, node)
+        if isinstance(node.value, (dict, list)):
+            inner = node.value.values() if isinstance(node.value, dict) else node.value
+            node.height = 1 + max((child.height for child in inner), default=0)
+        if node.height > MAX_DEPTH:
+            raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "use fewer aliases")
+        if event.anchor:
+            self.anchors[event.anchor] = node
+        return node
+
+    def _expect_tag(self, tag: str | None, kind: str, line: int) -> None:
+        if tag not in (None, "!", _PREFIX + kind):
+            raise self.error(line, "YAML tag on another kind of value", "remove it", tag)
+
+    def _items(self, events: Iterator[Any]) -> Iterator[Node]:
+        while True:
+            event = next(events)
+            if isinstance(event, yaml.CollectionEndEvent):
+                return
+            yield self.build(event, events)
+
+    def _mapping(self, events: Iterator[Any], node: Node) -> None:
+        value: dict[str, Node] = {}
+        merged: list[tuple[Node, Node]] = []
+        while True:
+            event = next(events)
+            if isinstance(event, yaml.CollectionEndEvent):
+                break
+            key = self.build(event, events)
+            child = self.build(next(events), events)
+            if not isinstance(key.value, str):
+                raise self.error(key.line, "key is not a word", "quote it", _show(key.value))
+            if key.value == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
+                merged.append((key, child))
+                continue
+            if key.value in value:
+                first = node.keys[key.value].line
+                raise self.error(
+                    key.line, f"key given twice, first on line {first}", "keep one", key.value
+                )
+            value[key.value] = child
+            node.keys[key.value] = key
+        for key, source in merged:
+            for part in source.value if isinstance(source.value, list) else [source]:
+                if not isinstance(part.value, dict):
+                    raise self.error(key.line, "`<<` needs a mapping", "give it `*an_alias`")
+                for name, child in part.value.items():
+                    if name not in value:
+                        value[name] = child
+                        node.keys[name] = part.keys[name]
+        node.value = value
+
+    def _scalar(self, event: yaml.ScalarEvent, line: int) -> Scalar:
+        text, tag = event.value, event.tag
+        if tag in ("!", _PREFIX + "str") or (tag is None and not event.implicit[0]):
+            return str(text)
+        if tag is None and _WORDS.match(text):
+            raise self.error(
+                line,
+                "ambiguous word",
+                "write true, false or null, or quote it if it is a name",
+                text,
+            )
+        value = _resolve(text)
+        if isinstance(value, OverflowError):
+            raise self.error(line, "number with too many digits", "use at most 18", text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.error(line, "number is not finite", "quote it if it is a name", text)
+        if tag is not None:
+            kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}
+            if type(value) not in kinds.get(tag.removeprefix(_PREFIX), ()):
+                raise self.error(line, f"not a {tag.removeprefix(_PREFIX)}", "remove the tag", text)
+        return value
+
+
+def _resolve(text: str) -> Any:
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _INT.match(text):
+        digits = text.lstrip("+-")
+        if len(digits) > 18:
+            return OverflowError(text)
+        # A leading zero is octal in YAML 1.1 and decimal in 1.2: neither; it stays text.
+        return text if len(digits) > 1 and digits[0] == "0" else int(text)
+    if _FLOAT.match(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else repr(value)
