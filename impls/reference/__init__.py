@@ -1,0 +1,1 @@
+"""Reference strategies: short, textbook-shaped, correct.  One file a strategy."""

@@ -1,0 +1,269 @@
+"""Distributed data parallelism: every rank holds the whole model and a share of the batch.
+
+Problem.  Ranks see different data, so their gradients differ; the model must be updated with the sum.
+Summing after backward leaves the network idle while backward computes, and one call a parameter pays
+the latency of each.  So gradients are packed into buckets, and a bucket's sum starts as soon as its
+last gradient exists, while backward goes on.
+
+    what                        where
+    parameters, gradients       every rank, whole and equal
+    optimizer state             every rank, whole and equal
+    buffers                     every rank; rank 0's are copied to all at the start of a step
+    buckets                     every rank, one flat copy of all gradients
+
+    step     before_step                rank 0's buffers -> all
+             micro-batches but the last forward, backward; gradients add up locally, in silence
+             last micro-batch           forward; backward:  g9 g8 | g7 g6 | g5 ...
+                                        a bucket is full:        [b0]   [b1]      all-reduces start
+             finish                     buckets not yet sent, in order; who used what (integers);
+                                        wait b0, b1, ...; gradients become views of the buckets
+             clip, update               local, the same on all ranks
+
+Two rules keep the ranks together.  (1) All launch the same buckets in the same order: a full bucket
+waits for those before it.  The first step uses reverse registration order, later ones the order in
+which rank 0's gradients arrived.  (2) A parameter that some rank did not use in its last backward
+would hold up every bucket behind it: from the next step on it lives in a last bucket.  It stays
+there, or a branch that comes and goes would hold up every other step.
+
+A rank contributes zero for what it did not use; what no rank used has no gradient, as on one device.
+
+Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes (an all-reduce moves
+2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A) + (N-1) float buffer bytes.
+Numbers: the gradient is the plain sum over ranks (the weights sum to 1 over the global batch), hence
+equal to one device's up to the order of summation; replicas stay equal bit for bit.
+Left out: join (ranks that run out of data for good; ranks without data in one step are fine), sparse
+gradients, reentrant checkpointing (a second gradient for a bucket that left is an error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impls.reference.engine import Engine
+from impls.reference.parts.buckets import Bucket, plan_buckets
+from impls.reference.parts.handle import Handle, Replicated
+from impls.reference.parts.options import at_least, parse_options
+from impls.reference.parts.reducers import AllReduce, Reducer
+from impls.reference.parts.state import broadcast_tensors, named_state
+from suite.comm import Comm, Mesh
+from suite.contract import Capabilities, Kind, Refused
+
+
+@dataclass(frozen=True)
+class Options:
+    """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave."""
+
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+    broadcast_buffers: bool = True
+    join: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("bucket_bytes", self.bucket_bytes, 1)
+        at_least("first_bucket_bytes", self.first_bucket_bytes, 1)
+        if self.join:
+            raise Refused("option 'join' = True: ranks that run out of data are not supported")
+
+
+def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> DDP:
+    """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
+    return DDP(module, comms["replicate"], options)
+
+
+class DDP(Replicated):
+    """The handle: buckets, hooks, and the agreement on both."""
+
+    def __init__(
+        self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
+    ) -> None:
+        super().__init__(module, comm)
+        self.options = options
+        self.reducer = reducer or AllReduce()
+        self.broadcast_initial()
+        self.order = list(reversed(range(len(self.parameters))))
+        self.learned = False  # whether ``order`` is that of a backward
+        self.late: set[int] = set()  # parameters that once kept a bucket waiting
+        self.fresh_late: set[int] = set()
+        self.lay_out()
+        self.start_step()
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self.arrived, index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    # ------------------------------------------------------------------------------ rank 0's values
+
+    def broadcast_initial(self) -> None:
+        """Parameters (frozen ones too) and buffers of rank 0 to all."""
+        broadcast_tensors(list(named_state(self.module).values()), self.comm)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers by name, looked up each time: a module may bind a new tensor to the name."""
+        return dict(self.module.named_buffers())
+
+    def broadcast_buffers(self) -> None:
+        """Buffers of rank 0 to all."""
+        broadcast_tensors(list(self.buffers().values()), self.comm)
+
+    # -------------------------------------------------------------------------------------- a step
+
+    def before_step(self) -> None:
+        """Start from rank 0's buffers."""
+        self.start_step()
+        if self.options.broadcast_buffers:
+            self.broadcast_buffers()
+
+    def start_step(self) -> None:
+        """Forget the last step's arrivals."""
+        self.syncing = False
+        self.computed = False  # whether this rank has any micro-batch in this step
+        self.arrivals: dict[int, None] = {}  # an ordered set
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def accumulate(self, is_last: bool) -> None:
+        """Gradients leave during the last micro-batch's backward only."""
+        self.computed = True
+        self.syncing = is_last
+
+    def arrived(self, index: int, parameter: Tensor) -> None:
+        """Hook: ``parameter.grad`` is complete, earlier micro-batches included."""
+        if not self.syncing:
+            return
+        bucket = self.bucket_of[index]
+        if bucket.work is not None:
+            raise RuntimeError(
+                f"{self.names[index]!r} received a gradient after its bucket had been sent"
+            )
+        self.arrivals[index] = None
+        bucket.missing.discard(index)
+        self.launch_full_buckets()
+
+    def launch_full_buckets(self) -> None:
+        """Launch in the agreed order, up to the first bucket that still waits for a gradient."""
+        while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+            self.launch(self.buckets[self.launched])
+
+    def launch(self, bucket: Bucket) -> None:
+        """Pack ``bucket`` and start its reduction."""
+        bucket.pack(self.contribution(index) for index in bucket.members)
+        bucket.work = self.reducer.reduce(bucket.flat, self.comm)
+        self.launched += 1
+
+    def contribution(self, index: int) -> Tensor | None:
+        """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
+        return self.parameters[index].grad
+
+    def finish(self) -> None:
+        """Send what backward did not fill, wait for all, and drop what no rank used."""
+        for bucket in self.buckets[self.launched :]:
+            self.launch(bucket)
+        use = self.ballot()
+        counting = self.comm.all_reduce(use, async_op=True)
+        for bucket in self.buckets:
+            self.land(bucket)
+        counting.wait()
+        self.count(use)
+
+    def land(self, bucket: Bucket) -> None:
+        """Wait for ``bucket``; its members' gradients become views of it."""
+        assert bucket.work is not None
+        bucket.work.wait()
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            self.parameters[index].grad = view
+
+    # ------------------------------------------------------------------------- agreement on use
+
+    def ballot(self) -> Tensor:
+        """int32: used in this step (per parameter), arrived in the last backward (per parameter),
+        1 if this rank computed at all, 1 if rank 0 did."""
+        used = [int(parameter.grad is not None) for parameter in self.parameters]
+        arrived = [int(index in self.arrivals) for index in range(len(self.parameters))]
+        root = int(self.computed and self.comm.rank == 0)
+        return torch.tensor([*used, *arrived, int(self.computed), root], dtype=torch.int32)
+
+    def count(self, use: Tensor) -> None:
+        """Read the ballots' sum: what nobody used, and what came late on some rank."""
+        *votes, computed, root = use.tolist()
+        used, arrived = votes[: len(self.parameters)], votes[len(self.parameters) :]
+        for index, parameter in enumerate(self.parameters):
+            if not used[index]:
+                parameter.grad = None
+        self.fresh_late = {i for i, n in enumerate(arrived) if n < computed} - self.late
+        self.root_computed = bool(root)
+
+    def after_step(self) -> None:
+        """Clear gradients; agree anew on the buckets if use has changed."""
+        super().after_step()
+        if self.fresh_late or (self.root_computed and not self.learned):
+            self.late |= self.fresh_late
+            self.learned |= self.root_computed
+            self.agree_on_order()
+            self.lay_out()
+
+    def agree_on_order(self) -> None:
+        """Take rank 0's order of arrival; what did not arrive there keeps its place at the end."""
+        rest = [index for index in self.order if index not in self.arrivals]
+        order = torch.tensor([*self.arrivals, *rest], dtype=torch.int64)
+        self.comm.broadcast(order)
+        self.order = order.tolist()
+
+    def lay_out(self) -> None:
+        """Make the buckets: prompt parameters in order, then the late ones together."""
+        prompt = [index for index in self.order if index not in self.late]
+        late = [index for index in self.order if index in self.late]
+        limits = (self.options.first_bucket_bytes, self.options.bucket_bytes)
+        plan = plan_buckets(prompt, self.parameters, *limits)
+        plan += plan_buckets(late, self.parameters, None, None)
+        self.buckets = [Bucket(members, self.parameters) for members in plan]
+        self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+class ReferenceDDP(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "ddp"
+    handle_type: type[DDP] = DDP
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Everything that the ``ddp`` profile asks for."""
+        chosen = parse_options(Options, options)
+        features = {
+            "clipping",
+            "accumulation",
+            "accumulation_without_communication",
+            "initial_broadcast",
+            "frozen_parameters",
+            "overlap",
+        }
+        if chosen.broadcast_buffers:
+            features.add("buffer_broadcast")
+        return Capabilities(
+            buffers="rank0" if chosen.broadcast_buffers else "per_rank",
+            features=frozenset(features),
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the replicate axis."""
+        chosen = parse_options(Options, options)
+        return self.handle_type(module, mesh.comm("replicate"), chosen)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of this rank's replica, which is whole."""
+        return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+
+
+IMPLEMENTATION = ReferenceDDP

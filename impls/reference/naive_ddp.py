@@ -1,0 +1,84 @@
+"""Data parallelism, the naive way: the lesson that ``ddp.py`` improves on.
+
+Same problem and same placement as in ``ddp.py``; gradients are summed one parameter at a time, after
+backward has ended.
+
+    step     micro-batches   forward, backward; gradients add up locally
+             finish          for each parameter: all-reduce, wait
+
+Right, short, and slow for two reasons: the network idles while backward computes and the processors
+idle afterwards; and each small tensor (a bias, a norm's weight) pays a whole call's latency.
+
+Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes, as ``ddp.py`` (an
+all-reduce moves 2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A), in as many
+calls as there are parameters.
+Numbers: the plain sum over ranks; replicas stay equal bit for bit.
+Left out: overlap, buckets, buffer broadcast (each rank keeps its own after the first step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from impls.reference.engine import Engine
+from impls.reference.parts.handle import Handle, Replicated
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.state import broadcast_tensors, named_state
+from suite.comm import Comm, Mesh
+from suite.contract import Capabilities
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
+
+
+def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> NaiveDDP:
+    """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
+    return NaiveDDP(module, comms["replicate"])
+
+
+class NaiveDDP(Replicated):
+    """The handle: everything happens in ``finish``."""
+
+    def __init__(self, module: nn.Module, comm: Comm) -> None:
+        super().__init__(module, comm)
+        broadcast_tensors(list(named_state(module).values()), comm)
+
+    def finish(self) -> None:
+        """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
+        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32)
+        self.comm.all_reduce(used)
+        for parameter, count in zip(self.parameters, used.tolist(), strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = gradient.contiguous()
+            self.comm.all_reduce(gradient)
+            parameter.grad = gradient if count else None
+
+
+class ReferenceNaiveDDP(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "naive_ddp"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """The ``naive_ddp`` profile; buffers stay with their rank."""
+        parse_options(Options, options)
+        return Capabilities(
+            buffers="per_rank",
+            features=frozenset({"clipping", "accumulation", "initial_broadcast"}),
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the replicate axis."""
+        comms = {"replicate": mesh.comm("replicate")}
+        return apply(module, comms, parse_options(Options, options))
+
+
+IMPLEMENTATION = ReferenceNaiveDDP

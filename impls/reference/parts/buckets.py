@@ -1,0 +1,63 @@
+"""Gradient buckets: several parameters' gradients in one flat tensor, reduced in one call.
+
+A small bucket costs latency, a large one waits long for its last gradient: hence a size limit.  The
+first bucket is smaller, so that communication starts early in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from impls.reference.parts.reducers import Work
+
+
+class Bucket:
+    """The gradients of ``members`` (indices into ``parameters``) in one flat tensor."""
+
+    def __init__(self, members: Sequence[int], parameters: Sequence[Tensor]) -> None:
+        self.members = tuple(members)
+        own = [parameters[index] for index in self.members]
+        total = sum(parameter.numel() for parameter in own)
+        self.flat = torch.zeros(total, dtype=own[0].dtype, device=own[0].device)
+        chunks = self.flat.split([parameter.numel() for parameter in own])
+        #: Per member, in order: its part of ``flat``, shaped like the parameter.
+        self.views = [c.view(p.shape) for c, p in zip(chunks, own, strict=True)]
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a step: nothing has arrived, nothing is in flight."""
+        self.missing = set(self.members)
+        self.work: Work | None = None
+
+    def pack(self, gradients: Iterable[Tensor | None]) -> None:
+        """Copy the members' ``gradients`` in; ``None`` contributes zero."""
+        for view, gradient in zip(self.views, gradients, strict=True):
+            view.zero_() if gradient is None else view.copy_(gradient)
+
+
+def plan_buckets(
+    order: Sequence[int], parameters: Sequence[Tensor], first: int | None, limit: int | None
+) -> list[list[int]]:
+    """Cut ``order`` into buckets of one dtype and at most ``limit`` bytes (``None``: no limit).
+
+    ``first`` is the limit of the first bucket of each dtype.  A parameter over the limit has a bucket
+    of its own.  Buckets are listed by the moment at which their last member arrives.
+    """
+    filling: dict[torch.dtype, list[int]] = {}
+    full: list[list[int]] = []
+    limits: dict[torch.dtype, int | None] = {}
+    for index in order:
+        dtype = parameters[index].dtype
+        most = limits.setdefault(dtype, first)
+        now = filling.setdefault(dtype, [])
+        size = sum(parameters[i].nbytes for i in now) + parameters[index].nbytes
+        if now and most is not None and size > most:
+            full.append(now)
+            now = filling[dtype] = []
+            limits[dtype] = limit
+        now.append(index)
+    position = {index: place for place, index in enumerate(order)}
+    return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])

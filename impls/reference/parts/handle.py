@@ -1,0 +1,109 @@
+"""The inner contract: what a strategy does to one module along given axes of the mesh.
+
+A strategy file offers ``apply(module, comms, options) -> Handle``; the engine drives the handle.
+Names of parameters survive ``apply``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impls.reference.parts.norm import NormPart, power_sum
+from impls.reference.parts.optimizer import param_groups
+from suite.comm import Comm
+from suite.contract import Kind, OptimizerSpec, Piece
+
+
+class Handle(ABC):
+    """A module under a strategy.  Calls come in the order in which they stand here."""
+
+    module: nn.Module
+
+    @abstractmethod
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """Before the first forward of a step."""
+
+    def accumulate(self, is_last: bool) -> None:  # noqa: B027
+        """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last backward (or none): on return gradients are final."""
+
+    @abstractmethod
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """Sums of ``|g| ** order``, each with the axes to add it over; replicated parts once."""
+
+    @abstractmethod
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by the scalar ``factor``, in place."""
+
+    def after_step(self) -> None:
+        """After the optimizer's update: gradients are cleared, parameters made ready for use."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @abstractmethod
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """What this rank holds of parameters, gradients or buffers."""
+
+    @abstractmethod
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        """The piece that ``tensor``, an optimizer slot of parameter ``name``, is."""
+
+    def drain(self) -> None:  # noqa: B027
+        """Finish work in flight."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release hooks and buffers."""
+
+
+class Replicated(Handle):
+    """Base of strategies that keep a whole copy of the model on every rank of ``comm``."""
+
+    def __init__(self, module: nn.Module, comm: Comm) -> None:
+        self.module = module
+        self.comm = comm
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.names = list(trainable)
+        self.parameters = list(trainable.values())
+
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """All trainable parameters: every rank updates everything."""
+        return param_groups(spec, dict(zip(self.names, self.parameters, strict=True)))
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """Gradients are whole and equal on all ranks: nothing to add up."""
+        return [
+            (power_sum(p.grad, order), ()) for p in self.parameters if p.grad is not None
+        ]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient that exists."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """Whole tensors; this rank is replica number ``comm.rank``."""
+        found: dict[str, Tensor] = {}
+        if kind == "parameters":
+            found = dict(self.module.named_parameters())
+        elif kind == "buffers":
+            found = dict(self.module.named_buffers())
+        elif kind == "gradients":
+            pairs = zip(self.names, self.parameters, strict=True)
+            found = {name: p.grad for name, p in pairs if p.grad is not None}
+        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        """Whole as well."""
+        return Piece.whole(f"{name}.{slot}", tensor, replica=self.comm.rank)

@@ -1,0 +1,59 @@
+"""A torch optimizer from an :class:`~suite.contract.OptimizerSpec`, and its state by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suite.contract import OptimizerSpec, Piece
+
+
+def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Torch parameter groups over ``named`` (the tensors that this rank updates)."""
+    return [
+        {
+            "params": [(name, named[name]) for name in names],
+            "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
+            "lr_scale": group.lr_scale,
+        }
+        for group, names in spec.assign(named)
+    ]
+
+
+def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that ``spec`` names.
+
+    ``foreach=False``: one kernel a parameter, so that a sharded update repeats it bit for bit.
+    """
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False
+        )
+    raise ValueError(f"unknown optimizer {spec.name!r}; known: sgd, adamw")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, step: int) -> None:
+    """Set every group's learning rate for optimizer step ``step`` (counted from 0)."""
+    for group in optimizer.param_groups:
+        group["lr"] = spec.lr_at(step) * group["lr_scale"]
+
+
+def slot_pieces(
+    optimizer: torch.optim.Optimizer, place: Callable[[str, str, Tensor], Piece]
+) -> list[Piece]:
+    """Pieces of all tensors in the optimizer's state.
+
+    ``place(name, slot, tensor)`` says where a slot of parameter ``name`` lies.
+    """
+    return [
+        place(name, slot, value)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
