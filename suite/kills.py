@@ -7,7 +7,8 @@ so.  A survivor is a failure of the suite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from suite.case import Case
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
+#: Every mutant faces every check; those that do not apply to its case skip.
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,28 @@ class Kill:
 
 
 def pair(mutant: Any) -> Pair:
-    """Cases of ``mutant`` and of its parent that differ in the implementation only."""
-    case: Case = mutant.case()
-    own = replace(case, id=f"mutants/{mutant.name}::{case.id}", implementation=case.implementation)
-    parent = replace(case, implementation=mutant.parent, id=f"{mutant.parent}::{case.id}")
+    """Cases of ``mutant`` and of its parent that differ in the implementation only.
+
+    Mutants that are triggered by the same case share their parent's: its id is made of what it runs.
+    """
+    own = Case(
+        id=f"mutants/{mutant.name}::{mutant.backend}",
+        scenario="mutants",
+        implementation=f"mutants/{mutant.name}",
+        backend=mutant.backend,
+        mesh=dict(mutant.mesh),
+        workload=mutant.workload,
+        optimizer=mutant.optimizer,
+        lane=mutant.lane,
+        checks=CHECKS,
+        options=dict(mutant.options),
+        dtype=mutant.dtype,
+        steps=mutant.steps,
+    )
+    fields = own.to_dict() | {"id": "", "implementation": mutant.parent}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
+    parent = replace(own, id=f"{mutant.parent}::parent-{digest}", implementation=mutant.parent)
     return Pair(mutant, own, parent)
-
-
-def distinct_parents(pairs: Sequence[Pair]) -> list[Case]:
-    """Parents' cases, each once: many mutants share one."""
-    return list({p.parent.id: p.parent for p in pairs}.values())
 
 
 def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
