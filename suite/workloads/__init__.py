@@ -1,0 +1,48 @@
+"""Workloads: a model family with real data, and the traits that make faults show.
+
+``make(spec, dtype, lane)`` gives the :class:`Workload` that a :class:`~suite.case.WorkloadSpec`
+names.  ``WORKLOADS`` and ``TRAITS`` are the registries behind ``shardproof list``.
+"""
+
+from __future__ import annotations
+
+from suite.case import Lane, WorkloadSpec
+from suite.workloads.base import Family, Workload, WorkloadError, lookup, resolve
+from suite.workloads.cnn import DigitsCNN
+from suite.workloads.gpt import CharnamesGPT
+from suite.workloads.traits import TRAITS, Trait, suggested_groups
+
+WORKLOADS: dict[str, Family] = {family.name: family for family in (CharnamesGPT(), DigitsCNN())}
+
+__all__ = [
+    "TRAITS",
+    "Trait",
+    "WORKLOADS",
+    "Workload",
+    "WorkloadError",
+    "check",
+    "make",
+    "suggested_groups",
+]
+
+
+def make(
+    spec: WorkloadSpec, dtype: str = "float64", lane: Lane = "fp64", rounded_to: str | None = None
+) -> Workload:
+    """The workload that ``spec`` names, in ``dtype`` (``float64|float32|bfloat16|float16``).
+
+    ``rounded_to``: see :class:`Workload`.
+
+    Raises:
+        WorkloadError: unknown workload, knob, trait or dtype, a value that does not fit, or a lane
+            that the workload has no form for.
+    """
+    family = lookup(spec.name, WORKLOADS, "workload")
+    if lane == "dyadic":
+        raise WorkloadError(f"{spec.name} has no dyadic form: its numbers are not small integers")
+    return Workload(family, spec, dtype, rounded_to)
+
+
+def check(spec: WorkloadSpec) -> None:
+    """Raise :class:`WorkloadError` unless ``spec`` can be made; reads no data, builds nothing."""
+    resolve(lookup(spec.name, WORKLOADS, "workload"), spec)

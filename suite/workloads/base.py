@@ -1,0 +1,416 @@
+"""What a workload is: a model family, its data, and how the global batch is cut.
+
+The global batch of a step depends on the :class:`~suite.case.WorkloadSpec` and the step only.  It
+is cut contiguously over the data coordinates (unevenly where it does not divide, as by
+``numpy.array_split``), each share again into windows and micro-batches.  The weight of every valid
+target is 1 over their number in the *global* batch, so the weights sum to 1 whatever the cut.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from suite.case import WorkloadSpec
+from suite.contract import Batch, GroupSpec, MicroBatch
+from suite.workloads.layers import (
+    Place,
+    Stack,
+    initial_value,
+    load_state,
+    named_tensors,
+    seed_number,
+)
+from suite.workloads.traits import FLAGS, TRAITS, suggested_groups
+
+#: A part of a tensor: one ``(start, stop)`` per dimension.
+Region = tuple[tuple[int, int], ...]
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class WorkloadError(ValueError):
+    """A workload, knob or trait that does not exist or does not fit; says what would."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A model parameter that a scenario may set: its default and smallest value, or its choices."""
+
+    default: Any
+    minimum: int = 1
+    choices: tuple[Any, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise :class:`WorkloadError` unless ``value`` fits."""
+        if self.choices:
+            if value not in self.choices or type(value) is not type(self.default):
+                allowed = ", ".join(repr(choice) for choice in self.choices)
+                raise WorkloadError(f"{name} = {value!r}: must be one of {allowed}")
+        elif type(value) is not int or value < self.minimum:
+            raise WorkloadError(f"{name} = {value!r}: must be an integer >= {self.minimum}")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples on the first dimension; ``valid`` (bool) has the shape of ``targets``."""
+
+    inputs: Tensor
+    targets: Tensor
+    valid: Tensor
+
+
+class Family(ABC):
+    """A kind of model with its data: what distinguishes one workload from another."""
+
+    name: str
+    about: str
+    knobs: Mapping[str, Knob]
+    digest: str
+
+    def check(self, params: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to add)
+        """Raise :class:`WorkloadError` for knobs that do not fit together."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Number of samples in the data set."""
+
+    @abstractmethod
+    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+        """A fresh, uninitialised model; frozen parameters already marked."""
+
+    @abstractmethod
+    def samples(
+        self,
+        params: Mapping[str, Any],
+        chosen: Sequence[int],
+        draws: Sequence[int],
+        flags: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Samples:
+        """Encode the data set's samples ``chosen``; ``draws`` are random numbers, one a sample."""
+
+    def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
+        """Slices of parameters whose true gradient is 0."""
+        return {}
+
+
+class ModelBuild:
+    """The :class:`~suite.contract.Build` of one rank."""
+
+    def __init__(self, workload: Workload, rank: int) -> None:
+        self.units: Sequence[str] = workload.units
+        self._workload = workload
+        self._rank = rank
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        """A fresh module on ``device``, perturbed by rank (uninitialised on ``"meta"``)."""
+        module = self._workload.model(device)
+        if device == "meta":
+            return module
+        seed = f"{self._workload.spec.seed}/perturbed/{self._rank}"
+        with torch.no_grad():
+            for name, tensor, owner in named_tensors(module):
+                value = initial_value(seed, name, tensor, owner)
+                tensor.copy_(value if value.is_floating_point() else value + 1000 + self._rank)
+        return module
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
+        classes = outputs.shape[-1]
+        logits = outputs.reshape(-1, classes).to(micro.weights.dtype)
+        losses = F.cross_entropy(logits, micro.targets.reshape(-1), reduction="none")
+        return (micro.weights.reshape(-1) * losses).sum()
+
+
+class Workload:
+    """Model, data, initial state and batches of one :class:`~suite.case.WorkloadSpec`.
+
+    ``rounded_to`` names a narrower dtype whose values the state and the weights take before they
+    are cast to ``dtype``: the fp64 twin of a bf16 run starts from the same numbers.
+    """
+
+    def __init__(
+        self, family: Family, spec: WorkloadSpec, dtype: str, rounded_to: str | None = None
+    ) -> None:
+        self.family = family
+        self.spec = spec
+        self.dtype = dtype
+        self.params = resolve(family, spec)
+        self.traits = frozenset(spec.traits)
+        self._dtype = lookup(dtype, DTYPES, "dtype")
+        narrow = lookup(rounded_to or dtype, DTYPES, "dtype")
+        # Target weights are held in fp32 at least: 1/97 in bf16 would be another loss.
+        self._weight_dtype = self._dtype if self._dtype.itemsize >= 4 else torch.float32
+        self._round_weights = torch.float32 if narrow.itemsize < 8 else torch.float64
+        self._narrow = narrow
+        self._cached: tuple[int, Samples, Tensor] | None = None
+
+    # ------------------------------------------------------------------------------ the model
+
+    @property
+    def digest(self) -> str:
+        """Digest of the data set."""
+        return self.family.digest
+
+    def model(self, device: str = "cpu") -> Stack:
+        """An uninitialised model on ``device``."""
+        return self.family.model(self.params, self.traits, {"device": device, "dtype": self._dtype})
+
+    def build_for(self, rank: int) -> ModelBuild:
+        """The builder that global rank ``rank`` is given; its values differ from every other's."""
+        return ModelBuild(self, rank)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the true initial parameters and buffers; tied ones once, by their first name."""
+        return {name: tensor.clone() for name, tensor in self._state.items()}
+
+    @cached_property
+    def _state(self) -> dict[str, Tensor]:
+        seed = f"{self.spec.seed}/state"
+        state = {}
+        for name, tensor, owner in named_tensors(self._skeleton):
+            value = initial_value(seed, name, tensor, owner)
+            if value.is_floating_point():
+                value = value.to(self._narrow).to(self._dtype)
+            state[name] = value
+        return state
+
+    @cached_property
+    def _skeleton(self) -> Stack:
+        return self.model("meta")
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """Dotted names of the blocks, in forward order."""
+        return tuple(f"blocks.{index}" for index in range(len(self._skeleton.blocks)))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, in registration order, tied ones once."""
+        return {name: tuple(p.shape) for name, p in self._skeleton.named_parameters()}
+
+    @cached_property
+    def parameter_names(self) -> list[str]:
+        """All parameters, in registration order, tied ones once."""
+        return list(self.shapes)
+
+    @cached_property
+    def trainable_names(self) -> list[str]:
+        """Parameters that require gradients (used or not), in registration order."""
+        return [name for name, p in self._skeleton.named_parameters() if p.requires_grad]
+
+    @cached_property
+    def frozen(self) -> set[str]:
+        """Parameters that do not require gradients."""
+        return set(self.parameter_names) - set(self.trainable_names)
+
+    @cached_property
+    def unused(self) -> set[str]:
+        """Trainable parameters that no forward uses: they never have a gradient."""
+        return {name for name in self.trainable_names if ".unused." in f".{name}"}
+
+    @cached_property
+    def buffer_names(self) -> list[str]:
+        """All buffers, in registration order."""
+        return [name for name, _ in self._skeleton.named_buffers()]
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters -> the name that counts."""
+        first: dict[int, str] = {}
+        result = {}
+        for name, p in self._skeleton.named_parameters(remove_duplicate=False):
+            canonical = first.setdefault(id(p), name)
+            if canonical != name:
+                result[name] = canonical
+        return result
+
+    @cached_property
+    def zero_gradient(self) -> dict[str, list[Region]]:
+        """Slices whose true gradient is 0 (one ``(start, stop)`` per dimension)."""
+        return self.family.zero_gradient(self.params)
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """Parameter groups that the traits suggest for the optimizer."""
+        return suggested_groups(self.traits)
+
+    def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
+        """Copy ``state`` (the true initial one by default) into ``module``."""
+        load_state(module, self._state if state is None else state)
+
+    # ------------------------------------------------------------------------------ the batches
+
+    def batch(self, step: int, coordinates: int) -> list[Batch]:
+        """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
+        samples, weights = self._global_batch(step)
+        ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
+        batches = []
+        start = 0
+        for coordinate, size in enumerate(split(self.spec.global_batch, coordinates)):
+            order = self._order(step, range(start, start + size))
+            start += size
+            sizes = self._window_sizes(coordinate)
+            pieces = iter(split(len(order), sum(sizes)))
+            windows, at = [], 0
+            for count in sizes:
+                window = []
+                for _ in range(count):
+                    length = next(pieces)
+                    if length:
+                        index = torch.tensor(order[at : at + length])
+                        window.append(
+                            MicroBatch(
+                                inputs=samples.inputs[index],
+                                targets=samples.targets[index],
+                                weights=weights[index],
+                                sample_ids=ids[index],
+                            )
+                        )
+                    at += length
+                if window:
+                    windows.append(tuple(window))
+            batches.append(Batch(step=step, windows=tuple(windows)))
+        return batches
+
+    def _window_sizes(self, coordinate: int) -> list[int]:
+        """Number of micro-batches of each window of one coordinate."""
+        sizes = [self.spec.micro_batches] * self.spec.windows
+        if "incomplete_window" in self.traits:
+            last = self.spec.micro_batches // 2
+            sizes = [*sizes[:-1], last] if len(sizes) > 1 else [*sizes, last]
+        if "unequal_micro_batches" in self.traits and coordinate % 2:
+            sizes[0] += 1
+        return sizes
+
+    @cached_property
+    def _period(self) -> int:
+        """Every how many samples one is flagged for a branch of one micro-batch.
+
+        Twice the largest number of micro-batches: then the flagged samples of a share fit into one.
+        """
+        return 2 * sum(self._window_sizes(1))
+
+    def _order(self, step: int, share: range) -> list[int]:
+        """The samples of a share; those flagged for the first (last) micro-batch come first (last)."""
+        first = FLAGS["conditional_by_micro_batch"]
+        last = FLAGS["conditional_last_micro_batch"]
+
+        def key(index: int) -> int:
+            flags = self._flags(step, index)
+            return bool(flags & last) - bool(flags & first)
+
+        return sorted(share, key=key)
+
+    def _flags(self, step: int, index: int) -> int:
+        """Flag bits of sample ``index`` of the global batch."""
+        wanted = {
+            "conditional_by_rank": index < (self.spec.global_batch + 1) // 2,
+            "conditional_by_micro_batch": index % self._period == 0,
+            "conditional_last_micro_batch": index % self._period == 1,
+            "conditional_late_step": step >= 1,
+        }
+        return sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
+
+    def _global_batch(self, step: int) -> tuple[Samples, Tensor]:
+        """Samples and weights of the global batch of ``step``."""
+        cached = self._cached  # read once: threads share a workload
+        if cached is not None and cached[0] == step:
+            return cached[1], cached[2]
+        size = self.spec.global_batch
+        total = len(self._permutation)
+        chosen = [self._permutation[(step * size + i) % total] for i in range(size)]
+        generator = _generator(f"{self.spec.seed}/draws/{step}")
+        draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
+        flags = [self._flags(step, index) for index in range(size)]
+        samples = self.family.samples(self.params, chosen, draws, flags, self._dtype)
+        valid = self._mask(samples.valid)
+        count = int(valid.sum())
+        weights = valid.to(torch.float64) / count
+        weights = weights.to(self._round_weights).to(self._weight_dtype)
+        self._cached = (step, samples, weights)
+        return samples, weights
+
+    def _mask(self, valid: Tensor) -> Tensor:
+        """``valid`` as the traits of the batch leave it; at least one target remains."""
+        valid = valid.clone()
+        size = len(valid)
+        for index in range(size):
+            if "one_rank_without_tokens" in self.traits and size > 1 and index >= (size + 1) // 2:
+                valid[index] = False
+            elif "unequal_tokens" in self.traits:
+                if valid.dim() == 1:
+                    # One target a sample: three of four go in the first half.
+                    keep = int(index % 4 == 0 or index >= (size + 1) // 2)
+                    valid[index : index + 1] &= bool(keep)
+                else:
+                    share = ((index + 1) / size) ** 2
+                    valid[index, max(1, int(share * valid.shape[1])) :] = False
+        return valid
+
+    @cached_property
+    def _permutation(self) -> list[int]:
+        generator = _generator(f"{self.spec.seed}/order")
+        return torch.randperm(self.family.size(), generator=generator).tolist()
+
+
+def split(total: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` contiguous parts of ``total``, the larger ones first."""
+    small, larger = divmod(total, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
+
+
+def lookup(name: str, known: Mapping[str, Any], what: str) -> Any:
+    """``known[name]``, or a :class:`WorkloadError` that lists or suggests what there is."""
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
+
+
+def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
+    """All knobs of ``family`` with the values of ``spec``; checks the whole of ``spec``."""
+    params = {name: knob.default for name, knob in family.knobs.items()}
+    for name, value in spec.params.items():
+        knob = lookup(name, family.knobs, f"parameter of {family.name}")
+        knob.check(f"{family.name}: {name}", value)
+        params[name] = value
+    family.check(params)
+    for name, smallest in (("global_batch", 1), ("micro_batches", 1), ("windows", 1), ("seed", 0)):
+        Knob(smallest, smallest).check(name, getattr(spec, name))
+    check_traits(family.name, spec.traits, spec.micro_batches)
+    return params
+
+
+def check_traits(workload: str, traits: Iterable[str], micro_batches: int) -> None:
+    """Raise :class:`WorkloadError` for a trait that is unknown or does not fit."""
+    for name in traits:
+        trait = lookup(name, TRAITS, "trait")
+        if workload not in trait.applies_to:
+            raise WorkloadError(
+                f"trait {name!r} does not apply to {workload}, "
+                f"only to {', '.join(trait.applies_to)}"
+            )
+        if micro_batches < trait.micro_batches:
+            raise WorkloadError(
+                f"trait {name!r} needs micro_batches >= {trait.micro_batches}, not {micro_batches}"
+            )
+
+
+def _generator(text: str) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_number(text))

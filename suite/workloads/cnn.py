@@ -1,0 +1,125 @@
+"""``digits_cnn``: a small convolutional net with BatchNorm on the 8x8 digits images.
+
+``embed`` is a convolution to ``channels``, each block is convolution (without bias: a batch norm
+would cancel it), norm, ReLU; ``norm`` pools to 4x4 and normalises, ``head`` is a linear layer.
+With ``norm: batch`` the statistics are those of one micro-batch, so gradients depend on how the
+batch is cut, by definition; with ``norm: group`` they do not.
+
+Pixels are 0 to 1 in steps of 1/16, exact in every dtype.  The corner pixel, 0 in every image, holds
+``flags / 16`` (see ``suite.workloads.traits``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from suite.workloads import data
+from suite.workloads.base import Family, Knob, Samples
+from suite.workloads.layers import Conv2d, Linear, Place, Stack, tie
+from suite.workloads.traits import Oddities, oddities
+
+CLASSES = 10
+#: Dimension of the channels in ``(samples, channels, rows, columns)``.
+CHANNELS = 1
+
+
+class Block(nn.Module):
+    """Convolution, norm, ReLU, then the odd modules if there are any; keeps the shape."""
+
+    def __init__(self, channels: int, norm: str, odd: Oddities | None, place: Place) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, 3, padding=1, bias=False, **place)
+        self.norm: nn.Module = (
+            nn.BatchNorm2d(channels, **place)
+            if norm == "batch"
+            else nn.GroupNorm(1, channels, **place)
+        )
+        self._has_odd = odd is not None
+        if odd is not None:
+            self.odd = odd
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = F.relu(self.norm(self.conv(hidden)))
+        return self.odd(hidden) if self._has_odd else hidden
+
+
+class Pool(nn.Module):
+    """Mean over 2x2 pixels, flattened and layer-normed: ``(n, c, 8, 8)`` -> ``(n, 16 c)``."""
+
+    def __init__(self, channels: int, place: Place) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16 * channels, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(F.avg_pool2d(hidden, 2).flatten(1))
+
+
+class DigitsCNN(Family):
+    """Samples are ``(1, 8, 8)`` images; outputs ``(samples, 10)`` logits."""
+
+    name = "digits_cnn"
+    about = "convolutions with BatchNorm on the digits images"
+    digest = data.DIGITS_DIGEST
+    knobs: ClassVar = {
+        "channels": Knob(8),
+        "layers": Knob(3),
+        "norm": Knob("batch", choices=("batch", "group")),
+    }
+
+    def size(self) -> int:
+        """Number of images."""
+        return len(data.digits()[1])
+
+    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+        """The net with the odd modules of ``traits``."""
+        channels, layers = params["channels"], params["layers"]
+        middle, ends = layers // 2, ("tied_over_units",)
+        stack = Stack(
+            front=oddities("front", traits, channels, CHANNELS, place, also=ends),
+            embed=Conv2d(1, channels, 3, padding=1, **place),
+            blocks=[
+                Block(
+                    channels,
+                    params["norm"],
+                    oddities("inner", traits, channels, CHANNELS, place)
+                    if index == middle
+                    else None,
+                    place,
+                )
+                for index in range(layers)
+            ],
+            norm=Pool(channels, place),
+            head=Linear(16 * channels, CLASSES, **place),
+            tail=oddities("tail", traits, channels, CHANNELS, place, also=ends),
+            flags=_flags,
+        )
+        if "tied_over_units" in traits:
+            tie(stack, "front.tied_over_units.layer", "tail.tied_over_units.layer")
+        if "frozen" in traits:
+            stack.get_parameter("blocks.0.conv.weight").requires_grad_(False)
+        return stack
+
+    def samples(
+        self,
+        params: Mapping[str, Any],
+        chosen: Sequence[int],
+        draws: Sequence[int],
+        flags: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Samples:
+        """The images ``chosen`` as they are."""
+        images, labels = data.digits()
+        index = torch.tensor(chosen)
+        pixels = images[index].to(torch.float32)
+        pixels[:, 0, 0] = torch.tensor(flags, dtype=torch.float32)
+        inputs = (pixels / 16).to(dtype).unsqueeze(1)
+        return Samples(inputs, labels[index], torch.ones(len(index), dtype=torch.bool))
+
+
+def _flags(images: Tensor) -> Tensor:
+    return (images[:, 0, 0, 0] * 16).round().to(torch.int64)

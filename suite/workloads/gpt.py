@@ -1,0 +1,180 @@
+"""``charnames_gpt``: a byte-level GPT that learns to spell Unicode character names.
+
+Pre-layer-norm blocks, learned positions, fused QKV with bias, MLP with biases, final norm; the
+head is untied, or shares the embedding's weight (``tied: true`` or trait ``tied_over_units``).
+Attention is written out, so that it is the same function in every dtype and on every device.
+
+A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
+token is ``1 + flags`` (flags: see ``suite.workloads.traits``), the end token 0.  Names shorter than
+the sequence leave masked targets, so token counts are unequal by nature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from suite.workloads import data
+from suite.workloads.base import Family, Knob, Region, Samples, WorkloadError
+from suite.workloads.layers import Embedding, Linear, Place, Stack, tie
+from suite.workloads.traits import Oddities, oddities
+
+#: Letters end at byte 90.
+SMALLEST_VOCABULARY = 91
+
+
+class Embed(nn.Module):
+    """Token plus position embedding: ``(samples, positions)`` of int64 -> ``(..., width)``."""
+
+    def __init__(self, vocab: int, seq: int, width: int, place: Place) -> None:
+        super().__init__()
+        self.token = Embedding(vocab, width, **place)
+        self.position = Embedding(seq, width, **place)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return self.token(tokens) + self.position(positions)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the rows of ``qkv`` are all queries, all keys, all values."""
+
+    def __init__(self, width: int, heads: int, place: Place) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = Linear(width, 3 * width, **place)
+        self.out = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        samples, length, width = hidden.shape
+        qkv = self.qkv(hidden).view(samples, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
+        position = torch.arange(length, device=hidden.device)
+        future = position[None, :] > position[:, None]
+        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ value
+        return self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+
+
+class Mlp(nn.Module):
+    """``down(gelu(up(x)))`` over four times the width."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.up = Linear(width, 4 * width, **place)
+        self.down = Linear(4 * width, width, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(hidden)))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normed hidden state and added to it."""
+
+    def __init__(self, width: int, heads: int, odd: Oddities | None, place: Place) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, **place)
+        self.attention = Attention(width, heads, place)
+        self.norm2 = nn.LayerNorm(width, **place)
+        self.mlp = Mlp(width, place)
+        self._has_odd = odd is not None
+        if odd is not None:
+            self.odd = odd
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.norm1(hidden))
+        hidden = hidden + self.mlp(self.norm2(hidden))
+        return self.odd(hidden) if self._has_odd else hidden
+
+
+class CharnamesGPT(Family):
+    """Samples are ``(positions,)`` tokens; outputs ``(samples, positions, vocab)`` logits."""
+
+    name = "charnames_gpt"
+    about = "byte-level GPT on Unicode 3.2 character names"
+    digest = data.CHARACTER_NAMES_DIGEST
+    knobs: ClassVar = {
+        "vocab": Knob(128, SMALLEST_VOCABULARY),
+        "width": Knob(32),
+        "heads": Knob(4),
+        "layers": Knob(3),
+        "seq": Knob(16, 2),
+        "tied": Knob(False, choices=(False, True)),
+    }
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        """The heads must divide the width."""
+        if params["width"] % params["heads"]:
+            raise WorkloadError(
+                f"{self.name}: width = {params['width']} is not divisible by "
+                f"heads = {params['heads']}"
+            )
+
+    def size(self) -> int:
+        """Number of names."""
+        return len(data.character_names())
+
+    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+        """The GPT with the odd modules of ``traits``."""
+        width, layers = params["width"], params["layers"]
+        middle = layers // 2
+        stack = Stack(
+            front=oddities("front", traits, width, -1, place),
+            embed=Embed(params["vocab"], params["seq"], width, place),
+            blocks=[
+                Block(
+                    width,
+                    params["heads"],
+                    oddities("inner", traits, width, -1, place) if index == middle else None,
+                    place,
+                )
+                for index in range(layers)
+            ],
+            norm=nn.LayerNorm(width, **place),
+            head=Linear(width, params["vocab"], **place),
+            tail=oddities("tail", traits, width, -1, place),
+            flags=_flags,
+        )
+        if params["tied"] or "tied_over_units" in traits:
+            tie(stack, "embed.token", "head")
+        if "frozen" in traits:
+            stack.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
+        return stack
+
+    def samples(
+        self,
+        params: Mapping[str, Any],
+        chosen: Sequence[int],
+        draws: Sequence[int],
+        flags: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Samples:
+        """Tails of names, from word number ``draw`` (modulo their number) on."""
+        names, seq = data.character_names(), params["seq"]
+        inputs, targets, valid = [], [], []
+        for index, draw, flag in zip(chosen, draws, flags, strict=True):
+            words = names[index].split(" ")
+            text = list(" ".join(words[draw % len(words) :]).encode())
+            target = [*text, 0][:seq]
+            padding = [0] * (seq - len(target))
+            inputs.append([1 + flag, *target[:-1], *padding])
+            targets.append(target + padding)
+            valid.append([True] * len(target) + [False] * len(padding))
+        return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
+
+    def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
+        """The key part of every QKV bias: it adds the same to all scores of a query."""
+        width = params["width"]
+        return {
+            f"blocks.{index}.attention.qkv.bias": [((width, 2 * width),)]
+            for index in range(params["layers"])
+        }
+
+
+def _flags(tokens: Tensor) -> Tensor:
+    return tokens[:, 0] - 1

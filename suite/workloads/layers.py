@@ -1,0 +1,140 @@
+"""Layers without initial values, the rule that gives them, and the shape that all models share.
+
+torch's own layers draw their initial values from the global random generator, which threads share
+and which would tie the values to the order of construction.  Here a layer starts uninitialised; a
+value depends on the workload's seed and on the tensor's *name* only, so that adding a trait leaves
+every other tensor as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` that starts uninitialised."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values as they are."""
+
+
+class Embedding(nn.Embedding):
+    """``nn.Embedding`` that starts uninitialised."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values as they are."""
+
+
+class Conv2d(nn.Conv2d):
+    """``nn.Conv2d`` that starts uninitialised."""
+
+    def reset_parameters(self) -> None:
+        """Leave the values as they are."""
+
+
+class Stack(nn.Module):
+    """``embed -> blocks -> norm -> head``, the form of every model here.
+
+    ``front`` (registered first, applied after ``embed``) and ``tail`` (registered last, applied
+    after the blocks) hold the odd modules that traits ask for; without such traits they do not
+    exist.
+    ``flags`` reads the flag bits of the samples from the inputs (see ``suite.workloads.traits``).
+    """
+
+    def __init__(
+        self,
+        *,
+        embed: nn.Module,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        head: nn.Module,
+        front: nn.Module | None,
+        tail: nn.Module | None,
+        flags: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        if front is not None:
+            self.front = front
+        self.embed = embed
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = head
+        if tail is not None:
+            self.tail = tail
+        self._flags = flags
+        self._has_front, self._has_tail = front is not None, tail is not None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs (logits) of ``inputs``; the first dimension counts samples in both."""
+        hidden = self.embed(inputs)
+        if self._has_front:
+            hidden = self.front(hidden, self._flags(inputs))
+        for block in self.blocks:
+            hidden = block(hidden)
+        if self._has_tail:
+            hidden = self.tail(hidden)
+        return self.head(self.norm(hidden))
+
+
+def tie(module: nn.Module, first: str, second: str) -> None:
+    """Let the layer ``second`` use the weight of ``first`` (dotted names)."""
+    weight = module.get_parameter(f"{first}.weight")
+    module.get_submodule(second).register_parameter("weight", weight)
+
+
+_NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Parameters, then buffers, each once, with the module that owns it (tied: the first owner)."""
+    owners = dict(module.named_modules())
+    for source in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in source:
+            yield name, tensor, owners[name.rpartition(".")[0]]
+
+
+def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
+    """The initial value of ``tensor``: fp64 values rounded to fp32 (integers as they are).
+
+    Biases are not 0 and norm weights not 1, so that a fault in either shows in the first step.
+    """
+    leaf, shape = name.rpartition(".")[2], tensor.shape
+    if not tensor.is_floating_point():
+        return torch.zeros(shape, dtype=tensor.dtype)
+    generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if leaf == "running_var":
+        value = 1 + 0.1 * noise.abs()
+    elif isinstance(owner, _NORMS):
+        value = 1 + 0.1 * noise if leaf == "weight" else 0.1 * noise
+    elif isinstance(owner, nn.Embedding):
+        value = 0.2 * noise
+    elif leaf == "weight" and len(shape) > 1:
+        value = noise / math.sqrt(max(1, math.prod(shape[1:])))
+    elif leaf == "bias":
+        value = 0.1 * noise
+    else:
+        value = 0.3 * noise
+    return value.to(torch.float32).to(torch.float64)
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy ``state`` into the parameters and buffers of ``module``, by name."""
+    with torch.no_grad():
+        for name, tensor, _ in named_tensors(module):
+            tensor.copy_(state[name])
+
+
+def seed_number(text: str) -> int:
+    """A 63-bit seed from ``text``, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+#: Keyword arguments that place a layer: ``{"device": ..., "dtype": ...}``.
+Place = Mapping[str, Any]

@@ -1,0 +1,311 @@
+"""Traits: trigger conditions that make faults show, and the odd modules that create them.
+
+Any workload can carry any combination.  Most traits add a small odd module whose output is added
+to the hidden state, at one of three places: ``front`` (after the embedding; registered first),
+``inner`` (inside the middle block, hence inside a unit) and ``tail`` (after the blocks; registered
+last).  The others change how the batch is made or suggest parameter groups.
+
+*Conditional* branches must depend on the data, not on the rank, or no single process could repeat
+the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,
+a pixel that is 0 in every image); a branch runs in a micro-batch if one of its samples is flagged,
+and adds to the flagged samples only.  So the gradient is the same however the batch is cut, while
+*whether* a rank or a micro-batch uses the branch differs.  Such a forward reads values: it does not
+run on meta or fake tensors.
+
+The numbers in ``conditions`` are those of docs/trigger-conditions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from suite.contract import GroupSpec
+from suite.workloads.layers import Linear, Place
+
+#: The data-driven branches and the bit that flags a sample for each.
+FLAGS = {
+    "conditional_by_rank": 1,
+    "conditional_by_micro_batch": 2,
+    "conditional_last_micro_batch": 4,
+    "conditional_late_step": 8,
+}
+
+#: Suggested by ``two_groups``: biases and norms, which lie between the weights in every block.
+TWO_GROUPS = (GroupSpec(pattern=r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),)
+
+
+@dataclass(frozen=True)
+class Trait:
+    """``about`` in one line; the trigger conditions it serves; which workloads can carry it.
+
+    ``micro_batches`` is the smallest ``micro_batches`` with which it means anything.
+    """
+
+    about: str
+    conditions: tuple[int, ...]
+    place: Literal["front", "inner", "tail", "model", "batch", "optimizer"]
+    applies_to: tuple[str, ...] = ("charnames_gpt", "digits_cnn")
+    micro_batches: int = 1
+
+
+TRAITS: dict[str, Trait] = {
+    "tied": Trait("one weight used by two layers of one unit", (5,), "inner"),
+    "tied_over_units": Trait(
+        "one weight used by two units (embedding and head, if there are)",
+        (5,),
+        "model",
+    ),
+    "frozen": Trait(
+        "parameters that need no gradient beside trainable ones of the same unit",
+        (7,),
+        "front",
+    ),
+    "unused": Trait(
+        "parameters that no forward uses, registered first and last of all",
+        (6,),
+        "front",
+    ),
+    "conditional_by_rank": Trait(
+        "a branch that only the first half of the global batch uses", (6, 22), "front"
+    ),
+    "conditional_by_micro_batch": Trait(
+        "a branch that only the first micro-batch of a step uses", (6, 8), "front", micro_batches=2
+    ),
+    "conditional_last_micro_batch": Trait(
+        "a branch that only the last micro-batch of a step uses", (6, 8), "front", micro_batches=2
+    ),
+    "conditional_late_step": Trait(
+        "a branch that no rank uses in step 0 and all use from step 1 on", (6, 19), "front"
+    ),
+    "module_twice": Trait("a module that runs twice in one forward", (6, 5), "inner"),
+    "scalar": Trait("a parameter without dimensions", (17, 4), "inner"),
+    "one_element": Trait("a parameter of one element", (17, 4, 2), "inner"),
+    "empty": Trait("a parameter of no elements", (17, 4), "inner"),
+    "prime_sized": Trait("parameters whose first dimension is 13", (4, 1), "inner"),
+    "smaller_than_world": Trait(
+        "parameters with 2 rows or 2 elements, fewer than ranks from world 3 on", (4, 1), "inner"
+    ),
+    "non_contiguous": Trait("a parameter that is a transposed view", (17,), "inner"),
+    "two_groups": Trait(
+        "biases and norms in a parameter group with another rate and decay, interleaved",
+        (7,),
+        "optimizer",
+    ),
+    "rebound_buffer": Trait(
+        "a buffer that every forward re-binds to a new tensor", (13, 3), "front"
+    ),
+    "unequal_tokens": Trait("few valid targets in early samples, many in late ones", (9,), "batch"),
+    "one_rank_without_tokens": Trait(
+        "no valid target in the second half of the global batch", (9,), "batch"
+    ),
+    "unequal_micro_batches": Trait(
+        "every second data coordinate runs one micro-batch more", (8, 22), "batch"
+    ),
+    "incomplete_window": Trait(
+        "a last window with half as many micro-batches as the others",
+        (8, 20),
+        "batch",
+        micro_batches=2,
+    ),
+}
+
+
+def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:
+    """Parameter groups that ``traits`` want in the optimizer (empty: none)."""
+    return TWO_GROUPS if "two_groups" in traits else ()
+
+
+# ------------------------------------------------------------------------------- odd modules
+# Each maps the hidden state (features last) to what is added to it.
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.first = Linear(width, width, **place)
+        self.second = Linear(width, width, **place)
+        self.second.weight = self.first.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(hidden)))
+
+
+class Frozen(nn.Module):
+    """A layer whose weight is frozen and whose bias is not."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+        self.layer.weight.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.layer(hidden))
+
+
+class Unused(nn.Module):
+    """Parameters that nothing uses."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor) -> None:
+        return None
+
+
+class Branch(nn.Module):
+    """What a conditional branch computes."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.layer(hidden))
+
+
+class Twice(nn.Module):
+    """One layer that runs twice."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(hidden)))
+
+
+class Scale(nn.Module):
+    """A factor of shape ``()`` or ``(1,)``."""
+
+    def __init__(self, shape: tuple[int, ...], place: Place) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(shape, **place))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.factor * torch.tanh(hidden)
+
+
+class Empty(nn.Module):
+    """A layer with no outputs; the sum over them is 0."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, width, **place))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight).sum(-1, keepdim=True)
+
+
+class Narrow(nn.Module):
+    """A bottleneck of ``rows``: first dimensions and a bias of that size."""
+
+    def __init__(self, width: int, rows: int, place: Place) -> None:
+        super().__init__()
+        self.down = Linear(width, rows, **place)
+        self.up = nn.Parameter(torch.empty(rows, width, **place))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.down(hidden)) @ self.up
+
+
+class Strided(nn.Module):
+    """A weight ``(width, width // 2)`` stored column by column."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max(1, width // 2), width, **place).t())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(torch.tanh(hidden[..., : self.weight.shape[1]]), self.weight)
+
+
+class Rebound(nn.Module):
+    """Keeps a running mean of the hidden state in a buffer that it re-binds; adds nothing.
+
+    Like the running statistics of a batch norm, the mean depends on the data that this rank saw and
+    does not feed back into training.
+    """
+
+    average: Tensor
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.empty(width, **place))
+
+    def forward(self, hidden: Tensor) -> None:
+        if self.training:
+            mean = hidden.detach().flatten(0, -2).mean(0)
+            self.average = 0.9 * self.average + 0.1 * mean
+
+
+_ODD: dict[str, Callable[[int, Place], nn.Module]] = {
+    "tied": Tied,
+    "frozen": Frozen,
+    "unused": Unused,
+    **dict.fromkeys(FLAGS, Branch),
+    "tied_over_units": Branch,
+    "module_twice": Twice,
+    "scalar": lambda width, place: Scale((), place),
+    "one_element": lambda width, place: Scale((1,), place),
+    "empty": Empty,
+    "prime_sized": lambda width, place: Narrow(width, 13, place),
+    "smaller_than_world": lambda width, place: Narrow(width, 2, place),
+    "non_contiguous": Strided,
+    "rebound_buffer": Rebound,
+}
+
+
+class Oddities(nn.Module):
+    """Adds to the hidden state what the odd modules called ``names`` compute from it.
+
+    ``dim`` is the feature dimension of the hidden state.
+    """
+
+    def __init__(self, names: Iterable[str], width: int, dim: int, place: Place) -> None:
+        super().__init__()
+        self.dim = dim
+        for name in names:
+            self.add_module(name, _ODD[name](width, place))
+
+    def forward(self, hidden: Tensor, flags: Tensor | None = None) -> Tensor:
+        """``hidden`` of any shape, samples first; ``flags`` ``(samples,)``, only used by branches."""
+        hidden = hidden.movedim(self.dim, -1)
+        for name, odd in self.named_children():
+            if name not in FLAGS:
+                added = odd(hidden)
+                if added is not None:
+                    hidden = hidden + added
+            elif flags is not None:
+                chosen = (flags & FLAGS[name]) != 0
+                if bool(chosen.any()):
+                    mask = chosen.to(hidden.dtype).view(-1, *[1] * (hidden.dim() - 1))
+                    hidden = hidden + mask * odd(hidden)
+        return hidden.movedim(-1, self.dim)
+
+
+def oddities(
+    where: Literal["front", "inner", "tail"],
+    traits: Iterable[str],
+    width: int,
+    dim: int,
+    place: Place,
+    also: Iterable[str] = (),
+) -> Oddities | None:
+    """The odd modules of ``traits`` at one place, or ``None`` if there are none.
+
+    ``also`` names traits to place here besides those whose place it is.
+    """
+    active, extra = set(traits), set(also)
+    if where == "tail":
+        extra.add("unused")
+    names = [n for n in _ODD if n in active and (TRAITS[n].place == where or n in extra)]
+    return Oddities(names, width, dim, place) if names else None
