@@ -1,0 +1,74 @@
+"""Where ranks talk.  Every backend is a ``torch.distributed`` backend, so native systems run unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from suite.backends import gloo, in_memory
+from suite.backends.base import listen
+from suite.backends.in_memory import Hub
+from suite.ledgers import phases, traffic
+
+__all__ = ["BACKENDS", "Backend", "Hub", "join", "leave", "listen"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend as scenarios name it; ``threads``: its ranks are threads of one process."""
+
+    name: str
+    threads: bool
+
+    def available(self) -> str | None:
+        """``None`` if it can be used on this machine, else the reason why not."""
+        return gloo.available() if self.name == "gloo" else None
+
+
+BACKENDS: dict[str, Backend] = {
+    "in_memory": Backend("in_memory", threads=True),
+    "gloo": Backend("gloo", threads=False),
+}
+
+
+def join(
+    backend: str | Backend,
+    rank: int,
+    world: int,
+    rendezvous: Path,
+    timeout_s: float,
+    ledgers: bool,
+    hub: Hub | None = None,
+) -> None:
+    """Initialise the default process group for this rank (a thread or a process).
+
+    ``rendezvous`` is a file that does not exist yet, the same for all ranks (unused by threads);
+    ``hub`` is shared by the threads of ``in_memory``.  With ``ledgers`` the rank's log and traffic ledger
+    are ``phases.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an unknown backend
+    or a missing or misfitting hub.
+    """
+    chosen = backend if isinstance(backend, Backend) else BACKENDS.get(backend)
+    if chosen is None:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if chosen.threads and (hub is None or hub.world != world):
+        raise ValueError(f"{chosen.name} needs the hub that its {world} ranks share")
+    _ledgers(chosen, ledgers)
+    if chosen.threads and hub is not None:
+        in_memory.join(rank, hub)
+    else:
+        gloo.join(rank, world, rendezvous, timeout_s, ledgers)
+
+
+def leave(backend: str | Backend) -> None:
+    """Destroy this rank's process groups.  Its ledgers stay readable until the next ``join``."""
+    chosen = backend if isinstance(backend, Backend) else BACKENDS[backend]
+    if chosen.threads:
+        in_memory.leave()
+    else:
+        gloo.leave()
+
+
+def _ledgers(backend: Backend, on: bool) -> None:
+    log = phases.RankLog() if on else None
+    phases.install(log, process=not backend.threads)
+    traffic.install(traffic.TrafficLedger(log) if log else None, process=not backend.threads)

@@ -1,0 +1,167 @@
+"""What a collective computes: requests of all ranks in, values for their outputs out.
+
+Reductions are left folds in rank order in the tensors' own dtype, hence bitwise reproducible.  Every
+rank's own copy is written from one result, so replicas are bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from suite.backends.base import Request
+from suite.backends.errors import CollectiveMismatch
+
+#: ``(destination, value)``: to be copied into the destination, which belongs to one rank.
+Write = tuple[Tensor, Tensor]
+
+_FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a.add_(b),
+    "avg": lambda a, b: a.add_(b),
+    "product": lambda a, b: a.mul_(b),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "band": lambda a, b: a.bitwise_and_(b),
+    "bor": lambda a, b: a.bitwise_or_(b),
+    "bxor": lambda a, b: a.bitwise_xor_(b),
+}
+
+
+def fold(tensors: list[Tensor], op: str) -> Tensor:
+    """Left fold of equally sized ``tensors`` in the given order, as a new dense tensor."""
+    total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        _FOLDS[op](total, tensor.detach().reshape(total.shape))
+    if op == "avg":
+        if total.is_floating_point() or total.is_complex():
+            total.div_(len(tensors))
+        else:
+            total = total.div_(len(tensors), rounding_mode="trunc")
+    return total
+
+
+def write(writes: list[Write]) -> None:
+    """Carry out ``writes``, hidden from autograd: no graph, no version count, as c10d does it."""
+    with torch.no_grad(), _disable_current_modes():
+        for destination, value in writes:
+            # .data has a version counter of its own; detach() would share it
+            destination.data.copy_(value.reshape(destination.shape))
+
+
+def run(requests: list[Request]) -> list[list[Write]]:
+    """The writes of each rank; ``requests`` are those of all group ranks in order.
+
+    Values are fresh or stay unchanged by the writes, so that the writes may be done in any order and
+    at any later time at which the inputs still hold.  Raises :class:`CollectiveMismatch` when sizes
+    do not fit together.
+    """
+    with torch.no_grad(), _disable_current_modes():
+        writes: list[list[Write]] = [[] for _ in requests]
+        for rank, destination, value in _OPERATIONS[requests[0].operation](requests):
+            if destination.numel() != value.numel() or destination.dtype != value.dtype:
+                raise CollectiveMismatch(
+                    f"{requests[0].operation}: rank {rank} of the group receives "
+                    f"{_shape(destination)}, but {_shape(value)} is sent to it"
+                )
+            if destination.data_ptr() != value.data_ptr() or not destination.numel():
+                writes[rank].append((destination, value))
+        return writes
+
+
+Result = Iterator[tuple[int, Tensor, Tensor]]
+
+
+def _all_reduce(requests: list[Request]) -> Result:
+    for index in range(len(requests[0].inputs)):
+        total = fold([r.inputs[index][0] for r in requests], requests[0].reduce or "sum")
+        for rank, request in enumerate(requests):
+            yield rank, request.outputs[index][0], total
+
+
+def _reduce(requests: list[Request]) -> Result:
+    root = requests[0].root or 0
+    for index in range(len(requests[0].inputs)):
+        total = fold([r.inputs[index][0] for r in requests], requests[0].reduce or "sum")
+        yield root, requests[root].outputs[index][0], total
+
+
+def _broadcast(requests: list[Request]) -> Result:
+    root = requests[0].root or 0
+    for index in range(len(requests[0].inputs)):
+        for rank, request in enumerate(requests):
+            if rank != root:
+                yield rank, request.outputs[index][0], requests[root].inputs[index][0]
+
+
+def _all_gather(requests: list[Request]) -> Result:
+    for index in range(len(requests[0].inputs)):
+        for source, giver in enumerate(requests):
+            value = giver.inputs[index][0]
+            # In place, a rank's input is its own slot of its output; any other overlap is copied.
+            if value.data_ptr() != giver.outputs[index][source].data_ptr():
+                value = _stable(value, giver)
+            for rank, request in enumerate(requests):
+                yield rank, request.outputs[index][source], value
+
+
+def _reduce_scatter(requests: list[Request]) -> Result:
+    for index in range(len(requests[0].outputs)):
+        for rank, request in enumerate(requests):
+            parts = [r.inputs[index][rank] for r in requests]
+            if len({(p.numel(), p.dtype) for p in parts}) > 1:
+                sizes = ", ".join(f"rank {i}: {_shape(p)}" for i, p in enumerate(parts))
+                raise CollectiveMismatch(f"reduce_scatter: parts for rank {rank} differ: {sizes}")
+            yield rank, request.outputs[index][0], fold(parts, requests[0].reduce or "sum")
+
+
+def _gather(requests: list[Request]) -> Result:
+    root = requests[0].root or 0
+    for index in range(len(requests[0].inputs)):
+        for source, giver in enumerate(requests):
+            value = _stable(giver.inputs[index][0], requests[root])
+            yield root, requests[root].outputs[index][source], value
+
+
+def _scatter(requests: list[Request]) -> Result:
+    root = requests[0].root or 0
+    for index in range(len(requests[0].outputs)):
+        for rank, request in enumerate(requests):
+            value = _stable(requests[root].inputs[index][rank], requests[root])
+            yield rank, request.outputs[index][0], value
+
+
+def _all_to_all(requests: list[Request]) -> Result:
+    for source, giver in enumerate(requests):
+        for rank, request in enumerate(requests):
+            yield rank, request.outputs[0][source], _stable(giver.inputs[0][rank], giver)
+
+
+def _barrier(requests: list[Request]) -> Result:
+    return iter(())
+
+
+_OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+
+
+def _stable(value: Tensor, receiver: Request) -> Tensor:
+    """``value``, or a copy of it if it shares memory with an output of ``receiver``."""
+    storage = value.untyped_storage().data_ptr()
+    shared = any(t.untyped_storage().data_ptr() == storage for o in receiver.outputs for t in o)
+    return value.clone() if shared else value
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,41 @@
+"""How communication fails: four causes, each told in one sentence that names ranks and calls.
+
+All derive from :class:`CommError`, so that a launcher can tell them from a rank's own error: when
+rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the cause is the ``ValueError``.
+"""
+
+from __future__ import annotations
+
+
+class CommError(RuntimeError):
+    """Communication could not be completed."""
+
+    def again(self) -> CommError:
+        """A fresh copy to raise in another thread (a raised error carries its own traceback)."""
+        copy = type(self)(*self.args)
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+
+class CollectiveMismatch(CommError):
+    """Ranks made different calls where one common call is needed."""
+
+
+class Deadlock(CommError):
+    """Every rank that still runs waits for something that cannot happen any more."""
+
+
+class RankFailed(CommError):
+    """A peer raised; ``rank`` is the global rank that did."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankEnded(RankFailed):
+    """A peer returned without joining a call that needs it."""
+
+
+class PeerTimeout(CommError):
+    """A peer did not answer in time, though not everybody was waiting."""

@@ -1,0 +1,349 @@
+"""The meeting place of ranks that are threads of one process.
+
+A call never blocks.  Each rank posts its request under the group's call number; the last to arrive
+checks that all requests agree, computes for all in rank order and completes the call for everybody.
+Sends and receives meet in queues.  Groups need no rendezvous: a shared group is found by name, global
+ranks and how often this rank created one of that key.
+
+Nothing hangs.  A rank blocks only in :meth:`Hub.wait`, so whenever one begins to wait or ends, the
+hub can test each waiter's *condition* (a count of blocked ranks would call a woken rank, which has
+not run yet, blocked).  If no condition holds, it says who waits in what for whom.  A mismatch, a rank
+that raises, a rank that returns early and a timeout wake everybody at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from suite.backends import arithmetic
+from suite.backends.base import Request
+from suite.backends.errors import (
+    CollectiveMismatch,
+    CommError,
+    Deadlock,
+    PeerTimeout,
+    RankEnded,
+    RankFailed,
+)
+
+GroupKey = tuple[str, tuple[int, ...], int]
+
+
+@dataclass(eq=False)
+class Pending:
+    """A call under way: a collective of a whole group, or one side of a point-to-point exchange."""
+
+    group: Shared
+    number: int
+    posts: dict[int, Request] = field(default_factory=dict)
+    done: bool = False
+    writes: list[list[arithmetic.Write]] = field(default_factory=list)
+    #: Group rank of the sender, once a receive is matched.
+    source: int = -1
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether this is a send or a receive."""
+        return self.number < 0
+
+    def missing(self) -> list[int]:
+        """Global ranks that have yet to come (a receive from any rank waits for all others)."""
+        if not self.is_exchange:
+            return [r for i, r in enumerate(self.group.ranks) if i not in self.posts]
+        ((own, request),) = self.posts.items()
+        if request.peer is None:
+            return [r for i, r in enumerate(self.group.ranks) if i != own]
+        return [self.group.ranks[request.peer]]
+
+    def writes_of(self, rank: int) -> list[arithmetic.Write]:
+        """What global ``rank`` has yet to copy into its own outputs (with delay only)."""
+        if not self.writes:
+            return []
+        return self.writes[0 if self.is_exchange else self.group.ranks.index(rank)]
+
+    def call(self, rank: int) -> str:
+        """What global ``rank`` called, in words; peers are named by global rank."""
+        request = self.posts[self.group.ranks.index(rank)]
+        text = request.text()
+        if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
+            text += f" (peer is global rank {self.group.ranks[request.peer]})"
+        return f"{text} of group {_span(self.group.ranks)}" + (
+            "" if self.is_exchange else f", its call {self.number}"
+        )
+
+
+@dataclass(eq=False)
+class Shared:
+    """What the ranks of one group share."""
+
+    ranks: tuple[int, ...]
+    calls: dict[int, Pending] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    #: Unmatched point-to-point calls in the order of their arrival.
+    exchanges: deque[Pending] = field(default_factory=deque)
+
+
+class Hub:
+    """One world of ``world`` rank threads; shared by them, made by whoever starts them.
+
+    ``timeout_s`` bounds every wait.  With ``delay`` results become visible only where the program
+    waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing wait.
+    ``transform(rank, request)`` may sleep, raise, or return another request to start instead.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        timeout_s: float,
+        delay: bool = False,
+        poison: bool = False,
+        transform: Callable[[int, Request], Request] | None = None,
+    ) -> None:
+        if world < 1:
+            raise ValueError(f"a world needs at least one rank, not {world}")
+        self.world, self.timeout_s = world, timeout_s
+        self.delay, self.poison, self.transform = delay or poison, poison, transform
+        self.store = dist.HashStore()
+        self.failure: CommError | None = None
+        self._lock = threading.Lock()
+        self._wakers = [threading.Condition(self._lock) for _ in range(world)]
+        self._groups: dict[GroupKey, Shared] = {}
+        self._waiting: dict[int, Pending] = {}
+        self._ended: set[int] = set()
+        self._last = ["nothing yet"] * world
+
+    # ------------------------------------------------------------------------------ life of ranks
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Rank ``rank`` raised ``error``: everybody else raises :class:`RankFailed`.
+
+        An error that is itself a consequence of a failed call changes nothing.
+        """
+        with self._lock:
+            self._ended.add(rank)
+            if self.failure is None:
+                name = type(error).__name__
+                self._fail(RankFailed(f"rank {rank} raised {name}: {error}", rank))
+
+    def rank_done(self, rank: int) -> None:
+        """Rank ``rank`` returned; whoever waits for it never will be answered."""
+        with self._lock:
+            self._ended.add(rank)
+            for waiter, pending in list(self._waiting.items()):
+                self._check_ended(waiter, pending)
+            self._check_deadlock()
+
+    def unfinished(self) -> list[str]:
+        """Calls that some rank made and that were never completed, in words."""
+        with self._lock:
+            calls = [p for g in self._groups.values() for p in (*g.calls.values(), *g.exchanges)]
+            return [
+                f"rank {p.group.ranks[i]}: {p.call(p.group.ranks[i])}" for p in calls for i in p.posts
+            ]
+
+    def last_call(self, rank: int) -> str:
+        """The last call that ``rank`` made, in words."""
+        return self._last[rank]
+
+    # -------------------------------------------------------------------------------------- calls
+
+    def group(self, name: str, ranks: tuple[int, ...], nth: int) -> Shared:
+        """The shared side of a group; the same object for all its members."""
+        with self._lock:
+            return self._groups.setdefault((name, ranks, nth), Shared(ranks))
+
+    def post(self, shared: Shared, rank: int, request: Request) -> Pending:
+        """Group rank ``rank`` makes a collective call; the last to arrive carries it out."""
+        with self._lock:
+            self._raise_failure()
+            number = shared.counts.get(rank, 0)
+            shared.counts[rank] = number + 1
+            pending = shared.calls.setdefault(number, Pending(shared, number))
+            pending.posts[rank] = request
+            self._last[shared.ranks[rank]] = request.text()
+            first = next(iter(pending.posts.values()))
+            if _signature(first) != _signature(request):
+                self._fail(CollectiveMismatch(_mismatch(pending)))
+                self._raise_failure()
+            complete = len(pending.posts) == len(shared.ranks)
+            if complete:
+                del shared.calls[number]
+        if complete:
+            self._carry_out(pending)
+        return pending
+
+    def post_exchange(self, shared: Shared, rank: int, request: Request) -> Pending:
+        """Group rank ``rank`` sends or receives; the second to arrive carries it out."""
+        with self._lock:
+            self._raise_failure()
+            own = Pending(shared, -1, {rank: request})
+            self._last[shared.ranks[rank]] = request.text()
+            other = next((p for p in shared.exchanges if _meets(rank, request, p)), None)
+            if other is None:
+                shared.exchanges.append(own)
+                return own
+            shared.exchanges.remove(other)
+            sender, receiver = (own, other) if request.operation == "send" else (other, own)
+            ((source, sent),) = sender.posts.items()
+            ((_, received),) = receiver.posts.items()
+            receiver.source = source
+            pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
+            if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
+                self._fail(
+                    CollectiveMismatch(
+                        f"rank {shared.ranks[source]} calls {sent.text()}, but rank "
+                        f"{receiver.group.ranks[next(iter(receiver.posts))]} calls {received.text()}"
+                    )
+                )
+                self._raise_failure()
+        self._deliver([receiver], [pairs])
+        with self._lock:
+            self._complete(sender)
+            self._complete(receiver)
+        return own
+
+    def wait(self, rank: int, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block global ``rank`` until ``pending`` is done; raises the failure that prevents it."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        with self._lock:
+            if pending.done:
+                return
+            self._raise_failure()
+            self._waiting[rank] = pending
+            try:
+                self._check_ended(rank, pending)
+                self._check_deadlock()
+                deadline = time.monotonic() + limit
+                while not pending.done:
+                    self._raise_failure()
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        self._fail(PeerTimeout(self._timed_out(rank, pending, limit)))
+                    else:
+                        self._wakers[rank].wait(left)
+            finally:
+                self._waiting.pop(rank, None)
+
+    # ----------------------------------------------------------------------------------- internals
+
+    def _carry_out(self, pending: Pending) -> None:
+        requests = [pending.posts[i] for i in range(len(pending.group.ranks))]
+        try:
+            writes = arithmetic.run(requests)
+        except CommError as error:
+            with self._lock:
+                self._fail(CollectiveMismatch(f"{error}; {_mismatch(pending)}"))
+                self._raise_failure()
+        pending.writes = [[] for _ in writes]
+        if self.delay:
+            kept: dict[int, Tensor] = {}
+            for rank, own in enumerate(writes):
+                for target, value in own:
+                    copy = kept.setdefault(id(value), value.detach().clone())
+                    pending.writes[rank].append((target, copy))
+        else:
+            for own in writes:
+                arithmetic.write(own)
+        with self._lock:
+            self._complete(pending)
+
+    def _deliver(self, receivers: list[Pending], pairs: list[list[arithmetic.Write]]) -> None:
+        for receiver, writes in zip(receivers, pairs, strict=True):
+            if self.delay:
+                receiver.writes = [[(to, value.detach().clone()) for to, value in writes]]
+            else:
+                arithmetic.write(writes)
+
+    def _complete(self, pending: Pending) -> None:
+        pending.done = True
+        for rank, waited in self._waiting.items():
+            if waited is pending:
+                self._wakers[rank].notify()
+
+    def _fail(self, error: CommError) -> None:
+        if self.failure is None:
+            self.failure = error
+        for waker in self._wakers:
+            waker.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure.again()
+
+    def _check_ended(self, rank: int, pending: Pending) -> None:
+        """Fail if ``rank`` waits for somebody who has ended."""
+        request = pending.posts[pending.group.ranks.index(rank)]
+        if pending.done or (pending.is_exchange and request.peer is None):
+            return
+        gone = [r for r in pending.missing() if r in self._ended]
+        if gone:
+            who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
+            text = f"{who} ended without joining {pending.call(rank)}, where rank {rank} waits"
+            self._fail(RankEnded(text, gone[0]))
+
+    def _check_deadlock(self) -> None:
+        """Fail if every rank that still runs waits and no waiter's condition holds."""
+        live = [rank for rank in range(self.world) if rank not in self._ended]
+        if not live or self.failure is not None:
+            return
+        if any(rank not in self._waiting or self._waiting[rank].done for rank in live):
+            return
+        lines = [
+            f"rank {rank} waits in {self._waiting[rank].call(rank)} for "
+            f"{_ranks(self._waiting[rank].missing())}"
+            for rank in live
+        ]
+        lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
+        self._fail(Deadlock("deadlock: " + "; ".join(lines)))
+
+    def _timed_out(self, rank: int, pending: Pending, limit: float) -> str:
+        missing = pending.missing()
+        last = "; ".join(f"the last call of rank {r} was {self._last[r]}" for r in missing)
+        return (
+            f"no answer from {_ranks(missing)} in {limit:g} s: rank {rank} waits in "
+            f"{pending.call(rank)}; {last}"
+        )
+
+
+def _meets(rank: int, request: Request, other: Pending) -> bool:
+    """Whether ``request`` of ``rank`` and the waiting ``other`` are two sides of one exchange."""
+    ((peer, theirs),) = other.posts.items()
+    if {request.operation, theirs.operation} != {"send", "recv"} or request.tag != theirs.tag:
+        return False
+    return request.peer in (None, peer) and theirs.peer in (None, rank)
+
+
+def _signature(request: Request) -> tuple[object, ...]:
+    """What must agree between all ranks of a collective."""
+    one_sided = request.operation in ("gather", "scatter")
+    items = request.inputs if request.operation != "scatter" else request.outputs
+    sized = request.operation in ("all_reduce", "reduce", "broadcast")
+    shapes = tuple(
+        tuple((t.dtype, t.numel() if sized else -1) for t in item[:1]) for item in items
+    )
+    outputs = 0 if one_sided else len(request.outputs)
+    return request.operation, request.reduce, request.root, shapes, outputs
+
+
+def _mismatch(pending: Pending) -> str:
+    lines = [f"rank {pending.group.ranks[i]} calls {r.text()}" for i, r in sorted(pending.posts.items())]
+    where = f"call {pending.number} of group {_span(pending.group.ranks)} does not match"
+    absent = [f"rank {r} has not come yet" for r in pending.missing()]
+    return f"{where}: {'; '.join(lines + absent)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))

@@ -1,0 +1,283 @@
+"""Ranks as threads of one process, meeting in a :class:`~suite.backends.hub.Hub`.
+
+A full ``torch.distributed`` backend: native DDP, FSDP2, DTensor and pipelining run on it unchanged.
+Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads apart (torch's own
+backend of that name, a testing internal, is never imported).
+
+Results are bitwise deterministic: reductions fold in rank order, and everything that a rank's program
+can see (futures, callbacks) happens on its own thread at a point of its own program.  That is why a
+future is completed by whoever owns it: where it is waited for, or when the backward pass ends in
+which it was taken, just before DDP's reducer looks at it.
+
+What threads share and processes do not: the default random generator (:func:`own_random` separates
+it), the environment, ``sys.excepthook``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from suite.backends import arithmetic, world
+from suite.backends.base import GroupBase, Handle, Request
+from suite.backends.hub import Hub, Pending
+
+__all__ = ["Hub", "join", "leave", "own_random"]
+
+NAME = "threaded"
+_RANK = threading.local()
+_SETUP = threading.Lock()
+
+
+class RankFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """A future that its own rank's thread completes: when asked, or at the end of backward.
+
+    C++ callers that block on it would never be answered; the only one (DDP's reducer, in the last
+    callback of a backward pass) finds it complete, or never gets there because completing it raised.
+    """
+
+    def __init__(self, complete: Callable[[], Any]) -> None:
+        super().__init__()
+        self._complete = complete
+        self._callbacks: list[Callable[[], None]] = []
+        self._children: list[RankFuture] = []
+        self._error: BaseException | None = None
+        self._settled = False
+
+    def settle(self) -> None:
+        """Complete now, if that has not happened, and run what follows; never raises."""
+        if self._settled:
+            return
+        self._settled = True
+        try:
+            value = self._complete()
+        except BaseException as error:  # noqa: BLE001 - kept for whoever asks for the value
+            self._error = error
+        else:
+            super().set_result(value)
+        for callback in self._callbacks:
+            callback()
+
+    def error(self) -> BaseException | None:
+        """What went wrong here or in a future that follows this one."""
+        found = (child.error() for child in self._children)
+        return self._error or next((error for error in found if error is not None), None)
+
+    def wait(self) -> Any:
+        """The value, after waiting for it."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return super().wait()
+
+    def value(self) -> Any:
+        """The value, after waiting for it."""
+        return self.wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> RankFuture:
+        """A future of ``callback(self)``, run on this thread as soon as this one is complete."""
+
+        def run() -> Any:
+            self.settle()
+            return callback(self)
+
+        child = RankFuture(run)
+        self._children.append(child)
+        self._follow(child.settle)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Run ``callback(self)`` on this thread as soon as this is complete."""
+        self._follow(lambda: callback(self))
+
+    def _follow(self, callback: Callable[[], None]) -> None:
+        if self._settled:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+
+class _Handle(Handle):
+    """A call under way in the hub."""
+
+    def __init__(self, request: Request, hub: Hub, rank: int, pending: Pending) -> None:
+        super().__init__(request)
+        self._hub, self._rank, self._pending = hub, rank, pending
+        self._made_visible = False
+        self._given: list[RankFuture] = []
+
+    def _settle(self, timeout: float | None) -> None:
+        self._hub.wait(self._rank, self._pending, timeout)
+        if not self._made_visible:
+            self._made_visible = True
+            arithmetic.write(self._pending.writes_of(self._rank))
+
+    def _value(self) -> list[torch.Tensor]:
+        self.note_wait()
+        self._settle(None)
+        return [tensor for item in self.request.outputs for tensor in item]
+
+    def _future(self) -> RankFuture:
+        future = RankFuture(self._value)
+        self._given.append(future)
+        return future
+
+    def _backward_ended(self) -> None:
+        for future in self._given:
+            future.settle()
+            error = future.error()
+            if error is not None:
+                raise error
+
+    def _taken_outside_backward(self) -> None:
+        """The future itself sees when it is waited for."""
+
+    def is_completed(self) -> bool:
+        return self._pending.done
+
+    def exception(self) -> Any:
+        return None if self._pending.done else self._hub.failure
+
+    def _source_rank(self) -> int:
+        return self._pending.source
+
+    source_rank = _source_rank
+
+
+class InMemoryGroup(GroupBase):
+    """This rank's side of a group."""
+
+    backend_name = NAME
+
+    def __init__(
+        self, hub: Hub, global_rank: int, ranks: tuple[int, ...], name: str, timeout: timedelta
+    ) -> None:
+        super().__init__(ranks.index(global_rank), len(ranks), timeout)
+        self._hub, self._global_rank, self._members = hub, global_rank, ranks
+        self._name = name
+        made: dict[tuple[str, tuple[int, ...]], int] = _RANK.made
+        nth = made[name, ranks] = made.get((name, ranks), -1) + 1
+        self._shared = hub.group(name, ranks, nth)
+        if hub.transform is not None:
+            change = hub.transform
+            self.transform = lambda request: change(global_rank, request)
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        return self._members
+
+    def _start(self, request: Request) -> Handle:
+        if self._hub.poison:
+            _poison(request, self._rank)
+        exchange = request.operation in ("send", "recv")
+        post = self._hub.post_exchange if exchange else self._hub.post
+        pending = post(self._shared, self._rank, request)
+        return _Handle(request, self._hub, self._global_rank, pending)
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """A barrier; the hub names who is missing anyway."""
+        self.barrier().wait()
+
+    def abort(self) -> None:
+        """End the world of all ranks."""
+        self._hub.fail(self._global_rank, RuntimeError("the process group was aborted"))
+
+    def shutdown(self) -> None:
+        """Nothing to release: the hub goes with its last user."""
+
+
+def _poison(request: Request, rank: int) -> None:
+    """Fill receive buffers with NaN until they are waited for; inputs in them are kept aside."""
+    if request.operation in ("broadcast", "reduce", "gather") and request.root == rank:
+        if request.operation == "broadcast":
+            return
+    elif request.operation == "reduce":
+        return
+    request.inputs = [[t.detach().clone() for t in item] for item in request.inputs]
+    with torch.no_grad():
+        for item in request.outputs:
+            for tensor in item:
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.data.fill_(float("nan"))
+
+
+def _create(options: Any, _: Any) -> InMemoryGroup:
+    hub: Hub = _RANK.hub
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(hub.world))
+    return InMemoryGroup(hub, _RANK.rank, ranks, str(options.group_id), options.timeout)
+
+
+def join(rank: int, hub: Hub) -> None:
+    """Make the calling thread rank ``rank`` of ``hub`` and initialise its default group."""
+    world.install()
+    world.enter()
+    _RANK.hub, _RANK.rank, _RANK.made = hub, rank, {}
+    # Backward hooks must run on this thread; that is torch's default on CPU only.
+    _RANK.autograd = torch.autograd.set_multithreading_enabled(False)
+    with _SETUP:
+        if NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        hook = sys.excepthook  # each init would chain one more "[rank k]:" to it
+        try:
+            dist.init_process_group(
+                NAME,
+                rank=rank,
+                world_size=hub.world,
+                store=hub.store,
+                timeout=timedelta(seconds=hub.timeout_s),
+            )
+        finally:
+            sys.excepthook = hook
+
+
+def leave() -> None:
+    """Destroy all groups of the calling rank and give the thread its old world back."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        _RANK.autograd.__exit__(None, None, None)
+        world.exit()
+
+
+class _OwnRandom(TorchDispatchMode):
+    """Swaps the default generator's state around operations that draw from it."""
+
+    _lock = threading.RLock()
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._state = torch.Generator().manual_seed(seed).get_state()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        with self._lock:
+            shared = torch.default_generator.get_state()
+            torch.default_generator.set_state(self._state)
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._state = torch.default_generator.get_state()
+                torch.default_generator.set_state(shared)
+
+
+@contextmanager
+def own_random(seed: int) -> Iterator[None]:
+    """Give the calling rank a default generator of its own, seeded with ``seed``.
+
+    For native code that draws from the default generator; costs a dispatch per operation.
+    ``torch.manual_seed`` inside still seeds the shared one.
+    """
+    with _OwnRandom(seed):
+        yield

@@ -1,0 +1,139 @@
+"""The traffic ledger: every call that a rank makes to a process group, native C++ calls included.
+
+Logical bytes follow the collective model (what an algorithm of least volume must send, summed over
+the group; N ranks, n payload bytes): all-reduce 2(N-1)n; all-gather (N-1) x total output;
+reduce-scatter (N-1) x total input; broadcast and reduce (N-1)n; gather and scatter (N-1) shards;
+all-to-all what leaves each rank; send n.  Each rank records the share that it sends, symmetric
+collectives 1/N each, as an exact fraction: floats fail at N = 3.  Sources: Thakur, Rabenseifner and
+Gropp 2005; ring and Rabenseifner algorithms reach these volumes.
+
+What goes over the wire is another figure: gloo's reduce-scatter moves the bytes of an all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from suite.ledgers.phases import PerRank, Phase, RankLog, inside_backward
+
+
+@dataclass
+class Call:
+    """One call to a process group (a coalesced call of two dtypes makes two entries).
+
+    ``payload_bytes`` is the n of the model; ``logical_bytes`` this rank's share of what is sent.
+    ``issued`` and ``waited`` are event numbers of the rank's log (``waited`` is ``None`` if nobody ever
+    waited); ``units_before`` is its unit clock at the issue.
+    """
+
+    sequence: int
+    operation: str
+    group: tuple[int, ...]
+    axis: str
+    dtype: str
+    payload_bytes: int
+    logical_bytes: Fraction
+    phase: Phase
+    inside_backward: bool
+    units_before: int
+    issued: int
+    waited: int | None = None
+    floating: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Packable form: the fraction as ``"numerator/denominator"``, which ``Fraction`` reads."""
+        data = dataclasses.asdict(self)
+        data["group"] = list(self.group)
+        data["logical_bytes"] = f"{self.logical_bytes.numerator}/{self.logical_bytes.denominator}"
+        return data
+
+
+@dataclass
+class TrafficLedger:
+    """Calls of one rank in program order."""
+
+    log: RankLog
+    calls: list[Call] = field(default_factory=list)
+    axes: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def name_group(self, ranks: tuple[int, ...], axis: str) -> None:
+        """Calls on the group of these global ranks are along ``axis`` (also those already made)."""
+        self.axes[ranks] = axis
+
+    def record(
+        self,
+        operation: str,
+        group: tuple[int, ...],
+        axis: str,
+        loads: list[tuple[str, bool, int, Fraction]],
+    ) -> list[Call]:
+        """Note a call; ``loads`` has a ``(dtype, floating, payload bytes, share sent)`` per dtype."""
+        issued, sequence = self.log.tick(), len(self.calls)
+        made = [
+            Call(
+                sequence=sequence,
+                operation=operation,
+                group=group,
+                axis=axis,
+                dtype=dtype,
+                payload_bytes=payload,
+                logical_bytes=share,
+                phase=self.log.phase,
+                inside_backward=inside_backward(),
+                units_before=self.log.units,
+                issued=issued,
+                floating=floating,
+            )
+            for dtype, floating, payload, share in loads
+        ]
+        self.calls.extend(made)
+        return made
+
+    def waited(self, calls: list[Call]) -> None:
+        """Note that the program waits for ``calls`` now (the first time counts)."""
+        if calls and calls[0].waited is None:
+            number = self.log.tick()
+            for call in calls:
+                call.waited = number
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """All calls in packable form, with the axes named by :meth:`name_group`."""
+        return [
+            {**call.to_dict(), "axis": self.axes.get(call.group, call.axis)} for call in self.calls
+        ]
+
+
+def share_sent(operation: str, size: int, rank: int, root: int | None, payload: int) -> Fraction:
+    """Logical bytes that group rank ``rank`` of ``size`` sends (see the module's model).
+
+    For an all-to-all the payload is what leaves the rank, its own chunk not counted.
+    """
+    if operation in ("send", "all_to_all"):
+        return Fraction(payload)
+    if operation == "all_reduce":
+        return Fraction(2 * (size - 1) * payload, size)
+    if operation in ("all_gather", "reduce_scatter"):
+        return Fraction((size - 1) * payload, size)
+    if operation in ("broadcast", "scatter"):
+        return Fraction((size - 1) * payload if rank == root else 0)
+    if operation in ("reduce", "gather"):
+        return Fraction(payload if rank != root else 0)
+    if operation in ("recv", "barrier"):
+        return Fraction(0)
+    raise ValueError(f"no traffic model for {operation!r}")
+
+
+_LEDGER: PerRank[TrafficLedger] = PerRank()
+
+
+def current() -> TrafficLedger | None:
+    """The ledger of the calling rank; ``None`` with ledgers off."""
+    return _LEDGER.get()
+
+
+def install(ledger: TrafficLedger | None, process: bool) -> None:
+    """Make ``ledger`` that of the calling thread, or of the whole process."""
+    _LEDGER.set(ledger, process)
