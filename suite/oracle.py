@@ -16,8 +16,6 @@ Buffers follow the declared rule:
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 
 from suite.case import Case
 from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec
+from suite.launch import pack
 from suite.optimizers import build_optimizer, read_slots, set_learning_rate
 from suite.workloads import Workload, make
 
@@ -202,34 +201,23 @@ def _restore(module: nn.Module, buffers: Tensors) -> None:
 # ---------------------------------------------------------------------------------------- cache
 
 
-def load_or_train(
-    case: Case, cache_dir: Path, buffers_rule: BufferRule = "rank0"
-) -> dict[str, Any]:
+def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict[str, Any]:
     """The oracle of ``case``, from ``cache_dir`` if it is there, else trained and put there.
 
     A file is valid for one version of this code, of torch and of the processor's instruction set.
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    from suite.launch import pack
-
     path = cache_dir / f"{_cache_key(case, buffers_rule)}.oracle"
     if path.is_file():
         try:
             return pack.load(path)
-        except (OSError, ValueError, KeyError):
+        except (OSError, pack.PackError):
             path.unlink(missing_ok=True)
     workload = make(case.workload, case.dtype, case.lane)
     record = train(workload, case.optimizer, case.data_coordinates, case.steps, buffers_rule)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=cache_dir, prefix=path.stem, suffix=".part")
-    os.close(handle)
-    part = Path(name)
-    try:
-        pack.dump(part, record)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    pack.dump(path, record)
     return record
 
 

@@ -7,9 +7,10 @@ names.  ``WORKLOADS`` and ``TRAITS`` are the registries behind ``shardproof list
 from __future__ import annotations
 
 from suite.case import Lane, WorkloadSpec
-from suite.workloads.base import Family, Workload, WorkloadError, lookup, resolve
+from suite.workloads.base import Family, Workload, resolve
 from suite.workloads.cnn import DigitsCNN
 from suite.workloads.gpt import CharnamesGPT
+from suite.workloads.knobs import WorkloadError, lookup
 from suite.workloads.traits import TRAITS, Trait, suggested_groups
 
 WORKLOADS: dict[str, Family] = {family.name: family for family in (CharnamesGPT(), DigitsCNN())}

@@ -8,12 +8,11 @@ target is 1 over their number in the *global* batch, so the weights sum to 1 wha
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 
 from suite.case import WorkloadSpec
 from suite.contract import Batch, GroupSpec, MicroBatch
+from suite.workloads.knobs import Knob, check_traits, lookup
 from suite.workloads.layers import (
     Place,
     Stack,
@@ -29,7 +29,7 @@ from suite.workloads.layers import (
     named_tensors,
     seed_number,
 )
-from suite.workloads.traits import FLAGS, TRAITS, suggested_groups
+from suite.workloads.traits import FLAGS, suggested_groups
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
@@ -40,28 +40,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class WorkloadError(ValueError):
-    """A workload, knob or trait that does not exist or does not fit; says what would."""
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A model parameter that a scenario may set: its default and smallest value, or its choices."""
-
-    default: Any
-    minimum: int = 1
-    choices: tuple[Any, ...] = ()
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise :class:`WorkloadError` unless ``value`` fits."""
-        if self.choices:
-            if value not in self.choices or type(value) is not type(self.default):
-                allowed = ", ".join(repr(choice) for choice in self.choices)
-                raise WorkloadError(f"{name} = {value!r}: must be one of {allowed}")
-        elif type(value) is not int or value < self.minimum:
-            raise WorkloadError(f"{name} = {value!r}: must be an integer >= {self.minimum}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,7 @@ class Family(ABC):
 
     name: str
     about: str
-    knobs: Mapping[str, Knob]
+    knobs: ClassVar[Mapping[str, Knob]]
     digest: str
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to add)
@@ -175,7 +153,7 @@ class Workload:
         return ModelBuild(self, rank)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the true initial parameters and buffers; tied ones once, by their first name."""
+        """Copies of the true initial parameters and buffers; tied ones once."""
         return {name: tensor.clone() for name, tensor in self._state.items()}
 
     @cached_property
@@ -222,6 +200,11 @@ class Workload:
     def unused(self) -> set[str]:
         """Trainable parameters that no forward uses: they never have a gradient."""
         return {name for name in self.trainable_names if ".unused." in f".{name}"}
+
+    @property
+    def unused_possible(self) -> bool:
+        """Whether a rank may leave a trainable parameter without gradient in some step."""
+        return "unused" in self.traits or not self.traits.isdisjoint(FLAGS)
 
     @cached_property
     def buffer_names(self) -> list[str]:
@@ -306,7 +289,7 @@ class Workload:
         return 2 * sum(self._window_sizes(1))
 
     def _order(self, step: int, share: range) -> list[int]:
-        """The samples of a share; those flagged for the first (last) micro-batch come first (last)."""
+        """The samples of a share; those for the first (last) micro-batch come first (last)."""
         first = FLAGS["conditional_by_micro_batch"]
         last = FLAGS["conditional_last_micro_batch"]
 
@@ -374,15 +357,6 @@ def split(total: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
-def lookup(name: str, known: Mapping[str, Any], what: str) -> Any:
-    """``known[name]``, or a :class:`WorkloadError` that lists or suggests what there is."""
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
-
-
 def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
     """All knobs of ``family`` with the values of ``spec``; checks the whole of ``spec``."""
     params = {name: knob.default for name, knob in family.knobs.items()}
@@ -395,21 +369,6 @@ def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
         Knob(smallest, smallest).check(name, getattr(spec, name))
     check_traits(family.name, spec.traits, spec.micro_batches)
     return params
-
-
-def check_traits(workload: str, traits: Iterable[str], micro_batches: int) -> None:
-    """Raise :class:`WorkloadError` for a trait that is unknown or does not fit."""
-    for name in traits:
-        trait = lookup(name, TRAITS, "trait")
-        if workload not in trait.applies_to:
-            raise WorkloadError(
-                f"trait {name!r} does not apply to {workload}, "
-                f"only to {', '.join(trait.applies_to)}"
-            )
-        if micro_batches < trait.micro_batches:
-            raise WorkloadError(
-                f"trait {name!r} needs micro_batches >= {trait.micro_batches}, not {micro_batches}"
-            )
 
 
 def _generator(text: str) -> torch.Generator:

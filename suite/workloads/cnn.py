@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from suite.workloads import data
-from suite.workloads.base import Family, Knob, Samples
+from suite.workloads.base import Family, Samples
+from suite.workloads.knobs import Knob
 from suite.workloads.layers import Conv2d, Linear, Place, Stack, tie
 from suite.workloads.traits import Oddities, oddities
 

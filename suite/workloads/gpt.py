@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from suite.workloads import data
-from suite.workloads.base import Family, Knob, Region, Samples, WorkloadError
+from suite.workloads.base import Family, Region, Samples
+from suite.workloads.knobs import Knob, WorkloadError
 from suite.workloads.layers import Embedding, Linear, Place, Stack, tie
 from suite.workloads.traits import Oddities, oddities
 

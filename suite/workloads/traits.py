@@ -277,7 +277,7 @@ class Oddities(nn.Module):
             self.add_module(name, _ODD[name](width, place))
 
     def forward(self, hidden: Tensor, flags: Tensor | None = None) -> Tensor:
-        """``hidden`` of any shape, samples first; ``flags`` ``(samples,)``, only used by branches."""
+        """``hidden`` of any shape, samples first; ``flags`` ``(samples,)`` selects branches."""
         hidden = hidden.movedim(self.dim, -1)
         for name, odd in self.named_children():
             if name not in FLAGS:

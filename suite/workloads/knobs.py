@@ -1,0 +1,56 @@
+"""Names and values that a scenario may give a workload, checked before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from suite.workloads.traits import TRAITS
+
+
+class WorkloadError(ValueError):
+    """A workload, knob or trait that does not exist or does not fit; says what would."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A model parameter that a scenario may set: its default and smallest value, or its choices."""
+
+    default: Any
+    minimum: int = 1
+    choices: tuple[Any, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise :class:`WorkloadError` unless ``value`` fits."""
+        if self.choices:
+            if value not in self.choices or type(value) is not type(self.default):
+                allowed = ", ".join(repr(choice) for choice in self.choices)
+                raise WorkloadError(f"{name} = {value!r}: must be one of {allowed}")
+        elif type(value) is not int or value < self.minimum:
+            raise WorkloadError(f"{name} = {value!r}: must be an integer >= {self.minimum}")
+
+
+def lookup(name: str, known: Mapping[str, Any], what: str) -> Any:
+    """``known[name]``, or a :class:`WorkloadError` that lists or suggests what there is."""
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
+
+
+def check_traits(workload: str, traits: Iterable[str], micro_batches: int) -> None:
+    """Raise :class:`WorkloadError` for a trait that is unknown or does not fit."""
+    for name in traits:
+        trait = lookup(name, TRAITS, "trait")
+        if workload not in trait.applies_to:
+            raise WorkloadError(
+                f"trait {name!r} does not apply to {workload}, "
+                f"only to {', '.join(trait.applies_to)}"
+            )
+        if micro_batches < trait.micro_batches:
+            raise WorkloadError(
+                f"trait {name!r} needs micro_batches >= {trait.micro_batches}, not {micro_batches}"
+            )
