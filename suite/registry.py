@@ -2,11 +2,11 @@
 
 An implementation is named in one of three ways:
 
-1. ``family/name`` or ``name``: a module ``impls/<family>/<name>.py`` (or a folder of that name) with
-   ``IMPLEMENTATION = <the class, or its name>``.  Private modules, ``reference/parts`` and mutants
-   are left out of the list.
-2. The name of an entry point in the group ``shardproof.implementations`` of an installed package.  A
-   name that a folder already has keeps meaning the folder's.
+1. ``family/name`` or ``name``: a module ``impls/<family>/<name>.py`` (or a folder of that name)
+   with ``IMPLEMENTATION = <the class, or its name>``.  Private modules, ``reference/parts`` and
+   mutants are left out of the list.
+2. The name of an entry point in the group ``shardproof.implementations`` of an installed package.
+   A name that a folder already has keeps meaning the folder's.
 3. ``package.module:Class``; modules in the working folder are found too.
 
 Mutants are ``mutants/<name>``: listed apart, loaded only when named exactly.
@@ -18,13 +18,12 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from suite.errors import Problem, SelectionError, nearest
 
@@ -99,7 +98,9 @@ def load(name: str) -> type[Implementation]:
     if name in _folder():
         module = _import(name, _folder()[name])
         export = _attribute(name, module, "IMPLEMENTATION")
-        return _checked(name, _attribute(name, module, export) if isinstance(export, str) else export)
+        return _checked(
+            name, _attribute(name, module, export) if isinstance(export, str) else export
+        )
     point = _entry_points()[name]
     return _checked(name, _attribute(name, _import(name, point.module), point.attr))
 
@@ -111,10 +112,10 @@ def load_mutant(name: str) -> Mutant:
     short = full.removeprefix(MUTANTS)
     module = _import(full, _mutant_modules()[short])
     for value in vars(module).values():
-        declared: Mutant | None = getattr(value, "mutant", None)
+        declared = vars(value).get("mutant") if isinstance(value, type) else None
         if declared is not None and declared.name == short:
             _checked(full, declared.implementation)
-            return declared
+            return cast("Mutant", declared)
     raise BrokenImplementation(full, f"is declared in {module.__name__} but not to be found there")
 
 
@@ -165,8 +166,8 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
 
 
 def _import(name: str, module: str, local: bool = False) -> Any:
-    if local and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if local and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -180,7 +181,8 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(value, part):
             choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
-            raise BrokenImplementation(name, f"has no {attribute!r} in {module.__name__}; {choices}")
+            where = module.__name__
+            raise BrokenImplementation(name, f"has no {attribute!r} in {where}; {choices}")
         value = getattr(value, part)
     return value
 

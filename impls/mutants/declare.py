@@ -1,28 +1,32 @@
-"""How a mutant is declared: ``@mutant("name", parent=..., summary=..., killed_by=...)`` on a class.
+"""How a mutant is declared: ``@mutant("name", ...)`` on a class with one planted fault.
 
-The class is a subclass of its parent, or of its parent's handle (then the parent is told to use it).
+The class is a subclass of its parent, or of its parent's handle (the parent is told to use it).
 A mutant names the case that triggers it; the same case must pass on the unpatched parent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from suite.case import WorkloadSpec
+from suite.case import Case, Lane, WorkloadSpec
 from suite.contract import Implementation, OptimizerSpec
 
 C = TypeVar("C", bound=type)
+
+#: What every mutant and its parent are judged by: the row of the kill matrix.
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
 
 
 @dataclass(frozen=True)
 class Mutant:
     """One planted fault and the case that shows it.
 
-    ``killed_by`` names checks of which at least one must fail, or the verdicts ``crash`` or ``hang``
-    where the fault ends that way.  ``zoo`` are ids of collected faults that it stands for.
-    ``delay``: reductions complete late, and their results are visible only after ``wait``.
+    Every check in ``killed_by`` must fail; the verdicts ``crash`` and ``hang`` may stand there
+    where the fault ends that way.  ``zoo`` are ids of collected faults that the mutant stands for.
     """
 
     name: str
@@ -31,33 +35,59 @@ class Mutant:
     killed_by: tuple[str, ...]
     implementation: type[Implementation]
     zoo: tuple[str, ...] = ()
-    workload: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("gpt"))
+    workload: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("charnames_gpt"))
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     options: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=lambda: {"replicate": 2})
     backend: str = "in_memory"
-    lane: str = "fp64"
+    lane: Lane = "fp64"
     dtype: str = "float64"
     steps: int = 3
-    delay: bool = False
+    deadline: float = 30.0
 
     @property
     def traits(self) -> tuple[str, ...]:
         """The trigger: conditions without which the fault does not show."""
         return self.workload.traits
 
+    def case(self) -> Case:
+        """The case that shows the fault; mutants with one trigger differ in its name only."""
+        case = Case(
+            id="",
+            scenario="mutants",
+            implementation=f"mutants/{self.name}",
+            backend=self.backend,
+            mesh=dict(self.mesh),
+            workload=self.workload,
+            optimizer=self.optimizer,
+            lane=self.lane,
+            checks=CHECKS,
+            options=dict(self.options),
+            dtype=self.dtype,
+            steps=self.steps,
+            deadline=self.deadline,
+        )
+        facts = {**asdict(case), "implementation": ""}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]
+        axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        workload = "+".join((self.workload.name, *self.traits))
+        clip = "" if self.optimizer.clip_norm is None else ",clip"
+        parts = (self.backend, axes, workload, self.optimizer.name + clip, self.lane, digest)
+        return replace(case, id="/".join(parts))
+
 
 def mutant(
     name: str, *, parent: type[Implementation], parent_name: str, **fields: Any
 ) -> Callable[[C], C]:
-    """Declare the decorated class; it gets an attribute ``mutant``."""
+    """Declare the decorated class, which gets an attribute ``mutant``."""
 
     def declare(cls: C) -> C:
-        implementation = cls
+        implementation: type = cls
         if not issubclass(cls, Implementation):
-            implementation = type(cls.__name__, (parent,), {"handle_type": cls})  # type: ignore[assignment]
-            implementation.__module__ = cls.__module__
-        cls.mutant = Mutant(name, parent_name, implementation=implementation, **fields)  # type: ignore[attr-defined]
+            body = {"handle_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            implementation = type(cls.__name__, (parent,), body)
+        declared = Mutant(name, parent_name, implementation=implementation, **fields)
+        cls.mutant = declared  # type: ignore[attr-defined]
         return cls
 
     return declare

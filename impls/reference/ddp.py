@@ -1,9 +1,9 @@
 """Distributed data parallelism: every rank holds the whole model and a share of the batch.
 
-Problem.  Ranks see different data, so their gradients differ; the model must be updated with the sum.
-Summing after backward leaves the network idle while backward computes, and one call a parameter pays
-the latency of each.  So gradients are packed into buckets, and a bucket's sum starts as soon as its
-last gradient exists, while backward goes on.
+Problem.  Ranks see different data, so their gradients differ; the model must be updated with their
+sum.  Summing after backward leaves the network idle while backward computes, and one call a
+parameter pays the latency of each.  So gradients are packed into buckets, and a bucket's sum starts
+as soon as its last gradient exists, while backward goes on.
 
     what                        where
     parameters, gradients       every rank, whole and equal
@@ -25,14 +25,15 @@ which rank 0's gradients arrived.  (2) A parameter that some rank did not use in
 would hold up every bucket behind it: from the next step on it lives in a last bucket.  It stays
 there, or a branch that comes and goes would hold up every other step.
 
-A rank contributes zero for what it did not use; what no rank used has no gradient, as on one device.
+A rank contributes zero for what it did not use; what no rank used has no gradient.
 
-Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes (an all-reduce moves
-2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A) + (N-1) float buffer bytes.
-Numbers: the gradient is the plain sum over ranks (the weights sum to 1 over the global batch), hence
-equal to one device's up to the order of summation; replicas stay equal bit for bit.
-Left out: join (ranks that run out of data for good; ranks without data in one step are fine), sparse
-gradients, reentrant checkpointing (a second gradient for a bucket that left is an error).
+Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes (an all-reduce
+moves 2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A) + (N-1) float buffer
+bytes.
+Numbers: the gradient is the plain sum over ranks (the weights sum to 1 over the global batch),
+hence equal to one device's up to the order of summation; replicas stay equal bit for bit.
+Left out: join (ranks that run out of data for good; a step without data is fine), sparse gradients,
+reentrant checkpointing (a second gradient for a bucket that was sent is an error).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from impls.reference.engine import Engine
 from impls.reference.parts.buckets import Bucket, plan_buckets
 from impls.reference.parts.handle import Handle, Replicated
 from impls.reference.parts.options import at_least, parse_options
-from impls.reference.parts.reducers import AllReduce, Reducer
+from impls.reference.parts.reducers import AllReduce, Reducer, Work
 from impls.reference.parts.state import broadcast_tensors, named_state
 from suite.comm import Comm, Mesh
 from suite.contract import Capabilities, Kind, Refused
@@ -154,8 +155,12 @@ class DDP(Replicated):
     def launch(self, bucket: Bucket) -> None:
         """Pack ``bucket`` and start its reduction."""
         bucket.pack(self.contribution(index) for index in bucket.members)
-        bucket.work = self.reducer.reduce(bucket.flat, self.comm)
+        bucket.work = self.reduce(bucket)
         self.launched += 1
+
+    def reduce(self, bucket: Bucket) -> Work:
+        """Start summing ``bucket`` over the ranks."""
+        return self.reducer.reduce(bucket.flat, self.comm)
 
     def contribution(self, index: int) -> Tensor | None:
         """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""

@@ -1,7 +1,7 @@
 """Data parallelism, the naive way: the lesson that ``ddp.py`` improves on.
 
-Same problem and same placement as in ``ddp.py``; gradients are summed one parameter at a time, after
-backward has ended.
+Same problem and same placement as in ``ddp.py``; gradients are summed one parameter at a time,
+after backward has ended.
 
     step     micro-batches   forward, backward; gradients add up locally
              finish          for each parameter: all-reduce, wait

@@ -43,8 +43,8 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Cut ``order`` into buckets of one dtype and at most ``limit`` bytes (``None``: no limit).
 
-    ``first`` is the limit of the first bucket of each dtype.  A parameter over the limit has a bucket
-    of its own.  Buckets are listed by the moment at which their last member arrives.
+    ``first`` is the limit of the first bucket of each dtype.  A parameter over the limit has a
+    bucket of its own.  Buckets are listed by the moment at which their last member arrives.
     """
     filling: dict[torch.dtype, list[int]] = {}
     full: list[list[int]] = []

@@ -81,9 +81,7 @@ class Replicated(Handle):
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         """Gradients are whole and equal on all ranks: nothing to add up."""
-        return [
-            (power_sum(p.grad, order), ()) for p in self.parameters if p.grad is not None
-        ]
+        return [(power_sum(p.grad, order), ()) for p in self.parameters if p.grad is not None]
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:

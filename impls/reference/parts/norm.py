@@ -26,9 +26,7 @@ def power_sum(gradient: Tensor, order: float = 2.0) -> Tensor:
     return norm**order
 
 
-def total_norm(
-    parts: Iterable[NormPart], comm: Callable[..., Comm], order: float = 2.0
-) -> Tensor:
+def total_norm(parts: Iterable[NormPart], comm: Callable[..., Comm], order: float = 2.0) -> Tensor:
     """Global norm (float64 scalar) of all ``parts``; ``comm(*axes)`` gives their communicators.
 
     Parts that are whole on every rank have no axes and are counted once, locally.

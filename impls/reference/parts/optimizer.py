@@ -31,9 +31,7 @@ def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.
     if spec.name == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
     if spec.name == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False
-        )
+        return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False)
     raise ValueError(f"unknown optimizer {spec.name!r}; known: sgd, adamw")
 
 

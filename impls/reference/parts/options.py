@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from suite.contract import Refused
 
@@ -25,11 +26,12 @@ def parse_options(kind: type[T], options: Mapping[str, Any]) -> T:
     for name, value in options.items():
         if name not in names:
             raise Refused(_unknown(name, names))
-        wanted = hints[name]
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            continue
-        if wanted in (int, float, bool, str) and type(value) is not wanted:
-            raise Refused(f"option {name!r} must be of type {wanted.__name__}, not {value!r}")
+        allowed = set(get_args(hints[name]) or (hints[name],))
+        if float in allowed:
+            allowed.add(int)
+        if type(value) not in allowed:
+            kinds = " or ".join(sorted("null" if t is NoneType else t.__name__ for t in allowed))
+            raise Refused(f"option {name!r} must be of type {kinds}, not {value!r}")
     return kind(**options)
 
 

@@ -28,8 +28,10 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         raise ValueError(f"state does not fit the module: lacks {lacking}, has extra {extra}")
     for name, target in targets.items():
         if target.shape != state[name].shape:
-            raise ValueError(f"{name!r} has shape {tuple(target.shape)}, the state has "
-                             f"{tuple(state[name].shape)}")
+            raise ValueError(
+                f"{name!r} has shape {tuple(target.shape)}, the state has "
+                f"{tuple(state[name].shape)}"
+            )
         target.copy_(state[name])
 
 

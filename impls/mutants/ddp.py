@@ -1,0 +1,472 @@
+"""Faults of data parallelism, planted in ``reference/ddp``.
+
+Recipes that would be equivalent in the parent are planted at their effect; the summary says what
+goes wrong.  Buckets are small, so that several of them exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.mutants import declare
+from impls.reference.ddp import DDP, ReferenceDDP
+from impls.reference.parts.buckets import Bucket
+from impls.reference.parts.norm import NormPart, power_sum
+from impls.reference.parts.reducers import Work
+from impls.reference.parts.state import broadcast_tensors, named_state
+from suite.case import WorkloadSpec
+from suite.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepResult
+
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
+CNN_BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024}
+CLIP = OptimizerSpec(clip_norm=0.05)
+
+mutant = partial(declare.mutant, parent=ReferenceDDP, parent_name="reference/ddp", options=BUCKETS)
+
+
+def gpt(*traits: str, micro_batches: int = 2, windows: int = 1) -> WorkloadSpec:
+    """The byte-level GPT with ``traits``."""
+    return WorkloadSpec(
+        "charnames_gpt", traits=traits, micro_batches=micro_batches, windows=windows
+    )
+
+
+class Nothing:
+    """A reduction that does not take place."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+# ---------------------------------------------------------------------- what is reduced, and when
+
+
+@mutant(
+    "ddp_last_backward_only",
+    zoo=("D01",),
+    summary="a branch used only in an earlier micro-batch contributes nothing to the sum",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_micro_batch"),
+)
+class LastBackwardOnly(DDP):
+    def contribution(self, index: int) -> Tensor | None:
+        return super().contribution(index) if index in self.arrivals else None
+
+
+@mutant(
+    "ddp_drops_incomplete_bucket",
+    zoo=("D02",),
+    summary="a bucket with an unused parameter is not reduced; its gradients stay local",
+    killed_by=("equivalence", "replicas"),
+    workload=gpt("unused"),
+)
+class DropsIncompleteBucket(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        return Nothing() if bucket.missing else super().reduce(bucket)
+
+
+@mutant(
+    "ddp_misses_replaced_parameter",
+    zoo=("D04",),
+    summary="one parameter was replaced after wrapping: its old tensor's gradient is reduced",
+    killed_by=("equivalence", "replicas"),
+)
+class MissesReplacedParameter(DDP):
+    def land(self, bucket: Bucket) -> None:
+        local = self.parameters[0].grad
+        super().land(bucket)
+        if 0 in bucket.members:
+            self.parameters[0].grad = local
+
+
+@mutant(
+    "ddp_latches_sync_flag",
+    zoo=("D05",),
+    summary="whether to reduce is decided in the first forward of a step: accumulation never syncs",
+    killed_by=("equivalence", "replicas"),
+)
+class LatchesSyncFlag(DDP):
+    def accumulate(self, is_last: bool) -> None:
+        self.decided = self.decided if self.computed else is_last
+        super().accumulate(is_last)
+
+    def reduce(self, bucket: Bucket) -> Work:
+        return super().reduce(bucket) if self.decided else Nothing()
+
+    decided = True
+
+
+@mutant(
+    "ddp_rebuild_loses_gradients",
+    zoo=("D08",),
+    summary="after new buckets are laid out, gradients of earlier micro-batches are overwritten",
+    killed_by=("equivalence",),
+)
+class RebuildLosesGradients(DDP):
+    rebuilt = False
+
+    def lay_out(self) -> None:
+        super().lay_out()
+        self.rebuilt = self.learned
+
+    def accumulate(self, is_last: bool) -> None:
+        super().accumulate(is_last)
+        if self.rebuilt and is_last:
+            self.rebuilt = False
+            super().after_step()
+
+
+@mutant(
+    "ddp_skips_last_wait",
+    zoo=("D10",),
+    summary="the last bucket is used without waiting for it",
+    killed_by=("equivalence",),
+)
+class SkipsLastWait(DDP):
+    def land(self, bucket: Bucket) -> None:
+        if bucket is self.buckets[-1]:
+            bucket.work = Nothing()
+        super().land(bucket)
+
+
+@mutant(
+    "ddp_never_reduces",
+    zoo=("D17",),
+    summary="every rank trains on its own gradients",
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class NeverReduces(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        return Nothing()
+
+
+@mutant(
+    "ddp_reduces_in_fp32",
+    summary="gradients of an fp64 run are summed in fp32",
+    killed_by=("equivalence", "traffic"),
+)
+class ReducesInFp32(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        narrow = bucket.flat.float()
+        self.reducer.reduce(narrow, self.comm).wait()
+        bucket.flat.copy_(narrow)
+        return Nothing()
+
+
+# ------------------------------------------------------------------------------- scale and shares
+
+
+@mutant(
+    "ddp_divides_by_world",
+    summary="the sum is divided by the number of ranks although the weights already sum to 1",
+    killed_by=("equivalence",),
+    mesh={"replicate": 3},
+)
+class DividesByWorld(DDP):
+    def land(self, bucket: Bucket) -> None:
+        super().land(bucket)
+        bucket.flat.div_(self.comm.size)
+
+
+@mutant(
+    "ddp_divides_by_world_clipped",
+    zoo=("O25",),
+    summary="as ddp_divides_by_world; clipping hides the scale, the norm before it does not",
+    killed_by=("norm",),
+    mesh={"replicate": 3},
+    optimizer=CLIP,
+)
+class DividesByWorldClipped(DividesByWorld):
+    pass
+
+
+@mutant(
+    "ddp_mean_of_means",
+    summary="every micro-batch counts the same, however many tokens it has",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_tokens"),
+)
+class MeanOfMeans(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor:
+        share = 1 / (len(batch.micro_batches) * self.mesh.world)
+        equal = [
+            replace(micro, weights=share * micro.weights / micro.weights.sum())
+            for micro in batch.micro_batches
+        ]
+        return super().backward(replace(batch, windows=(tuple(equal),)))
+
+
+@mutant(
+    "ddp_drops_last_micro_batch",
+    summary="the last micro-batch of a step is never computed",
+    killed_by=("equivalence",),
+)
+class DropsLastMicroBatch(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor:
+        return super().backward(replace(batch, windows=(tuple(batch.micro_batches[:-1]),)))
+
+
+@mutant(
+    "ddp_scales_incomplete_window",
+    zoo=("O16",),
+    summary="an incomplete window is divided by the full number of micro-batches",
+    killed_by=("equivalence",),
+    workload=gpt("incomplete_window"),
+)
+class ScalesIncompleteWindow(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor:
+        full = max(len(window) for window in batch.windows)
+        windows = tuple(
+            tuple(replace(m, weights=m.weights * len(window) / full) for m in window)
+            for window in batch.windows
+        )
+        return super().backward(replace(batch, windows=windows))
+
+
+# -------------------------------------------------------------------------------- rank 0's values
+
+
+@mutant(
+    "ddp_forgets_initial_parameter",
+    summary="the initial broadcast leaves out one parameter",
+    killed_by=("equivalence", "replicas"),
+)
+class ForgetsInitialParameter(DDP):
+    def broadcast_initial(self) -> None:
+        broadcast_tensors(list(named_state(self.module).values())[1:], self.comm)
+
+
+@mutant(
+    "ddp_keeps_local_buffers",
+    summary="buffers are not broadcast at the start of a step",
+    killed_by=("equivalence", "traffic"),
+    workload=WorkloadSpec("digits_cnn"),
+    options=CNN_BUCKETS,
+)
+class KeepsLocalBuffers(DDP):
+    def broadcast_buffers(self) -> None:
+        pass
+
+
+@mutant(
+    "ddp_broadcasts_stale_buffers",
+    zoo=("D11",),
+    summary="the buffers found at construction are broadcast, not those bound now",
+    killed_by=("equivalence",),
+    workload=gpt("rebound_buffer"),
+)
+class BroadcastsStaleBuffers(DDP):
+    found: dict[str, Tensor] | None = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        self.found = self.found or super().buffers()
+        return self.found
+
+
+@mutant(
+    "ddp_buffer_order_by_rank",
+    zoo=("X02",),
+    summary="ranks list their buffers in different orders: equal sizes, values in the wrong place",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec("digits_cnn"),
+    options=CNN_BUCKETS,
+)
+class BufferOrderByRank(DDP):
+    def buffers(self) -> dict[str, Tensor]:
+        found = super().buffers()
+        return found if self.comm.rank == 0 else dict(reversed(found.items()))
+
+
+# --------------------------------------------------------------------------------- cost and order
+
+
+@mutant(
+    "ddp_communicates_every_micro_batch",
+    summary="gradients are reduced after every micro-batch and thrown away until the last",
+    killed_by=("traffic", "engagement"),
+)
+class CommunicatesEveryMicroBatch(DDP):
+    def accumulate(self, is_last: bool) -> None:
+        if self.computed:
+            for bucket in self.buckets:
+                bucket.pack(self.contribution(index) for index in bucket.members)
+                self.reduce(bucket).wait()
+        super().accumulate(is_last)
+
+
+@mutant(
+    "ddp_waits_after_each_launch",
+    summary="each reduction is waited for as soon as it is launched",
+    killed_by=("overlap",),
+)
+class WaitsAfterEachLaunch(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        work = super().reduce(bucket)
+        work.wait()
+        return work
+
+
+@mutant(
+    "ddp_reduces_after_backward",
+    summary="all buckets are launched only after backward has ended",
+    killed_by=("overlap",),
+)
+class ReducesAfterBackward(DDP):
+    def launch_full_buckets(self) -> None:
+        pass
+
+
+@mutant(
+    "ddp_unused_parameter_blocks_all",
+    summary="buckets keep their first order: one unused parameter holds up all of them",
+    killed_by=("overlap",),
+    workload=gpt("unused"),
+)
+class UnusedParameterBlocksAll(DDP):
+    def count(self, use: Tensor) -> None:
+        super().count(use)
+        self.fresh_late = set()
+        self.root_computed = False
+
+
+# -------------------------------------------------------------------------------- norm and update
+
+
+@mutant(
+    "ddp_norm_of_local_gradients",
+    zoo=("O02",),
+    summary="the norm is that of this rank's own gradients",
+    killed_by=("norm", "replicas"),
+    optimizer=CLIP,
+)
+class NormOfLocalGradients(DDP):
+    def finish(self) -> None:
+        self.own = [p.grad for p in self.parameters if p.grad is not None]
+        super().finish()
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return [(power_sum(gradient, order), ()) for gradient in self.own]
+
+
+@mutant(
+    "ddp_norm_before_last_bucket",
+    zoo=("O08",),
+    summary="the norm is taken before the last bucket has landed",
+    killed_by=("norm", "replicas"),
+    optimizer=CLIP,
+)
+class NormBeforeLastBucket(DDP):
+    def land(self, bucket: Bucket) -> None:
+        if bucket is self.buckets[-1]:
+            members = [self.parameters[index].grad for index in bucket.members]
+            self.early = [*super().norm_parts(), *((power_sum(g), ()) for g in members)]  # type: ignore[arg-type]
+        super().land(bucket)
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return self.early
+
+
+@mutant(
+    "ddp_clips_on_rank_0_only",
+    zoo=("O01",),
+    summary="clipping is skipped on ranks > 0",
+    killed_by=("equivalence", "replicas"),
+    optimizer=CLIP,
+)
+class ClipsOnRank0Only(ReferenceDDP):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        if self.mesh.rank == 0:
+            super().clip(norm, max_norm)
+
+
+@mutant(
+    "ddp_decay_to_wrong_group",
+    zoo=("O19",),
+    summary="two parameter groups exchange their weight decay",
+    killed_by=("equivalence",),
+    workload=gpt("two_groups"),
+    optimizer=OptimizerSpec(
+        weight_decay=0.01,
+        groups=(GroupSpec(r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),),
+    ),
+)
+class DecayToWrongGroup(DDP):
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        groups = super().param_groups(spec)
+        decays = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, reversed(decays), strict=True):
+            group["weight_decay"] = decay
+        return groups
+
+
+@mutant(
+    "ddp_dummy_first_step",
+    zoo=("O26",),
+    summary="optimizer state is made by a step with zero gradients, which counts and decays",
+    killed_by=("equivalence",),
+    optimizer=OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
+)
+class DummyFirstStep(ReferenceDDP):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+
+# ---------------------------------------------------------------------------- who calls what when
+
+
+@mutant(
+    "ddp_bucket_order_by_rank",
+    zoo=("X01",),
+    summary="ranks launch their buckets in different orders, of different sizes",
+    killed_by=("crash",),
+)
+class BucketOrderByRank(DDP):
+    def lay_out(self) -> None:
+        super().lay_out()
+        if self.comm.rank == 1:
+            self.buckets.reverse()
+
+
+@mutant(
+    "ddp_exchanges_equal_buckets",
+    zoo=("X05",),
+    summary="one rank launches two buckets of equal size in the other order: wrong sums, no error",
+    killed_by=("equivalence",),
+)
+class ExchangesEqualBuckets(DDP):
+    def lay_out(self) -> None:
+        super().lay_out()
+        sizes = [bucket.flat.numel() for bucket in self.buckets]
+        twins = [i for i, size in enumerate(sizes) if sizes.count(size) > 1]
+        if self.comm.rank == 1 and twins:
+            first, second = twins[0], sizes.index(sizes[twins[0]], twins[0] + 1)
+            self.buckets[first], self.buckets[second] = self.buckets[second], self.buckets[first]
+
+
+@mutant(
+    "ddp_swallows_exception",
+    zoo=("X10",),
+    summary="rank 1 fails in step 1, swallows the error and goes on to the next step",
+    killed_by=("crash",),
+)
+class SwallowsException(ReferenceDDP):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        try:
+            if (self.mesh.rank, batch.step) == (1, 1):
+                raise ArithmeticError("a planted failure")
+            return super().step(batch, observe)
+        except ArithmeticError:
+            observe("gradients_final")
+            observe("after_update")
+            return StepResult(torch.zeros(()))

@@ -1,0 +1,211 @@
+"""PyTorch's ``DistributedDataParallel``, judged as it ships.
+
+    what                        where
+    parameters, gradients       every rank, whole and equal
+    optimizer state             every rank, whole and equal
+    buffers                     every rank; rank 0's are copied at the first forward of a step
+    buckets                     every rank (``gradient_as_bucket_view``: gradients live in them)
+
+    step     micro-batches but the last   ``no_sync()``: gradients add up locally
+             last micro-batch             forward, backward; buckets are reduced meanwhile
+             clip, update                 local, the same on all ranks
+
+Two compensations: DDP divides by N, so the loss is multiplied by N (for N = 2 both are exact); and
+it broadcasts from rank 0 in its constructor, so rank 0 loads the initial state before.
+
+Cost: as ``reference/ddp``: 2 (N-1) trainable bytes + (N-1) float buffer bytes a step, all ranks.
+Numbers: the plain sum over ranks, in the backend's order.
+Left out: communication hooks, ``join``, mixed precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from impls.reference.parts.optimizer import (
+    build_optimizer,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from impls.reference.parts.options import at_least, parse_options
+from impls.reference.parts.state import load_state
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+
+#: Traits under which what takes part in a backward varies, and those under which it never does.
+VARYING = (
+    "conditional_by_rank",
+    "conditional_by_micro_batch",
+    "conditional_last_micro_batch",
+    "conditional_late_step",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """DDP's constructor arguments of the same names; the defaults are DDP's."""
+
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb is not None:
+            at_least("bucket_cap_mb", self.bucket_cap_mb, 2**-20)
+
+    def declines(self) -> dict[str, str]:
+        """Traits that DDP documents as unsupported under these options, with the reason."""
+        if self.static_graph:
+            return dict.fromkeys(VARYING, "static_graph=True promises that use never changes")
+        if not self.find_unused_parameters:
+            reason = "needs find_unused_parameters=True"
+            return dict.fromkeys(("unused", *VARYING), reason)
+        return {}
+
+
+class PyTorchDDP(Implementation):
+    """The adapter."""
+
+    strategy = "ddp"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """The ``ddp`` profile; what use of parameters is supported depends on the options."""
+        chosen = parse_options(Options, options)
+        features = {
+            "clipping",
+            "accumulation",
+            "accumulation_without_communication",
+            "initial_broadcast",
+            "frozen_parameters",
+            "overlap",
+        }
+        if chosen.broadcast_buffers:
+            features.add("buffer_broadcast")
+        return Capabilities(
+            buffers="rank0" if chosen.broadcast_buffers else "per_rank",
+            features=frozenset(features),
+            declines=chosen.declines(),
+        )
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build, load on rank 0, wrap."""
+        self.options = parse_options(Options, options)
+        self.module: nn.Module = build(mesh.device)
+        if state is not None:
+            load_state(self.module, state)
+        self.comm = mesh.comm("replicate")
+        self.ddp = self.wrap(self.module)
+        self.build, self.spec = build, optimizer
+        self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer = build_optimizer(optimizer, param_groups(optimizer, self.trainable))
+
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
+        """DDP around ``module``, over the replicate axis."""
+        return DistributedDataParallel(
+            module,
+            process_group=self.comm.group,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+            static_graph=self.options.static_graph,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            broadcast_buffers=self.options.broadcast_buffers,
+        )
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """Accumulate under ``no_sync``, reduce in the last backward, clip, update."""
+        micro_batches = batch.micro_batches
+        self.refuse(batch.step, len(micro_batches))
+        total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
+        for number, micro in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            with nullcontext() if is_last else self.ddp.no_sync():
+                loss = self.build.loss(self.ddp(micro.inputs), micro)
+                (loss * self.loss_factor()).backward()
+            total = total + loss.detach()
+        observe("gradients_final")
+        norm = None
+        if self.spec.clip_norm is not None:
+            parameters = list(self.trainable.values())
+            norm = nn.utils.clip_grad_norm_(parameters, self.spec.clip_norm, foreach=False)
+            observe("after_clip")
+        set_learning_rate(self.optimizer, self.spec, batch.step)
+        self.optimizer.step()
+        observe("after_update")
+        self.optimizer.zero_grad()
+        return StepResult(loss=total, norm=norm)
+
+    def loss_factor(self) -> int:
+        """Undoes DDP's division by the number of ranks."""
+        return self.comm.size
+
+    def refuse(self, step: int, micro_batches: int) -> None:
+        """Say no to what DDP answers with a hang or an internal assertion."""
+        if not micro_batches:
+            raise Refused(f"step {step}: a rank without micro-batches would hang the others in DDP")
+        if self.options.static_graph and step == 0 and micro_batches > 1:
+            raise Refused(
+                "option 'static_graph' = True: DDP must see a synchronised backward before "
+                f"no_sync(), so the first step may have 1 micro-batch, not {micro_batches}"
+            )
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Whole tensors under the names of the unwrapped module."""
+        if kind == "optimizer":
+            return slot_pieces(self.optimizer, self._place)
+        found: dict[str, Tensor] = {}
+        if kind == "parameters":
+            found = dict(self.module.named_parameters())
+        elif kind == "buffers":
+            found = dict(self.module.named_buffers())
+        else:
+            found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
+        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of this rank's replica, which is whole."""
+        return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss, without the wrapper: nothing to communicate."""
+        self.module.eval()
+        try:
+            shares = [self.build.loss(self.module(m.inputs), m) for m in batch.micro_batches]
+        finally:
+            self.module.train()
+        return torch.stack(shares).sum() if shares else torch.zeros(())
+
+    def _place(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        return Piece.whole(f"{name}.{slot}", tensor, replica=self.comm.rank)
+
+
+IMPLEMENTATION = PyTorchDDP
