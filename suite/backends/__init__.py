@@ -1,4 +1,4 @@
-"""Where ranks talk.  Every backend is a ``torch.distributed`` backend, so native systems run unchanged."""
+"""Where ranks talk: each backend is one of ``torch.distributed``, so native systems run unchanged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from suite.backends import gloo, in_memory
 from suite.backends.base import listen
 from suite.backends.in_memory import Hub
+from suite.backends.weather import Weather, weather_of
 from suite.ledgers import phases, traffic
 
-__all__ = ["BACKENDS", "Backend", "Hub", "join", "leave", "listen"]
+__all__ = ["BACKENDS", "Backend", "Hub", "join", "leave", "listen", "Weather", "weather_of"]
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ def join(
     timeout_s: float,
     ledgers: bool,
     hub: Hub | None = None,
+    weather: Weather | None = None,
 ) -> None:
     """Initialise the default process group for this rank (a thread or a process).
 
     ``rendezvous`` is a file that does not exist yet, the same for all ranks (unused by threads);
-    ``hub`` is shared by the threads of ``in_memory``.  With ``ledgers`` the rank's log and traffic ledger
-    are ``phases.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an unknown backend
-    or a missing or misfitting hub.
+    ``hub`` is shared by the threads of ``in_memory``.  With ``ledgers`` the rank's log and traffic
+    ledger are ``phases.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an
+    unknown backend or a missing or misfitting hub.
     """
     chosen = backend if isinstance(backend, Backend) else BACKENDS.get(backend)
     if chosen is None:
@@ -54,15 +56,14 @@ def join(
         raise ValueError(f"{chosen.name} needs the hub that its {world} ranks share")
     _ledgers(chosen, ledgers)
     if chosen.threads and hub is not None:
-        in_memory.join(rank, hub)
+        in_memory.join(rank, hub, weather)
     else:
-        gloo.join(rank, world, rendezvous, timeout_s, ledgers)
+        gloo.join(rank, world, rendezvous, timeout_s, ledgers, weather)
 
 
-def leave(backend: str | Backend) -> None:
+def leave() -> None:
     """Destroy this rank's process groups.  Its ledgers stay readable until the next ``join``."""
-    chosen = backend if isinstance(backend, Backend) else BACKENDS[backend]
-    if chosen.threads:
+    if in_memory.is_rank():
         in_memory.leave()
     else:
         gloo.leave()

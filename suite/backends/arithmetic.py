@@ -1,7 +1,7 @@
 """What a collective computes: requests of all ranks in, values for their outputs out.
 
-Reductions are left folds in rank order in the tensors' own dtype, hence bitwise reproducible.  Every
-rank's own copy is written from one result, so replicas are bitwise equal.
+Reductions are left folds in rank order in the tensors' own dtype, hence bitwise
+reproducible.  Every rank's own copy is written from one result, so replicas are bitwise equal.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from suite.backends.base import Request
 from suite.backends.errors import CollectiveMismatch
+from suite.backends.request import Request
 
 #: ``(destination, value)``: to be copied into the destination, which belongs to one rank.
 Write = tuple[Tensor, Tensor]
@@ -54,9 +54,9 @@ def write(writes: list[Write]) -> None:
 def run(requests: list[Request]) -> list[list[Write]]:
     """The writes of each rank; ``requests`` are those of all group ranks in order.
 
-    Values are fresh or stay unchanged by the writes, so that the writes may be done in any order and
-    at any later time at which the inputs still hold.  Raises :class:`CollectiveMismatch` when sizes
-    do not fit together.
+    Values are fresh or stay unchanged by the writes, so that the writes may be done in any order
+    and at any later time at which the inputs still hold.  Raises :class:`CollectiveMismatch` when
+    sizes do not fit together.
     """
     with torch.no_grad(), _disable_current_modes():
         writes: list[list[Write]] = [[] for _ in requests]

@@ -1,9 +1,9 @@
 """The process group that all our backends share: many method names in, a few plain requests out.
 
 torch calls a group by about twenty names (Python, C++, and names that changed between 2.11 and
-2.13).  :class:`GroupBase` turns each into a :class:`Request` (what goes in, what comes out, per item),
-writes it to the traffic ledger and the heartbeat, and leaves only ``_start`` to a backend: begin the
-request and return a :class:`Handle`.
+2.13).  :class:`GroupBase` turns each into a :class:`Request` (what goes in, what comes out, per
+item), writes it to the traffic ledger and the heartbeat, and leaves only ``_start`` to a backend:
+begin the request and return a :class:`Handle`.
 
 Waiting is recorded in program order by the handle.  Two callers take a C++ future instead of
 waiting: DDP's reducer and its communication hooks.  They consume it when backward ends, so a future
@@ -14,30 +14,17 @@ the reducer's own, which is queued later.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
-from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from suite.backends.request import Request, chunks, listed, reduction, root_of, rows
 from suite.ledgers import traffic
 from suite.ledgers.phases import inside_backward
-
-_ReduceOp = dist.ReduceOp
-_REDUCE_NAMES: dict[Any, str] = {
-    _ReduceOp.SUM: "sum",
-    _ReduceOp.AVG: "avg",
-    _ReduceOp.MIN: "min",
-    _ReduceOp.MAX: "max",
-    _ReduceOp.PRODUCT: "product",
-    _ReduceOp.BAND: "band",
-    _ReduceOp.BOR: "bor",
-    _ReduceOp.BXOR: "bxor",
-}
 
 #: Called with one line of text per call of this process's ranks; set by the launcher.
 _listener: Callable[[str], None] | None = None
@@ -49,64 +36,7 @@ def listen(callback: Callable[[str], None] | None) -> None:
     _listener = callback
 
 
-@dataclass
-class Request:
-    """A call in plain form: per item, the tensors that this rank gives and those that it receives.
-
-    One tensor per item, or one per rank of the group where the operation needs it (outputs of an
-    all-gather, inputs of a reduce-scatter, ...).  In-place operations list a tensor on both sides.
-    ``method`` and ``args`` are the call as torch made it, for backends that pass it on.
-    """
-
-    operation: str
-    inputs: list[list[Tensor]] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
-    reduce: str | None = None
-    root: int | None = None
-    peer: int | None = None
-    tag: int = 0
-    method: str = ""
-    args: tuple[Any, ...] = ()
-
-    def text(self) -> str:
-        """The call in words: ``all_reduce(sum, float32[4])``."""
-        items = self.inputs or self.outputs
-        words = [self.reduce] if self.reduce else []
-        if self.root is not None:
-            words.append(f"root {self.root}")
-        if self.operation == "send":
-            words.append(f"to {self.peer}")
-        elif self.operation == "recv":
-            words.append("from any rank" if self.peer is None else f"from {self.peer}")
-        if self.tag:
-            words.append(f"tag {self.tag}")
-        for item in items[:3]:
-            count = "+".join(str(t.numel()) for t in item[:4]) + ("+..." if len(item) > 4 else "")
-            words.append(f"{_name(item[0].dtype) if item else 'nothing'}[{count}]")
-        if len(items) > 3:
-            words.append(f"... {len(items)} tensors")
-        return f"{self.operation}({', '.join(words)})"
-
-    def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
-        """``(dtype, floating, payload bytes, share sent)`` for each dtype in the call."""
-        received = self.operation in ("all_gather", "scatter", "recv")
-        sides = self.outputs if received else self.inputs
-        totals: dict[torch.dtype, int] = {}
-        for item in sides:
-            for index, tensor in enumerate(item):
-                if self.operation == "all_to_all" and index == rank:
-                    continue
-                bytes_ = tensor.numel() * tensor.element_size()
-                totals[tensor.dtype] = totals.get(tensor.dtype, 0) + bytes_
-        loads = []
-        for dtype, payload in totals.items():
-            share = traffic.share_sent(self.operation, size, rank, self.root, payload)
-            floating = dtype.is_floating_point or dtype.is_complex
-            loads.append((_name(dtype), floating, payload, share))
-        return loads or [("", False, 0, Fraction(0))]
-
-
-class Handle(dist.Work):  # type: ignore[misc]
+class Handle(dist.Work):
     """What a call returns.  A backend supplies ``_settle`` (block until the result is there)."""
 
     def __init__(self, request: Request) -> None:
@@ -175,21 +105,21 @@ class Handle(dist.Work):  # type: ignore[misc]
         return None
 
 
-class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
+class GroupBase(dist.ProcessGroup):
     """A Python process group: normalises, records and hands on.
 
-    ``transform`` is the place for injected delays, faults and backend mutants: it sees every request
-    before it starts and returns the one to start.
+    ``transform`` is the place for injected delays, faults and backend mutants: it sees every
+    request before it starts and returns the one to start.
     """
 
     backend_name = ""
-    transform: Callable[[GroupBase, Request], Request] | None = None
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._timeout = timeout
         self._name = self._description = ""
+        self.transform: Callable[[Request], Request] | None = None
 
     # ------------------------------------------------------------------- identity, asked by torch
 
@@ -210,7 +140,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
     getBackendName = _get_backend_name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """Unique name of the group; torch's own property needs a C++ backend."""
         return self._name
 
@@ -272,12 +202,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
             handle.attach(ledger, calls)
         return handle
 
-    # --------------------------------------------------------------------- collectives, as torch calls
+    # ---------------------------------------------------------------- collectives, as torch calls
 
     def allreduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks, in place."""
-        items = [[t] for t in _list(tensors)]
-        op, given = _reduction(args), (tensors, *args)
+        items = [[t] for t in listed(tensors)]
+        op, given = reduction(args), (tensors, *args)
         return self._issue(Request("all_reduce", items, items, op, method="allreduce", args=given))
 
     def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Handle:
@@ -285,25 +215,23 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         items = [[t] for t in tensors]
         method, given = "allreduce_coalesced", (tensors, *args)
         return self._issue(
-            Request("all_reduce", items, items, _reduction(args), method=method, args=given)
+            Request("all_reduce", items, items, reduction(args), method=method, args=given)
         )
 
     def broadcast(self, tensors: Any, *args: Any) -> Handle:
         """Overwrite with the root's tensors."""
-        items = [[t] for t in _list(tensors)]
+        items = [[t] for t in listed(tensors)]
         method, given = "broadcast", (tensors, *args)
         return self._issue(
-            Request("broadcast", items, items, root=_root(args), method=method, args=given)
+            Request("broadcast", items, items, root=root_of(args), method=method, args=given)
         )
 
     def reduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks into the root's tensors."""
-        items = [[t] for t in _list(tensors)]
-        op, root = _reduction(args), _root(args)
+        items = [[t] for t in listed(tensors)]
+        op, root = reduction(args), root_of(args)
         given = (tensors, *args)
-        return self._issue(
-            Request("reduce", items, items, op, root, method="reduce", args=given)
-        )
+        return self._issue(Request("reduce", items, items, op, root, method="reduce", args=given))
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor in a list; sizes may differ between ranks."""
@@ -344,14 +272,14 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         items = [[t] for t in outputs]
-        op = _reduction(args)
+        op = reduction(args)
         return self._issue(
             Request("reduce_scatter", list(inputs), items, op, method="reduce_scatter", args=given)
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any) -> Handle:
         """Combine ``input`` over ranks; rank r receives its r-th chunk."""
-        pieces, op = [chunks(input, self._size)], _reduction(args)
+        pieces, op = [chunks(input, self._size)], reduction(args)
         method, given = "reduce_scatter_single", (output, input, *args)
         return self._issue(
             Request("reduce_scatter", pieces, [[output]], op, method=method, args=given)
@@ -363,7 +291,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         """Several :meth:`reduce_scatter_single` in one call."""
         pieces, items = [chunks(t, self._size) for t in inputs], [[t] for t in outputs]
         method, given = "reduce_scatter_single_coalesced", (outputs, inputs, *args)
-        op = _reduction(args)
+        op = reduction(args)
         return self._issue(Request("reduce_scatter", pieces, items, op, method=method, args=given))
 
     def gather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
@@ -371,7 +299,7 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         given = (outputs, inputs, *args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        root = _root(args)
+        root = root_of(args)
         lists = list(outputs) if self._rank == root else []
         items = [[t] for t in inputs]
         return self._issue(Request("gather", items, lists, root=root, method="gather", args=given))
@@ -381,10 +309,12 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         given = (outputs, inputs, *args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        root = _root(args)
+        root = root_of(args)
         lists = list(inputs) if self._rank == root else []
         items = [[t] for t in outputs]
-        return self._issue(Request("scatter", lists, items, root=root, method="scatter", args=given))
+        return self._issue(
+            Request("scatter", lists, items, root=root, method="scatter", args=given)
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any) -> Handle:
         """Send the r-th input to rank r."""
@@ -401,10 +331,10 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         input_splits: list[int] | None = None,
         *args: Any,
     ) -> Handle:
-        """Send the r-th part of ``input`` to rank r; parts are rows, equal unless split sizes say."""
+        """Send the r-th part of ``input`` to rank r: rows, equal in number unless splits are given."""
         given = (output, input, output_splits or [], input_splits or [], *args)
-        inputs = _rows(input, input_splits, self._size)
-        outputs = _rows(output, output_splits, self._size)
+        inputs = rows(input, input_splits, self._size)
+        outputs = rows(output, output_splits, self._size)
         return self._issue(
             Request("all_to_all", [inputs], [outputs], method="all_to_all_single", args=given)
         )
@@ -436,74 +366,8 @@ class GroupBase(dist.ProcessGroup):  # type: ignore[misc]
         )
 
     # Names before torch 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-#: Method names of torch 2.13 and what they were called before.
-OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
-
-
-def chunks(tensor: Tensor, size: int) -> list[Tensor]:
-    """``size`` equal parts of ``tensor`` in memory order (rows, if it is strided).
-
-    Raises ``ValueError`` when the elements cannot be divided.
-    """
-    if tensor.numel() % size:
-        raise ValueError(f"{tensor.numel()} elements cannot be cut into {size} equal chunks")
-    if tensor.is_contiguous():
-        flat = tensor.detach().view(size, -1) if tensor.numel() else tensor.detach().view(1, -1)
-        return list(flat.unbind(0)) if tensor.numel() else [flat[0]] * size
-    return _rows(tensor, None, size)
-
-
-def _rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
-    rows = tensor.shape[0]
-    if splits:
-        if len(splits) != size or sum(splits) != rows:
-            raise ValueError(f"split sizes {list(splits)} do not fit {rows} rows for {size} ranks")
-        return list(tensor.detach().split(list(splits)))
-    if rows % size:
-        raise ValueError(f"{rows} rows cannot be cut into {size} equal parts")
-    return list(tensor.detach().split([rows // size] * size))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _reduction(args: tuple[Any, ...]) -> str:
-    """The reduce operation in ``args``: an options object, an operation, or nothing (sum)."""
-    for arg in args:
-        op = getattr(arg, "reduceOp", arg)
-        op = getattr(op, "op", op)  # ReduceOp objects hold the comparable enumeration
-        try:
-            if op in _REDUCE_NAMES:
-                return _REDUCE_NAMES[op]
-        except TypeError:
-            continue
-        if hasattr(arg, "reduceOp") or isinstance(arg, _ReduceOp):
-            raise NotImplementedError(f"reduce operation {op} is not supported")
-    return "sum"
-
-
-def _root(args: tuple[Any, ...]) -> int:
-    for arg in args:
-        if hasattr(arg, "rootRank"):
-            return int(arg.rootRank)
-        if isinstance(arg, int):
-            return arg
-    return 0
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]

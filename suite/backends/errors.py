@@ -1,7 +1,8 @@
 """How communication fails: four causes, each told in one sentence that names ranks and calls.
 
 All derive from :class:`CommError`, so that a launcher can tell them from a rank's own error: when
-rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the cause is the ``ValueError``.
+rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the cause is the
+``ValueError``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """gloo with a ledger: a Python group that hands every call on to ``ProcessGroupGloo`` unchanged.
 
-torch builds its gloo groups from the name ``ProcessGroupGloo`` in ``distributed_c10d``; while ledgers
-are on that name means :class:`LoggedGloo`.  So the default group, ``new_group``, device meshes and
-explicit ``backend="gloo"`` all pass through here, the backend still calls itself ``gloo``, and DDP's
-C++ reducer and functional collectives reach the log through torch's trampolines.  With ledgers off
-nothing is installed.  Results, order, threads and failures are gloo's own.
+torch builds its gloo groups from the name ``ProcessGroupGloo`` in ``distributed_c10d``; while
+ledgers are on that name means :class:`LoggedGloo`.  So the default group, ``new_group``, device
+meshes and explicit ``backend="gloo"`` all pass through here, the backend still calls itself
+``gloo``, and DDP's C++ reducer and functional collectives reach the log through torch's
+trampolines.  With ledgers off nothing is installed.  Results, order, threads and failures are
+gloo's own.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from suite.backends.base import OLD_NAMES, GroupBase, Handle, Request
+from suite.backends.base import GroupBase, Handle
+from suite.backends.request import OLD_NAMES, Request
+from suite.backends.weather import Weather, poison
 
 _NATIVE: Any = getattr(c10d, "ProcessGroupGloo", None)
 
@@ -55,6 +58,7 @@ class LoggedGloo(GroupBase):
     """Delegates to a native gloo group; constructed by torch in its place."""
 
     backend_name = "gloo"
+    weather: ClassVar[Weather | None] = None
 
     def __init__(
         self,
@@ -65,6 +69,8 @@ class LoggedGloo(GroupBase):
     ) -> None:
         super().__init__(rank, size, timeout)
         self.native = _NATIVE(store, rank, size, timeout=timeout)
+        if self.weather is not None:
+            self.transform = self.weather.skew(rank)
 
     @property
     def options(self) -> Any:
@@ -77,6 +83,8 @@ class LoggedGloo(GroupBase):
         return ranks or tuple(range(self._size))
 
     def _start(self, request: Request) -> Handle:
+        if self.weather is not None and self.weather.poison:
+            poison(request, self._rank, keep_inputs=False)
         method = getattr(self.native, request.method, None)
         if method is None:
             method = getattr(self.native, OLD_NAMES[request.method])
@@ -117,13 +125,24 @@ def available() -> str | None:
     return None
 
 
-def join(rank: int, world: int, rendezvous: Path, timeout_s: float, ledgers: bool) -> None:
-    """Join the default group of ``world`` processes that meet in the file ``rendezvous``."""
+def join(
+    rank: int,
+    world: int,
+    rendezvous: Path,
+    timeout_s: float,
+    ledgers: bool,
+    weather: Weather | None = None,
+) -> None:
+    """Join the default group of ``world`` processes that meet in the file ``rendezvous``.
+
+    Weather needs the wrapper, hence the ledgers; without them it is calm.
+    """
+    LoggedGloo.weather = weather
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     limit = timedelta(seconds=timeout_s)
     # Groups made later (new_group, DeviceMesh) take this instead of their own 30 minutes.
     c10d.default_pg_timeout = limit
-    c10d.ProcessGroupGloo = LoggedGloo if ledgers else _NATIVE
+    setattr(c10d, "ProcessGroupGloo", LoggedGloo if ledgers else _NATIVE)  # noqa: B010
     dist.init_process_group(
         "gloo",
         rank=rank,
@@ -137,7 +156,7 @@ def leave() -> None:
     """Destroy all groups of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    c10d.ProcessGroupGloo = _NATIVE
+    setattr(c10d, "ProcessGroupGloo", _NATIVE)  # noqa: B010
 
 
 def _loopback() -> str:

@@ -1,14 +1,14 @@
 """The meeting place of ranks that are threads of one process.
 
 A call never blocks.  Each rank posts its request under the group's call number; the last to arrive
-checks that all requests agree, computes for all in rank order and completes the call for everybody.
-Sends and receives meet in queues.  Groups need no rendezvous: a shared group is found by name, global
-ranks and how often this rank created one of that key.
+checks that all requests agree, computes for all in rank order and completes the call for
+everybody. Sends and receives meet in queues.  Groups need no rendezvous: a shared group is found
+by name, global ranks and how often this rank created one of that key.
 
 Nothing hangs.  A rank blocks only in :meth:`Hub.wait`, so whenever one begins to wait or ends, the
 hub can test each waiter's *condition* (a count of blocked ranks would call a woken rank, which has
-not run yet, blocked).  If no condition holds, it says who waits in what for whom.  A mismatch, a rank
-that raises, a rank that returns early and a timeout wake everybody at once.
+not run yet, blocked).  If no condition holds, it says who waits in what for whom.  A mismatch, a
+rank that raises, a rank that returns early and a timeout wake everybody at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from suite.backends import arithmetic
-from suite.backends.base import Request
 from suite.backends.errors import (
     CollectiveMismatch,
     CommError,
@@ -32,6 +31,7 @@ from suite.backends.errors import (
     RankEnded,
     RankFailed,
 )
+from suite.backends.request import Request
 
 GroupKey = tuple[str, tuple[int, ...], int]
 
@@ -94,8 +94,9 @@ class Hub:
     """One world of ``world`` rank threads; shared by them, made by whoever starts them.
 
     ``timeout_s`` bounds every wait.  With ``delay`` results become visible only where the program
-    waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing wait.
-    ``transform(rank, request)`` may sleep, raise, or return another request to start instead.
+    waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing
+    wait. ``transform(rank, request)`` may sleep, raise, or return another request to start
+    instead.
     """
 
     def __init__(
@@ -145,7 +146,9 @@ class Hub:
         with self._lock:
             calls = [p for g in self._groups.values() for p in (*g.calls.values(), *g.exchanges)]
             return [
-                f"rank {p.group.ranks[i]}: {p.call(p.group.ranks[i])}" for p in calls for i in p.posts
+                f"rank {p.group.ranks[i]}: {p.call(p.group.ranks[i])}"
+                for p in calls
+                for i in p.posts
             ]
 
     def last_call(self, rank: int) -> str:
@@ -192,16 +195,13 @@ class Hub:
             shared.exchanges.remove(other)
             sender, receiver = (own, other) if request.operation == "send" else (other, own)
             ((source, sent),) = sender.posts.items()
-            ((_, received),) = receiver.posts.items()
+            ((target, received),) = receiver.posts.items()
             receiver.source = source
             pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
             if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
-                self._fail(
-                    CollectiveMismatch(
-                        f"rank {shared.ranks[source]} calls {sent.text()}, but rank "
-                        f"{receiver.group.ranks[next(iter(receiver.posts))]} calls {received.text()}"
-                    )
-                )
+                giver, taker = shared.ranks[source], shared.ranks[target]
+                text = f"rank {giver} calls {sent.text()}, but rank {taker} calls {received.text()}"
+                self._fail(CollectiveMismatch(text))
                 self._raise_failure()
         self._deliver([receiver], [pairs])
         with self._lock:
@@ -325,15 +325,15 @@ def _signature(request: Request) -> tuple[object, ...]:
     one_sided = request.operation in ("gather", "scatter")
     items = request.inputs if request.operation != "scatter" else request.outputs
     sized = request.operation in ("all_reduce", "reduce", "broadcast")
-    shapes = tuple(
-        tuple((t.dtype, t.numel() if sized else -1) for t in item[:1]) for item in items
-    )
+    shapes = tuple(tuple((t.dtype, t.numel() if sized else -1) for t in item[:1]) for item in items)
     outputs = 0 if one_sided else len(request.outputs)
     return request.operation, request.reduce, request.root, shapes, outputs
 
 
 def _mismatch(pending: Pending) -> str:
-    lines = [f"rank {pending.group.ranks[i]} calls {r.text()}" for i, r in sorted(pending.posts.items())]
+    lines = [
+        f"rank {pending.group.ranks[i]} calls {r.text()}" for i, r in sorted(pending.posts.items())
+    ]
     where = f"call {pending.number} of group {_span(pending.group.ranks)} does not match"
     absent = [f"rank {r} has not come yet" for r in pending.missing()]
     return f"{where}: {'; '.join(lines + absent)}"

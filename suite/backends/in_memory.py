@@ -1,13 +1,13 @@
 """Ranks as threads of one process, meeting in a :class:`~suite.backends.hub.Hub`.
 
-A full ``torch.distributed`` backend: native DDP, FSDP2, DTensor and pipelining run on it unchanged.
-Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads apart (torch's own
-backend of that name, a testing internal, is never imported).
+A full ``torch.distributed`` backend: native DDP, FSDP2, DTensor and pipelining run on it
+unchanged. Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads
+apart (torch's own backend of that name, a testing internal, is never imported).
 
-Results are bitwise deterministic: reductions fold in rank order, and everything that a rank's program
-can see (futures, callbacks) happens on its own thread at a point of its own program.  That is why a
-future is completed by whoever owns it: where it is waited for, or when the backward pass ends in
-which it was taken, just before DDP's reducer looks at it.
+Results are bitwise deterministic: reductions fold in rank order, and everything that a rank's
+program can see (futures, callbacks) happens on its own thread at a point of its own program.  That
+is why a future is completed by whoever owns it: where it is waited for, or when the backward pass
+ends in which it was taken, just before DDP's reducer looks at it.
 
 What threads share and processes do not: the default random generator (:func:`own_random` separates
 it), the environment, ``sys.excepthook``.
@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from suite.backends import arithmetic, world
-from suite.backends.base import GroupBase, Handle, Request
+from suite.backends.base import GroupBase, Handle
 from suite.backends.hub import Hub, Pending
+from suite.backends.request import Request
+from suite.backends.weather import Weather, poison
 
 __all__ = ["Hub", "join", "leave", "own_random"]
 
@@ -37,11 +39,12 @@ _RANK = threading.local()
 _SETUP = threading.Lock()
 
 
-class RankFuture(torch.futures.Future):  # type: ignore[type-arg]
+class RankFuture(torch.futures.Future):
     """A future that its own rank's thread completes: when asked, or at the end of backward.
 
     C++ callers that block on it would never be answered; the only one (DDP's reducer, in the last
-    callback of a backward pass) finds it complete, or never gets there because completing it raised.
+    callback of a backward pass) finds it complete, or never gets there because completing it
+    raised.
     """
 
     def __init__(self, complete: Callable[[], Any]) -> None:
@@ -169,6 +172,8 @@ class InMemoryGroup(GroupBase):
         if hub.transform is not None:
             change = hub.transform
             self.transform = lambda request: change(global_rank, request)
+        elif _RANK.weather is not None:
+            self.transform = _RANK.weather.skew(global_rank)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -176,7 +181,7 @@ class InMemoryGroup(GroupBase):
 
     def _start(self, request: Request) -> Handle:
         if self._hub.poison:
-            _poison(request, self._rank)
+            poison(request, self._rank, keep_inputs=True)
         exchange = request.operation in ("send", "recv")
         post = self._hub.post_exchange if exchange else self._hub.post
         pending = post(self._shared, self._rank, request)
@@ -194,32 +199,19 @@ class InMemoryGroup(GroupBase):
         """Nothing to release: the hub goes with its last user."""
 
 
-def _poison(request: Request, rank: int) -> None:
-    """Fill receive buffers with NaN until they are waited for; inputs in them are kept aside."""
-    if request.operation in ("broadcast", "reduce", "gather") and request.root == rank:
-        if request.operation == "broadcast":
-            return
-    elif request.operation == "reduce":
-        return
-    request.inputs = [[t.detach().clone() for t in item] for item in request.inputs]
-    with torch.no_grad():
-        for item in request.outputs:
-            for tensor in item:
-                if tensor.is_floating_point() or tensor.is_complex():
-                    tensor.data.fill_(float("nan"))
-
-
 def _create(options: Any, _: Any) -> InMemoryGroup:
     hub: Hub = _RANK.hub
     ranks = tuple(options.global_ranks_in_group) or tuple(range(hub.world))
     return InMemoryGroup(hub, _RANK.rank, ranks, str(options.group_id), options.timeout)
 
 
-def join(rank: int, hub: Hub) -> None:
+def join(rank: int, hub: Hub, weather: Weather | None = None) -> None:
     """Make the calling thread rank ``rank`` of ``hub`` and initialise its default group."""
     world.install()
+    if weather is not None:
+        hub.delay, hub.poison = weather.delay or weather.poison, weather.poison
     world.enter()
-    _RANK.hub, _RANK.rank, _RANK.made = hub, rank, {}
+    _RANK.hub, _RANK.rank, _RANK.made, _RANK.weather = hub, rank, {}, weather
     # Backward hooks must run on this thread; that is torch's default on CPU only.
     _RANK.autograd = torch.autograd.set_multithreading_enabled(False)
     with _SETUP:
@@ -238,6 +230,11 @@ def join(rank: int, hub: Hub) -> None:
             sys.excepthook = hook
 
 
+def is_rank() -> bool:
+    """Whether the calling thread has joined a hub."""
+    return getattr(_RANK, "hub", None) is not None
+
+
 def leave() -> None:
     """Destroy all groups of the calling rank and give the thread its old world back."""
     try:
@@ -245,6 +242,7 @@ def leave() -> None:
             dist.destroy_process_group()
     finally:
         _RANK.autograd.__exit__(None, None, None)
+        _RANK.hub = None
         world.exit()
 
 
@@ -257,9 +255,7 @@ class _OwnRandom(TorchDispatchMode):
         super().__init__()
         self._state = torch.Generator().manual_seed(seed).get_state()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         with self._lock:

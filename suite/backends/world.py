@@ -1,8 +1,9 @@
 """One ``torch.distributed`` world per thread.
 
-torch keeps its process groups in ``distributed_c10d._world``, documented there as the point to override.
-:class:`ThreadWorlds` answers from the calling thread's own state where a rank thread set one up, and from
-torch's real one elsewhere, so ``init_process_group`` and everything after it run unchanged in each thread.
+torch keeps its process groups in ``distributed_c10d._world``, documented there as the point to
+override. :class:`ThreadWorlds` answers from the calling thread's own state where a rank thread set
+one up, and from torch's real one elsewhere, so ``init_process_group`` and everything after it run
+unchanged in each thread.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def install() -> None:
         if isinstance(c10d._world, ThreadWorlds):
             return
         # Functional collectives look groups up by name: one registry per thread.
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(True)  # noqa: B009
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         # Its own comment asks threaded programs for a lock here.

@@ -1,13 +1,13 @@
 """The program-order log of a rank: which unit computes, which phase a call belongs to.
 
-Numbers, not clocks: every event (a unit's forward or backward begins, a call is issued or waited for)
-takes the next number of one counter per rank, so "issued before that unit's backward" can be read
-off exactly on any machine.
+Numbers, not clocks: every event (a unit's forward or backward begins, a call is issued or waited
+for) takes the next number of one counter per rank, so "issued before that unit's backward" can be
+read off exactly on any machine.
 
-Phases: ``setup`` outside of ``step``; inside it ``backward`` while autograd runs (and after it began),
-``forward`` after a unit's forward, ``update`` once the gradients are final, ``observe`` inside an
-observation point, where nothing counts.  All of it comes from hooks that the suite sets on the module
-that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.
+Phases: ``setup`` outside of ``step``; inside it ``backward`` while autograd runs (and after it
+began), ``forward`` after a unit's forward, ``update`` once the gradients are final, ``observe``
+inside an observation point, where nothing counts.  All of it comes from hooks that the suite sets
+on the module that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RankLog:
     """Events and phases of one rank."""
 
     def __init__(self) -> None:
-        #: ``(number, kind, name)``; kinds: forward, recompute, backward (a unit begins), step, observe.
+        #: ``(number, kind, name)``; a unit begins: forward, recompute, backward; or step, observe.
         self.events: list[tuple[int, str, str]] = []
         #: The unit clock: how many units began to compute (in either direction) so far.
         self.units = 0

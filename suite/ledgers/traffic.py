@@ -25,8 +25,8 @@ class Call:
     """One call to a process group (a coalesced call of two dtypes makes two entries).
 
     ``payload_bytes`` is the n of the model; ``logical_bytes`` this rank's share of what is sent.
-    ``issued`` and ``waited`` are event numbers of the rank's log (``waited`` is ``None`` if nobody ever
-    waited); ``units_before`` is its unit clock at the issue.
+    ``issued`` and ``waited`` are event numbers of the rank's log (``waited`` is ``None`` if nobody
+    ever waited); ``units_before`` is its unit clock at the issue.
     """
 
     sequence: int
@@ -70,7 +70,7 @@ class TrafficLedger:
         axis: str,
         loads: list[tuple[str, bool, int, Fraction]],
     ) -> list[Call]:
-        """Note a call; ``loads`` has a ``(dtype, floating, payload bytes, share sent)`` per dtype."""
+        """Note a call; ``loads``: ``(dtype, floating, payload bytes, share sent)`` per dtype."""
         issued, sequence = self.log.tick(), len(self.calls)
         made = [
             Call(

@@ -1,0 +1,152 @@
+"""A call to a process group in plain form, and how torch's arguments are read into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from suite.ledgers import traffic
+
+_ReduceOp = dist.ReduceOp
+_REDUCE_NAMES: dict[Any, str] = {
+    _ReduceOp.SUM: "sum",
+    _ReduceOp.AVG: "avg",
+    _ReduceOp.MIN: "min",
+    _ReduceOp.MAX: "max",
+    _ReduceOp.PRODUCT: "product",
+    _ReduceOp.BAND: "band",
+    _ReduceOp.BOR: "bor",
+    _ReduceOp.BXOR: "bxor",
+}
+
+
+@dataclass
+class Request:
+    """A call in plain form: per item, the tensors that this rank gives and those that it receives.
+
+    One tensor per item, or one per rank of the group where the operation needs it (outputs of an
+    all-gather, inputs of a reduce-scatter, ...).  In-place operations list a tensor on both sides.
+    ``method`` and ``args`` are the call as torch made it, for backends that pass it on.
+    """
+
+    operation: str
+    inputs: list[list[Tensor]] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    reduce: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    method: str = ""
+    args: tuple[Any, ...] = ()
+
+    def text(self) -> str:
+        """The call in words: ``all_reduce(sum, float32[4])``."""
+        items = self.inputs or self.outputs
+        words = [self.reduce] if self.reduce else []
+        if self.root is not None:
+            words.append(f"root {self.root}")
+        if self.operation == "send":
+            words.append(f"to {self.peer}")
+        elif self.operation == "recv":
+            words.append("from any rank" if self.peer is None else f"from {self.peer}")
+        if self.tag:
+            words.append(f"tag {self.tag}")
+        for item in items[:3]:
+            count = "+".join(str(t.numel()) for t in item[:4]) + ("+..." if len(item) > 4 else "")
+            words.append(f"{_name(item[0].dtype) if item else 'nothing'}[{count}]")
+        if len(items) > 3:
+            words.append(f"... {len(items)} tensors")
+        return f"{self.operation}({', '.join(words)})"
+
+    def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
+        """``(dtype, floating, payload bytes, share sent)`` for each dtype in the call."""
+        received = self.operation in ("all_gather", "scatter", "recv")
+        sides = self.outputs if received else self.inputs
+        totals: dict[torch.dtype, int] = {}
+        for item in sides:
+            for index, tensor in enumerate(item):
+                if self.operation == "all_to_all" and index == rank:
+                    continue
+                bytes_ = tensor.numel() * tensor.element_size()
+                totals[tensor.dtype] = totals.get(tensor.dtype, 0) + bytes_
+        loads = []
+        for dtype, payload in totals.items():
+            share = traffic.share_sent(self.operation, size, rank, self.root, payload)
+            floating = dtype.is_floating_point or dtype.is_complex
+            loads.append((_name(dtype), floating, payload, share))
+        return loads or [("", False, 0, Fraction(0))]
+
+
+#: Method names of torch 2.13 and what they were called before.
+OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+def chunks(tensor: Tensor, size: int) -> list[Tensor]:
+    """``size`` equal parts of ``tensor`` in memory order (rows, if it is strided).
+
+    Raises ``ValueError`` when the elements cannot be divided.
+    """
+    if tensor.numel() % size:
+        raise ValueError(f"{tensor.numel()} elements cannot be cut into {size} equal chunks")
+    if tensor.is_contiguous():
+        flat = tensor.detach().view(size, -1) if tensor.numel() else tensor.detach().view(1, -1)
+        return list(flat.unbind(0)) if tensor.numel() else [flat[0]] * size
+    return rows(tensor, None, size)
+
+
+def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
+    """``size`` groups of rows of ``tensor``: of the sizes ``splits``, or equal ones."""
+    count = tensor.shape[0]
+    if splits:
+        if len(splits) != size or sum(splits) != count:
+            raise ValueError(f"split sizes {list(splits)} do not fit {count} rows for {size} ranks")
+        return list(tensor.detach().split(list(splits)))
+    if count % size:
+        raise ValueError(f"{count} rows cannot be cut into {size} equal parts")
+    return list(tensor.detach().split([count // size] * size))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """A list of one, or the list itself: torch allows both."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def reduction(args: tuple[Any, ...]) -> str:
+    """The reduce operation in ``args``: an options object, an operation, or nothing (sum)."""
+    for arg in args:
+        op = getattr(arg, "reduceOp", arg)
+        op = getattr(op, "op", op)  # ReduceOp objects hold the comparable enumeration
+        try:
+            if op in _REDUCE_NAMES:
+                return _REDUCE_NAMES[op]
+        except TypeError:
+            continue
+        if hasattr(arg, "reduceOp") or isinstance(arg, _ReduceOp):
+            raise NotImplementedError(f"reduce operation {op} is not supported")
+    return "sum"
+
+
+def root_of(args: tuple[Any, ...]) -> int:
+    """The root rank in ``args``: in an options object or bare."""
+    for arg in args:
+        if hasattr(arg, "rootRank"):
+            return int(arg.rootRank)
+        if isinstance(arg, int):
+            return arg
+    return 0

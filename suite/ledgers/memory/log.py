@@ -1,0 +1,218 @@
+"""What a rank held and when: an append-only log, classed and replayed after the fact.
+
+Plain data without torch, so that a stored run can be judged again.  A storage's class is decided
+from the *whole* log, because what an allocation is for shows only later:
+
+1. a label, where the suite saw what the storage holds (``parameters``, ``masters``, ``gradients``,
+   ``optimizer_state``, ``buffers``); it holds for the storage's whole life;
+2. ``communication``: handed to a process group, and no activation by rule 3; a storage born in a
+   forward that outlives its step is a bucket, for an activation dies in its own step's backward;
+3. ``activations``: born in a forward and still holding bytes when that forward is over;
+4. ``temporary``: the rest.
+
+Storages that are not the implementation's (there before the ledger, made while it was paused or
+inside an observation) count only where they carry a label.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: Known by what they hold; where two claim one storage, the first here wins.
+LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers")
+CLASSES = (*LABELS, "communication", "activations", "temporary")
+
+#: ``own``: counted.  ``before``: there already, or the suite's; counted once labelled.
+#: ``observed``: made inside an observation; never counted.
+Origin = Literal["own", "before", "observed"]
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation: where it lies and who made it.
+
+    ``operation`` is the torch operator that made it, ``unit`` the model's unit that was computing.
+    """
+
+    device: str
+    operation: str
+    phase: str
+    step: int
+    unit: str
+    origin: Origin
+    label: str | None = None
+    communicated: bool = False
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a phase held most: ``bytes`` in all, ``classes`` of them, after ``event``."""
+
+    bytes: int
+    classes: dict[str, int]
+    event: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A live storage of ``bytes`` bytes and the class that it counts in."""
+
+    bytes: int
+    kind: str
+    storage: Storage
+
+
+@dataclass
+class MemoryLog:
+    """Storages, events ``(storage, its bytes from now on, phase, step)`` and marks of one rank.
+
+    An event of storage -1 only says that another phase began.  A mark ``(name, step, events)`` names
+    a moment by the number of events before it.  Bytes are those of storages, padding included.
+    """
+
+    storages: list[Storage] = field(default_factory=list)
+    events: list[tuple[int, int, str, int]] = field(default_factory=list)
+    marks: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def bytes(self, at: str, step: int | None = None, device: str | None = None) -> dict[str, int]:
+        """Bytes by class at the mark ``at`` (of ``step``; otherwise the last one of that name).
+
+        :raises KeyError: no such mark.
+        """
+        levels = dict.fromkeys(CLASSES, 0)
+        for held in self.held(at, step, device):
+            levels[held.kind] += held.bytes
+        return levels
+
+    def held(self, at: str, step: int | None = None, device: str | None = None) -> list[Held]:
+        """The storages that were live and counted at a mark, largest first.
+
+        :raises KeyError: no such mark.
+        """
+        sizes: dict[int, int] = {}
+        for index, size, _, _ in self.events[: self._position(at, step)]:
+            sizes[index] = size
+        kinds = self.classes()
+        found = [
+            Held(size, kind, self.storages[index])
+            for index, size in sizes.items()
+            if size and index >= 0 and (kind := kinds[index]) is not None
+            if device is None or self.storages[index].device == device
+        ]
+        return sorted(found, key=lambda held: -held.bytes)
+
+    def peak(
+        self, phase: str, step: int, kind: str | None = None, device: str | None = None
+    ) -> Peak:
+        """The most that was held in ``phase`` of ``step``, all classes together or of class ``kind``.
+
+        What is live when the phase begins belongs to it.  Set-up has step -1.
+
+        :raises KeyError: the log has no such phase.
+        """
+        peaks = self.peaks(kind, device)
+        if (step, phase) not in peaks:
+            raise KeyError(f"no {phase} in step {step}; the log has {sorted(peaks)}")
+        return peaks[step, phase]
+
+    def peaks(
+        self, kind: str | None = None, device: str | None = None
+    ) -> dict[tuple[int, str], Peak]:
+        """:meth:`peak` of every ``(step, phase)`` in the log, in order of their beginning."""
+        best: dict[tuple[int, str], Peak] = {}
+        before, now = dict.fromkeys(CLASSES, 0), (-1, "")
+        for event, step, phase, levels in self.timeline(device):
+            if (step, phase) != now:
+                now = (step, phase)
+                _raise(best, now, event, before, kind)
+            _raise(best, now, event + 1, levels, kind)
+            before = levels
+        return best
+
+    def timeline(self, device: str | None = None) -> Iterator[tuple[int, int, str, dict[str, int]]]:
+        """``(event, step, phase, bytes by class after it)`` of every event that the classes count."""
+        kinds = self.classes()
+        sizes: dict[int, int] = {}
+        levels = dict.fromkeys(CLASSES, 0)
+        for event, (index, size, phase, step) in enumerate(self.events):
+            kind = kinds[index] if index >= 0 else None
+            if kind is not None and device in (None, self.storages[index].device):
+                levels = {**levels, kind: levels[kind] + size - sizes.get(index, 0)}
+                sizes[index] = size
+            yield event, step, phase, levels
+
+    def classes(self) -> list[str | None]:
+        """The class of every storage (``None``: not the implementation's, so not counted)."""
+        outlived, lasting = self._lives()
+        found: list[str | None] = []
+        for index, storage in enumerate(self.storages):
+            if storage.origin == "observed" or (storage.origin == "before" and not storage.label):
+                found.append(None)
+            elif storage.label:
+                found.append(storage.label)
+            elif storage.communicated and (index not in outlived or index in lasting):
+                found.append("communication")
+            else:
+                found.append("activations" if index in outlived else "temporary")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Packable columns; :meth:`from_dict` is the inverse."""
+        names = [f.name for f in dataclasses.fields(Storage)]
+        return {
+            "storages": {name: [getattr(s, name) for s in self.storages] for name in names},
+            "events": [list(column) for column in zip(*self.events, strict=True)] or [[]] * 4,
+            "marks": [list(mark) for mark in self.marks],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MemoryLog:
+        """The log that :meth:`to_dict` described."""
+        columns = data["storages"]
+        rows = zip(*columns.values(), strict=True)
+        return cls(
+            [Storage(**dict(zip(columns, row, strict=True))) for row in rows],
+            list(zip(*data["events"], strict=True)),
+            [(name, step, position) for name, step, position in data["marks"]],
+        )
+
+    def _position(self, name: str, step: int | None) -> int:
+        for mark, of_step, position in reversed(self.marks):
+            if mark == name and step in (None, of_step):
+                return position
+        known = ", ".join(f"{mark} of step {of_step}" for mark, of_step, _ in self.marks)
+        raise KeyError(f"no mark {name!r} of step {step}; the log has {known or 'none'}")
+
+    def _lives(self) -> tuple[set[int], set[int]]:
+        """Storages that outlived the forward of their birth; those that outlived its whole step."""
+        outlived: set[int] = set()
+        lasting = {i for i, s in enumerate(self.storages) if s.phase == "forward"}
+        pending: set[int] = set()
+        for index, size, phase, step in self.events:
+            if phase not in ("forward", "observe"):
+                outlived |= pending
+                pending.clear()
+            if index < 0 or self.storages[index].phase != "forward":
+                continue
+            if phase == "forward" and size:
+                pending.add(index)
+            elif not size:
+                pending.discard(index)
+                if step == self.storages[index].step and phase != "setup":
+                    lasting.discard(index)
+        return outlived, lasting
+
+
+def _raise(
+    best: dict[tuple[int, str], Peak],
+    now: tuple[int, str],
+    event: int,
+    levels: dict[str, int],
+    kind: str | None,
+) -> None:
+    held = sum(levels.values()) if kind is None else levels[kind]
+    if now not in best or held > best[now].bytes:
+        best[now] = Peak(held, dict(levels), event)

@@ -1,0 +1,272 @@
+"""Writes the memory log of one rank while it runs.
+
+A dispatch mode sees the storage of every operator's result; a weak reference to the storage tells
+when its last user let go; :mod:`~suite.ledgers.memory.installed` catches what does not dispatch.
+Nothing is looked up twice: an event is appended and judged later (:mod:`~suite.ledgers.memory.log`).
+
+The mode belongs to the thread that enters it, so rank-threads have a ledger each, and work that one
+of them does for all under ``_disable_current_modes`` is nobody's.  Autograd's device threads inherit
+it.  Not seen: temporaries inside a C++ kernel, allocators' rounding, threads that a rank starts.
+Under :class:`FakeTensorMode` enter the ledger *inside* it; only its fakes are counted, as if real.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from suite.ledgers.memory import installed
+from suite.ledgers.memory.log import LABELS, MemoryLog, Origin, Storage
+
+if TYPE_CHECKING:
+    from suite.contract import Piece
+
+_PIECE_LABELS = {"optimizer": "optimizer_state"}
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+# What an operator's results may be.  VIEW: storages of its inputs, never looked at.
+# FRESH: new ones, though the schema says that they alias an input.  WAIT: its fake kernel allocates.
+_VIEW, _FRESH, _WAIT, _SENDS, _OTHER = range(5)
+_kinds: dict[Any, int] = {}
+
+
+class _Ref(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows its place in the log and its last known size."""
+
+    __slots__ = ("index", "key", "size")
+    index: int
+    key: int
+    size: int
+
+
+class MemoryLedger(TorchDispatchMode):
+    """The open log of one rank: ``with MemoryLedger(phase) as ledger: ...``, once.
+
+    ``phase()`` names the phase of the moment (``setup|forward|backward|update|observe``), ``unit()``
+    the unit of the model that computes; both are called on the rank's own threads only.  Set
+    :attr:`step` before each step (-1 is set-up).
+    """
+
+    def __init__(self, phase: Callable[[], str], unit: Callable[[], str] | None = None) -> None:
+        super().__init__()
+        self.log = MemoryLog()
+        self.step = -1
+        self.thread = 0
+        self.fakes = False
+        self._phase, self._unit = phase, unit
+        self._now = ("", -1)
+        self._fake_mode: FakeTensorMode | None = None
+        self._known: dict[int, _Ref] = {}
+        self._pauses = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------------- for the suite
+
+    def __enter__(self) -> MemoryLedger:
+        if self.thread:
+            raise RuntimeError("a memory ledger is entered once")
+        self.thread = threading.get_ident()
+        modes = _get_current_dispatch_mode_stack()
+        self._fake_mode = next((m for m in modes if isinstance(m, FakeTensorMode)), None)
+        self.fakes = self._fake_mode is not None
+        installed.add(self, self.fakes)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        installed.remove(self)
+        self._known.clear()
+
+    def mark(self, name: str) -> None:
+        """Name this moment, for :meth:`MemoryLog.bytes`."""
+        self._turn()
+        self.log.marks.append((name, self.step, len(self.log.events)))
+
+    def bytes(self, at: str, step: int | None = None) -> dict[str, int]:
+        """Bytes by class at a mark: see :meth:`MemoryLog.bytes`."""
+        return self.log.bytes(at, step)
+
+    def peak(self, phase: str, step: int) -> dict[str, int]:
+        """Bytes by class when ``phase`` of ``step`` held most: see :meth:`MemoryLog.peak`."""
+        return self.log.peak(phase, step).classes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The log in packable form: see :meth:`MemoryLog.from_dict`."""
+        return self.log.to_dict()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is allocated inside is the suite's; frees and resizes are still seen."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def classify(
+        self,
+        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        modules: Iterable[nn.Module] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> list[str]:
+        """Label live storages by what is seen to lie in them; call it at every observation.
+
+        ``pieces`` are what ``local_state`` returns, by kind (also ``"masters"``).  Slots named
+        ``*.master...`` and what an optimizer updates but no module holds are masters.  Optimizers of
+        torch that stepped on this thread are known already.  Returns the pieces that lie in no
+        storage of the rank, because they were computed for the observation.
+        """
+        unmatched = []
+        for kind, of_kind in (pieces or {}).items():
+            label = _PIECE_LABELS.get(kind, kind)
+            for piece in of_kind:
+                slot = piece.name.rpartition(".")[2]
+                is_master = label == "optimizer_state" and slot.startswith("master")
+                if not self.claim([piece.tensor], "masters" if is_master else label):
+                    unmatched.append(f"{kind} {piece.name}")
+        for module in modules:
+            parameters = list(module.parameters())
+            self.claim(parameters, "parameters")
+            self.claim((p.grad for p in parameters), "gradients")
+            self.claim(module.buffers(), "buffers")
+        for optimizer in {*optimizers, *self._optimizers}:
+            for slots in optimizer.state.values():
+                values = slots.values() if isinstance(slots, dict) else ()
+                self.claim((v for v in values if isinstance(v, Tensor)), "optimizer_state")
+            for group in optimizer.param_groups:
+                self.claim(group["params"], "masters", weak=True)
+        return unmatched
+
+    # --------------------------------------------------------------- for installed and backends
+
+    def claim(self, tensors: Iterable[Tensor | None], label: str, weak: bool = False) -> bool:
+        """Label the storages of ``tensors``; of two labels the first in ``LABELS`` stays.
+
+        ``weak`` labels only what has none.  Returns whether all of them lie in storages of the rank.
+        """
+        matched = True
+        for tensor in tensors:
+            for part in self._countable(tensor) if tensor is not None else ():
+                storage = self.log.storages[self._ref(part).index]
+                matched &= storage.origin != "observed"
+                current = storage.label
+                if current is None or (not weak and LABELS.index(label) < LABELS.index(current)):
+                    storage.label = label
+        return matched
+
+    def touch(self, tensors: Iterable[Tensor]) -> None:
+        """``tensors`` went into a process group; those that this rank does not know are another's."""
+        for tensor in tensors:
+            for part in self._countable(tensor):
+                ref = self._known.get(id(part.untyped_storage()))
+                if ref is not None:
+                    self.log.storages[ref.index].communicated = True
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` has another size now."""
+        ref = self._known.get(id(storage))
+        if ref is not None:
+            self._size(ref, storage.nbytes())
+
+    def saw_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` made a step on this rank."""
+        self._optimizers.add(optimizer)
+
+    # ---------------------------------------------------------------------------- the mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for cls in types:
+            # Wrappers (DTensor) go first and come back here as the tensors that they hold.
+            if cls is not FakeTensor and cls.__torch_dispatch__ is not _NO_DISPATCH:
+                return NotImplemented
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind(func)
+        if kind == _WAIT and self.fakes:
+            return args[0]
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if kind == _VIEW:
+            return result
+        self._turn()
+        given = () if kind == _FRESH else (args, kwargs)
+        if isinstance(result, Tensor):
+            self._see(result, func, given)
+        elif isinstance(result, (list, tuple)):
+            for item in _tensors(result):
+                self._see(item, func, given)
+        if kind == _SENDS:
+            self.touch(_tensors((args, kwargs, result)))
+        return result
+
+    def _see(self, tensor: Tensor, func: Any, given: Any) -> None:
+        for part in self._countable(tensor):
+            storage = part.untyped_storage()
+            ref = self._known.get(id(storage))
+            if ref is None:
+                before = any(
+                    storage is other.untyped_storage()
+                    for source in _tensors(given)
+                    for other in self._countable(source)
+                )
+                self._born(part, storage, str(func), "before" if before else "own")
+            elif ref.size != (size := storage.nbytes()):
+                self._size(ref, size)
+
+    def _ref(self, tensor: Tensor) -> _Ref:
+        storage = tensor.untyped_storage()
+        return self._known.get(id(storage)) or self._born(tensor, storage, "", "before")
+
+    def _born(
+        self, tensor: Tensor, storage: torch.UntypedStorage, operation: str, origin: Origin
+    ) -> _Ref:
+        self._turn()
+        phase, step = self._now
+        if origin == "own" and phase == "observe":
+            origin = "observed"
+        elif self._pauses:
+            origin = "before"
+        ref = _Ref(storage, self._freed)
+        ref.index, ref.key, ref.size = len(self.log.storages), id(storage), -1
+        unit = self._unit() if self._unit is not None else ""
+        device = "file" if operation.startswith("aten.from_file") else str(tensor.device)
+        self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
+        self._known[ref.key] = ref
+        self._size(ref, storage.nbytes())
+        return ref
+
+    def _freed(self, ref: _Ref) -> None:
+        # Any thread may drop the last reference; appending is atomic.
+        self._known.pop(ref.key, None)
+        self._size(ref, 0)
+
+    def _size(self, ref: _Ref, size: int) -> None:
+        ref.size = size
+        self.log.events.append((ref.index, size, *self._now))
+
+    def _turn(self) -> None:
+        """Take note if another phase began."""
+        now = (self._phase(), self.step)
+        if now != self._now:
+            self._now = now
+            self.log.events.append((-1, 0, *now))
+
+    def _countable(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The tensors whose storages hold ``tensor``: none for fakes among real ones, and so on."""
+        if isinstance(tensor, FakeTensor):
+            return (tensor,) if tensor.fake_mode is self._fake_mode else ()
+        if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+            return _inner(tensor)
+        if self.fakes or tensor.device.type == "meta":
+            return ()
+        if tensor.layout is torch.strided:
+            return (tensor,)
+        return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
