@@ -136,16 +136,12 @@ def facts_of(case: Case) -> dict[str, int | Fraction]:
     from suite import workloads
 
     workload = workloads.make(case.workload, case.dtype, case.lane)
-    state = workload.state()
-    trainable, frozen = set(workload.trainable_names), set(workload.frozen)
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
-    buffers = [
-        name
-        for name, tensor in state.items()
-        if name not in trainable and name not in frozen and tensor.is_floating_point()
-    ]
-    trainable_bytes = sum(sizes[name] for name in trainable)
-    frozen_bytes = sum(sizes[name] for name in frozen - trainable)
+    model = workload.model("meta")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    trainable_bytes = sum(p.nbytes for p in trainable)
+    frozen_bytes = sum(p.nbytes for p in frozen)
     axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
     return {
         "world": case.world,
@@ -158,10 +154,10 @@ def facts_of(case: Case) -> dict[str, int | Fraction]:
         "itemsize": {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[case.dtype],
         "parameter_bytes": trainable_bytes + frozen_bytes,
         "trainable_bytes": trainable_bytes,
-        "trainable_elements": sum(state[name].numel() for name in trainable),
+        "trainable_elements": sum(p.numel() for p in trainable),
         "trainable_tensors": len(trainable),
         "frozen_bytes": frozen_bytes,
-        "float_buffer_bytes": sum(sizes[name] for name in buffers),
+        "float_buffer_bytes": sum(b.nbytes for b in buffers),
         "float_buffers": len(buffers),
     }
 

@@ -172,14 +172,11 @@ class _Expansion:
             at = [*path, "traits", index]
             if trait not in traits:
                 self._add(at, "unknown trait", nearest(trait, traits, "traits"), trait)
-                continue
-            use = traits[trait]
-            if use.workloads and spec.name not in use.workloads:
-                remedy = f"workloads that can: {', '.join(use.workloads)}"
-                self._add(at, f"workload {spec.name} cannot carry the trait", remedy, trait)
-            if spec.micro_batches < use.micro_batches:
-                remedy = f"set micro_batches to at least {use.micro_batches}"
-                self._add(at, "trait means nothing with so few micro-batches", remedy, trait)
+        if all(trait in traits for trait in spec.traits):
+            fault = self.vocabulary.fault_of(spec)
+            if fault is not None:
+                remedy = "correct it, or see `shardproof list traits`"
+                self._add(path, f"this workload cannot be made: {fault}", remedy, spec.name)
 
     # --------------------------------------------------------------------------------- cells
 

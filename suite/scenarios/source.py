@@ -129,7 +129,7 @@ def _events(text: str) -> Iterator[Any]:
 class _Reader:
     def __init__(self, file: str) -> None:
         self.file = file
-        self.anchors: dict[str, Node] = {}
+        self.anchors: dict[str | None, Node] = {}
 
     def error(self, line: int, what: str, remedy: str, value: str | None = None) -> ScenarioError:
         return ScenarioError(Problem(what, remedy, value, self.file, line))
@@ -139,7 +139,7 @@ class _Reader:
     def check(self, text: str) -> list[Any]:
         """The node events of the only document, every limit checked on the way."""
         events: list[Any] = []
-        sizes: dict[str, int] = {}
+        sizes: dict[str | None, int] = {}
         open_nodes: list[tuple[str | None, int]] = []
         aliases = documents = 0
         total = 0
@@ -190,7 +190,7 @@ class _Reader:
             raise self.error(1, f"not valid YAML: {first}", "remove control characters") from None
         return events
 
-    def _alias_size(self, event: Any, sizes: dict[str, int], aliases: int, line: int) -> int:
+    def _alias_size(self, event: Any, sizes: dict[str | None, int], aliases: int, line: int) -> int:
         if aliases > MAX_ALIASES:
             raise self.error(line, f"more than {MAX_ALIASES} aliases", "write the values out")
         if event.anchor not in sizes:

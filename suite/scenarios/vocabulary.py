@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from suite.case import WorkloadSpec
 from suite.contract import GroupSpec
 
 
 @dataclass(frozen=True)
-class TraitUse:
-    """Where a trait means something: workloads that can carry it, smallest ``micro_batches``."""
-
-    workloads: tuple[str, ...] = ()
-    micro_batches: int = 1
-
-
-@dataclass(frozen=True)
 class Vocabulary:
-    """Valid names.  ``groups`` gives the parameter groups that a list of traits suggests."""
+    """Valid names.
+
+    ``groups`` gives the parameter groups that traits suggest; ``fault_of`` says why a workload
+    whose names are all known still cannot be made (``None``: it can).
+    """
 
     implementations: Collection[str]
     backends: Collection[str]
     workloads: Collection[str]
-    traits: Mapping[str, TraitUse]
+    traits: Collection[str]
     checks: Collection[str]
     groups: Callable[[Iterable[str]], tuple[GroupSpec, ...]] = lambda traits: ()
+    fault_of: Callable[[WorkloadSpec], str | None] = lambda spec: None
 
 
 @cache
@@ -35,16 +33,21 @@ def installed() -> Vocabulary:
     from suite import registry
     from suite.backends import BACKENDS
     from suite.checks import CHECKS
-    from suite.workloads import TRAITS, WORKLOADS
-    from suite.workloads.traits import suggested_groups
+    from suite.workloads import TRAITS, WORKLOADS, WorkloadError, check, suggested_groups
+
+    def fault_of(spec: WorkloadSpec) -> str | None:
+        try:
+            check(spec)
+        except WorkloadError as error:
+            return str(error)
+        return None
 
     return Vocabulary(
         implementations=tuple(registry.names()),
         backends=tuple(BACKENDS),
         workloads=tuple(WORKLOADS),
-        traits={
-            name: TraitUse(trait.applies_to, trait.micro_batches) for name, trait in TRAITS.items()
-        },
+        traits=tuple(TRAITS),
         checks=tuple(CHECKS),
         groups=suggested_groups,
+        fault_of=fault_of,
     )

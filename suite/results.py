@@ -1,0 +1,315 @@
+"""A run's folder: evidence that survives a kill, and the durations that plan the next run.
+
+    results/<run-id>/run.json     what ran, where, with which versions; one entry an invocation
+                     cases.jsonl  one line a case, kill or left-out case, on disk as it ends
+                     report.html  written when an invocation ends
+    results/durations.json        the last few durations of every case
+
+Several invocations may write into one folder, one after the other.  A line that was cut off by a
+kill is ignored; where one case has several lines, the last counts.  Of the machine only an
+allow-list is recorded, never the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from suite.case import Case
+from suite.errors import Problem, SelectionError
+from suite.version import VERSION
+
+#: What a line of ``cases.jsonl`` is about.
+LineKind = Literal["case", "mutant case", "kill", "left out"]
+
+FORMAT = 1
+_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn")
+_KEPT_DURATIONS = 5
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Run:
+    """A run as read back: ``header`` is ``run.json``; the rest are lines of ``cases.jsonl``."""
+
+    path: Path
+    header: dict[str, Any]
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    mutant_cases: list[dict[str, Any]] = field(default_factory=list)
+    kills: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunFolder:
+    """Writes one run; use it as a context manager or call :meth:`close`."""
+
+    def __init__(self, path: Path, command: Sequence[str]) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._header = _read_header(path) or {"format": FORMAT, "id": path.name, "invocations": []}
+        self._invocation: dict[str, Any] = {
+            "command": list(command),
+            "started": _now(),
+            "ended": None,
+            "exit_code": None,
+            **_versions(),
+            "fingerprint": fingerprint(),
+        }
+        self._header["invocations"].append(self._invocation)
+        self._write_header()
+        self._file = (path / "cases.jsonl").open("ab")
+        self._mend_last_line()
+
+    @classmethod
+    def create(cls, root: Path, command: Sequence[str]) -> RunFolder:
+        """A new folder under ``root``, named by time (UTC)."""
+        name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+            try:
+                (root / f"{name}{suffix}").mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(root / f"{name}{suffix}", command)
+        raise FileExistsError(f"{root / name}: a thousand runs in one second")
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(None)
+
+    def add(self, result: Mapping[str, Any], kind: LineKind = "case") -> None:
+        """Append one line; on disk when this returns."""
+        line = json.dumps(_standard({"kind": kind, **result}), allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def leave_out(self, case: Case, reason: str) -> None:
+        """Record a case that was selected and not run."""
+        self.add({"id": case.id, "case": case.to_dict(), "reason": reason}, "left out")
+
+    def close(self, exit_code: int | None) -> None:
+        """Note how the invocation ended; calling it again changes nothing."""
+        if self._file.closed:
+            return
+        self._file.close()
+        self._invocation["ended"] = _now()
+        self._invocation["exit_code"] = exit_code
+        self._write_header()
+
+    def _write_header(self) -> None:
+        _replace(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
+
+    def _mend_last_line(self) -> None:
+        """A line that a kill cut off must not swallow the next one."""
+        path = self.path / "cases.jsonl"
+        if path.stat().st_size:
+            with path.open("rb") as stream:
+                stream.seek(-1, os.SEEK_END)
+                if stream.read(1) != b"\n":
+                    self._file.write(b"\n")
+
+
+def read(path: Path) -> Run:
+    """The run in folder ``path``.
+
+    :raises SelectionError: no run there, or its ``run.json`` cannot be read.
+    """
+    header = _read_header(path)
+    if header is None:
+        raise SelectionError(
+            Problem("no run", "name a folder under results/ that holds run.json", str(path))
+        )
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in _lines(path / "cases.jsonl"):
+        key = ("kill", line.get("name", "")) if line["kind"] == "kill" else ("", line.get("id", ""))
+        last[key] = line
+    run = Run(path, header)
+    lists = {
+        "case": run.cases,
+        "mutant case": run.mutant_cases,
+        "kill": run.kills,
+        "left out": run.left_out,
+    }
+    for line in last.values():
+        if line["kind"] in lists:
+            lists[line["kind"]].append(line)
+    return run
+
+
+def find_run(name: str | None, root: Path = Path("results")) -> Path:
+    """The folder of run ``name`` (a folder or an id under ``root``); ``None``: the newest."""
+    if name is None:
+        runs = [path.parent for path in root.glob("*/run.json")]
+        if not runs:
+            raise SelectionError(Problem("no run yet", "run `make bench` first", str(root)))
+        return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
+    for path in (Path(name), root / name):
+        if (path / "run.json").is_file():
+            return path
+    raise SelectionError(Problem("no such run", "name a folder or an id under results/", name))
+
+
+def _standard(value: Any) -> Any:
+    """``value`` as JSON has it; numbers that are not finite become ``"nan"`` or ``"inf"``."""
+    if isinstance(value, Mapping):
+        return {str(key): _standard(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_standard(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        for raw in stream:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue  # cut off by a kill
+            if isinstance(line, dict) and "kind" in line:
+                yield line
+
+
+def _read_header(path: Path) -> dict[str, Any] | None:
+    try:
+        header = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        header = None
+    if not isinstance(header, dict) or not isinstance(header.get("invocations"), list):
+        remedy = "choose another folder"
+        raise SelectionError(Problem("run.json is damaged", remedy, str(path / "run.json")))
+    return header
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# --------------------------------------------------------------------------------- the machine
+
+
+def fingerprint() -> dict[str, Any]:
+    """The allow-listed facts about this machine."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+    }
+
+
+def _versions() -> dict[str, Any]:
+    packages: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            packages[name] = None
+    return {
+        "suite": VERSION,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+
+
+def _commit() -> str | None:
+    """The suite's commit, with ``+changes`` if files differ from it; ``None`` outside of git."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        head = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+changes" if changed else "")
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor()
+    return platform.processor()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+# --------------------------------------------------------------------------------- durations
+
+
+class Durations:
+    """Seconds that each case took in its last runs; plans fit cases into a budget with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, list[float]] = {}
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            stored = {}  # estimates are a convenience: without them the defaults do
+        if isinstance(stored, dict):
+            self._known = {
+                key: [float(v) for v in values][-_KEPT_DURATIONS:]
+                for key, values in stored.items()
+                if isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)
+            }
+
+    def estimate(self, identifier: str) -> float | None:
+        """Median of the last durations of case ``identifier``, or ``None``."""
+        values = self._known.get(identifier)
+        return statistics.median(values) if values else None
+
+    def note(self, identifier: str, seconds: float) -> None:
+        """Remember one duration."""
+        values = self._known.setdefault(identifier, [])
+        values.append(round(seconds, 4))
+        del values[:-_KEPT_DURATIONS]
+
+    def save(self) -> None:
+        """Write the file, whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")

@@ -1,0 +1,59 @@
+"""Verdicts in order of gravity, what they count as, and the exit code that they add up to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: Gravest first; the order in which tables and summaries name them.
+VERDICTS = (
+    "fail",
+    "crash",
+    "hang",
+    "xpass",
+    "undecidable",
+    "inconclusive",
+    "precondition",
+    "pass",
+    "pass (native only)",
+    "xfail",
+    "skip",
+)
+RED = frozenset({"fail", "crash", "hang", "xpass"})
+OPEN = frozenset({"undecidable", "inconclusive", "precondition"})
+GREEN = frozenset({"pass", "pass (native only)", "xfail"})
+
+HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def kind(verdict: str) -> str:
+    """The verdict without its cause: ``hang(rank 2 ...)`` is ``hang``."""
+    if verdict in VERDICTS:
+        return verdict
+    head = verdict.split("(", 1)[0].strip()
+    return head if head in VERDICTS else "undecidable"
+
+
+def count(results: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many results have each verdict."""
+    return Counter(kind(result["verdict"]) for result in results)
+
+
+def exit_code(counts: Mapping[str, int]) -> int:
+    """0 all held, 1 something broke, 3 something is open or nothing was judged."""
+    if any(counts.get(verdict) for verdict in RED):
+        return BROKEN
+    if any(counts.get(verdict) for verdict in OPEN):
+        return NOT_DECIDED
+    return HELD if any(counts.get(verdict) for verdict in GREEN) else NOT_DECIDED
+
+
+def summary(counts: Mapping[str, int], left_out: int) -> str:
+    """The closing line: counts judged, xfailed, skipped and left out."""
+    judged = sum(n for verdict, n in counts.items() if verdict not in ("skip", "xfail"))
+    parts = [f"{counts[v]} {v}" for v in VERDICTS if counts.get(v) and v not in ("skip", "xfail")]
+    return (
+        f"{judged} judged ({', '.join(parts) or 'none'}), {counts.get('xfail', 0)} xfailed, "
+        f"{counts.get('skip', 0)} skipped, {left_out} left out"
+    )
