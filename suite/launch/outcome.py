@@ -1,0 +1,222 @@
+"""How a rank ended, and which rank is to blame.
+
+One failing rank makes the others fail: their peers vanish, so they see closed connections and
+time out.  Such **consequences** are kept apart from causes, so that a report names the rank that a
+reader should look at.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from suite.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
+
+Status = Literal["ok", "raised", "exited", "killed", "hung", "early"]
+
+_SUITE = str(Path(__file__).resolve().parent.parent)
+_LAUNCH = str(Path(__file__).resolve().parent)
+_MOST_FRAMES = 16
+
+#: What gloo and the stores say, through plain RuntimeErrors, when a peer is gone or late.
+_GONE = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|reset by peer|broken pipe|socket closed"
+    r"|pair closure|gloo/transport|timed out|socket timeout|wait timeout|operation timeout"
+    r"|store.*(timeout|timed)|read error|write error|enforce fail at .*gloo",
+    re.IGNORECASE | re.DOTALL,
+)
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+#: Messages of native groups that name a fault of the calls themselves, not of a peer.
+_MISMATCH = re.compile(r"mismatch between collectives|data size doesn't match", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one rank ended.
+
+    ``status``: ``ok``; ``raised`` a Python exception; ``exited`` by ``sys.exit`` or ``os._exit``;
+    ``killed`` by a signal not ours, or for memory; ``hung``: ended by us when its time was up;
+    ``early``: returned although its peers were still calling it.
+    ``consequence``: another rank is to blame.  ``last_call`` and ``calls`` (their number) come from
+    the heartbeat, ``ended`` is in seconds after the start, ``output`` the tail of what it printed.
+    ``blames`` is the rank that a communication error names.
+    """
+
+    rank: int
+    status: Status
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    is_comm_error: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    last_call: str = ""
+    record: Path | None = None
+    consequence: bool = False
+    ended: float = 0.0
+    calls: int = 0
+    output: str = ""
+    blames: int | None = None
+
+    def sentence(self) -> str:
+        """One line: ``rank 2 raised ValueError: ...``."""
+        what = {
+            "ok": "ended well",
+            "raised": f"raised {self.error_type}",
+            "exited": f"exited with code {self.exit_code}",
+            "killed": "was killed",
+            "hung": "hung",
+            "early": "returned early",
+        }[self.status]
+        tail = f": {self.message}" if self.message else ""
+        return f"rank {self.rank} {what}{tail}"
+
+
+def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
+    """The outcome of a rank that was left by ``error``."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        number = code if isinstance(code, int) else 0 if code is None else 1
+        return RankOutcome(
+            rank,
+            "exited",
+            error_type="SystemExit",
+            message=f"sys.exit({code!r})",
+            traceback=_trimmed(error),
+            exit_code=number,
+            ended=ended,
+        )
+    comm = _communication_error(error)
+    blamed = comm.rank if isinstance(comm, RankFailed) else None
+    return RankOutcome(
+        rank,
+        "raised",
+        error_type=type(error).__name__,
+        message=str(error),
+        traceback=_trimmed(error),
+        is_comm_error=comm is not None,
+        consequence=comm is not None and not _is_fault_of_calls(comm),
+        ended=ended,
+        blames=blamed,
+    )
+
+
+def settle(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
+    """Decide who is cause and who consequence, now that all ranks have ended.
+
+    Hung ranks whose stack ends in a communication call (marked ``is_comm_error``) wait for
+    someone: they are consequences if there is anybody to wait for.  If only consequences are left,
+    ranks that ended well before the first failure are ``early``.
+    """
+    settled = list(outcomes)
+    failing = [o for o in settled if o.status != "ok"]
+    if any(not o.consequence and not (o.status == "hung" and o.is_comm_error) for o in failing):
+        settled = [
+            replace(o, consequence=True) if o.status == "hung" and o.is_comm_error else o
+            for o in settled
+        ]
+    elif failing:
+        first = min(failing, key=lambda o: (o.ended, o.rank))
+        if first.error_type == "PeerTimeout" or _LATE.search(first.message):
+            return settled  # nobody left: the calls waited for each other
+        blamed = {o.blames for o in failing if o.blames is not None}
+        for i, o in enumerate(settled):
+            if o.status == "ok" and o.ended <= first.ended and (not blamed or o.rank in blamed):
+                message = f"it returned while {_while(first)}"
+                settled[i] = replace(o, status="early", message=message)
+    return settled
+
+
+def root_cause(outcomes: Sequence[RankOutcome]) -> RankOutcome | None:
+    """The rank to look at first; ``None`` if all ended well.
+
+    In this order: a rank that failed on its own (the earliest; of several with the same error the
+    lowest); mismatched or deadlocked calls; a rank that hung outside communication (fewest calls
+    first: it is the one the others wait for); one that returned early; the first failure at all.
+    """
+    failing = [o for o in outcomes if o.status != "ok"]
+    if not failing:
+        return None
+
+    own = [
+        o
+        for o in failing
+        if not o.consequence and not o.is_comm_error and o.status not in ("hung", "early")
+    ]
+    if own:
+        first = min(own, key=lambda o: (o.ended, o.rank))
+        alike = [o for o in own if (o.status, o.error_type) == (first.status, first.error_type)]
+        return min(alike, key=lambda o: o.rank)
+    faults = [o for o in failing if o.is_comm_error and not o.consequence and o.status == "raised"]
+    if faults:
+        return min(faults, key=lambda o: (o.ended, o.rank))
+    hung = [o for o in failing if o.status == "hung" and not o.consequence]
+    if hung:
+        return min(hung, key=lambda o: (o.calls, o.rank))
+    early = [o for o in failing if o.status == "early"]
+    return min(early or failing, key=lambda o: (o.ended, o.rank))
+
+
+def _while(other: RankOutcome) -> str:
+    where = f" in {other.last_call}" if other.last_call else ""
+    what = other.message.splitlines()[0] if other.message else other.status
+    return f"rank {other.rank} was still{where or ' communicating'} ({what})"
+
+
+def _communication_error(error: BaseException) -> BaseException | None:
+    """The communication error that ``error`` is, or was raised from."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, CommError | dist.DistError | ConnectionError):
+            return link
+        text = str(link)
+        if isinstance(link, RuntimeError) and (_GONE.search(text) or _MISMATCH.search(text)):
+            return link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
+
+
+def _is_fault_of_calls(error: BaseException) -> bool:
+    if isinstance(error, CommError):
+        return isinstance(error, CollectiveMismatch | Deadlock)
+    return _MISMATCH.search(str(error)) is not None
+
+
+def _trimmed(error: BaseException) -> str:
+    """The traceback from the implementation's first frame on, 16 frames at most, with causes."""
+    whole = traceback.TracebackException.from_exception(error, compact=True)
+    for part in _chain(whole):
+        part.stack = _trim(part.stack)
+    return "".join(whole.format()).rstrip()
+
+
+def _chain(whole: traceback.TracebackException) -> list[traceback.TracebackException]:
+    parts, todo = [], [whole]
+    while todo:
+        part = todo.pop()
+        parts.append(part)
+        todo.extend(p for p in (part.__cause__, part.__context__) if p is not None)
+    return parts
+
+
+def _trim(stack: traceback.StackSummary) -> traceback.StackSummary:
+    frames = list(stack)
+    start = next((i for i, f in enumerate(frames) if not f.filename.startswith(_SUITE)), None)
+    if start is None:  # the judge's own program failed: leave out the launcher only
+        start = next(
+            (i for i, f in enumerate(frames) if not f.filename.startswith(_LAUNCH)), len(frames)
+        )
+    frames = frames[start:]
+    if len(frames) > _MOST_FRAMES:
+        half = _MOST_FRAMES // 2
+        gap = traceback.FrameSummary("...", 0, f"{len(frames) - 2 * half} more frames", line="")
+        frames = [*frames[:half], gap, *frames[-half:]]
+    return traceback.StackSummary.from_list(frames)

@@ -1,0 +1,138 @@
+"""Processes that never outlive us: parent-death signals, adoption of orphans, certain ends.
+
+Three mechanisms, because each has a hole.  A parent-death signal ends a child when its parent is
+killed, but is not inherited by grandchildren.  Killing a process group reaches those, but not one
+that opened its own session.  A *subreaper* adopts whatever its dead descendants left behind, so
+that it shows up as a child that nobody knows, and is killed.  Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
+_GET_CHILD_SUBREAPER = 37
+
+# Loaded before any fork, so that a child need not call dlopen between fork and prctl.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: object) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send ``signum`` to this process when the *thread* that forked it ends.
+
+    ``parent`` is the pid that forked us, taken before the fork: if it is gone already, the signal
+    would never come, and this process ends at once.
+    """
+    _prctl(_SET_PDEATHSIG, ctypes.c_ulong(signum))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become children of this process instead of init's."""
+    _prctl(_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def is_subreaper() -> bool:
+    """Whether orphaned descendants end up with this process."""
+    flag = ctypes.c_int(0)
+    _prctl(_GET_CHILD_SUBREAPER, ctypes.byref(flag))
+    return flag.value == 1
+
+
+def children() -> set[int]:
+    """Pids of this process's children (zombies too), adopted ones included."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found.update(map(int, (task / "children").read_text().split()))
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
+    return found
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
+    """Send ``signum``; whether there was such a process.  Stopped processes die of SIGKILL too."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to every process of the group, if there is any."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def reap(pid: int) -> bool:
+    """Collect ``pid`` if it is a dead child; whether it is gone (or was never ours)."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def end_adopted(known: Collection[int], within_s: float = 1.0) -> set[int]:
+    """Kill and collect every child not in ``known``; returns those that would not die in time.
+
+    Killing one hands its own children to us, hence the loop.  Only a process stuck in the kernel
+    (uninterruptible sleep) survives it.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        strangers = children().difference(known)
+        left = {pid for pid in strangers if kill(pid) and not reap(pid)}
+        if not strangers or time.monotonic() > deadline:
+            return left
+        time.sleep(0.001)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the process (R, S, D, T = stopped, Z = dead), "" if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident set size in bytes, pages shared with the parent by copy-on-write included."""
+    try:
+        text = Path(f"/proc/{pid}/statm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = text.split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
+def thread_count() -> int:
+    """Number of threads of this process, those of native libraries included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Threads:"):
+            return int(line.split()[1])
+    raise OSError("/proc/self/status has no Threads line")
+
+
+def signal_name(signum: int) -> str:
+    """``SIGKILL`` for 9; ``signal 40`` for one without a name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

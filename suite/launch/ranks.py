@@ -1,0 +1,284 @@
+"""Start the ranks of one case, watch them, end them in time, and tell how each ended.
+
+Called in a leader.  Ranks are forked, so the calling process must not have native threads running
+(leaders come from the zygote, which has none).  Four things end a rank that does not end itself:
+its deadline, a peer's failure (after a grace period), its memory limit, and too much output.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from suite.launch import heartbeat, procs, stacks
+from suite.launch.autopsy import RankProcess, examine
+from suite.launch.child import Link, Plan, Program, run_process, run_threads
+from suite.launch.outcome import RankOutcome, root_cause, settle
+
+__all__ = ["Ranks", "RankOutcome", "root_cause", "run_ranks"]
+
+#: Ranks get this share of the deadline as the time limit of their communication calls, so that the
+#: waiting ones fail by themselves and the one that is waited for is still there to be looked at.
+PATIENCE = 0.6
+#: Seconds that ranks have to end after the first one failed.
+GRACE_SECONDS = 3.0
+#: Bytes that a rank may print.
+OUTPUT_LIMIT = 64 << 20
+
+_TICK_SECONDS = 0.05
+_POLL_SECONDS = 0.005
+
+
+def run_ranks(
+    backend: str | Link,
+    world: int,
+    program: Program,
+    workdir: Path,
+    deadline_s: float,
+    ledgers: bool = True,
+    *,
+    weather: Any = None,
+    memory_bytes: int | None = None,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[RankOutcome]:
+    """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
+
+    ``backend`` is a name in :data:`suite.backends.BACKENDS`, or a :class:`Link`.
+    ``workdir`` exists and is used by this call only.  What a program returns is packed to the
+    ``record`` of its outcome.  ``deadline_s`` counts from now; ``memory_bytes`` limits the resident
+    bytes of each rank process (some 300 MB of torch included).  ``meanwhile()`` runs in this
+    process while the ranks run.  Whatever a rank does, this returns soon after the deadline, and
+    no process of the ranks is left.
+    """
+    link = _SuiteLink(backend) if isinstance(backend, str) else backend
+    with Ranks(link, world, program, workdir, deadline_s, ledgers, weather, memory_bytes) as ranks:
+        if meanwhile is not None:
+            meanwhile()
+        return ranks.wait()
+
+
+@dataclass(frozen=True)
+class _SuiteLink:
+    """A backend of the suite by its name."""
+
+    name: str
+
+    @property
+    def threads(self) -> bool:
+        from suite.backends import BACKENDS
+
+        return BACKENDS[self.name].threads
+
+    def hub(self, world: int, timeout_s: float) -> Any:
+        from suite.backends import Hub
+
+        return Hub(world, timeout_s)
+
+    def join(self, rank: int, plan: Plan, hub: Any) -> None:
+        from suite import backends
+
+        backends.listen(heartbeat.note)
+        extra = {} if plan.weather is None else {"weather": plan.weather}
+        backends.join(
+            self.name,
+            rank,
+            plan.world,
+            plan.rendezvous,
+            plan.timeout_s,
+            plan.ledgers,
+            hub,
+            **extra,
+        )
+
+    def leave(self) -> None:
+        from suite import backends
+
+        backends.leave()
+
+
+class Ranks:
+    """The running ranks of a case.  Leaving the ``with`` block ends them all."""
+
+    def __init__(
+        self,
+        link: Link,
+        world: int,
+        program: Program,
+        workdir: Path,
+        deadline_s: float,
+        ledgers: bool,
+        weather: Any = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        if world < 1 or deadline_s <= 0:
+            raise ValueError(f"world {world} and deadline {deadline_s} s must be positive")
+        self._plan = Plan(
+            link,
+            world,
+            program,
+            workdir,
+            timeout_s=deadline_s * PATIENCE,
+            ledgers=ledgers,
+            weather=weather,
+            began=time.monotonic(),
+        )
+        self._deadline_s = deadline_s
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._first_failure: float | None = None
+        self._error: BaseException | None = None
+        self._strangers_before = procs.children()
+        heartbeat.create(self._plan.pulse, world)
+        self._processes: list[RankProcess] = []
+        try:
+            self._fork()
+        except BaseException:
+            self.kill()
+            raise
+        # After the last fork: this thread must not exist in a child.
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._watcher.join()
+
+    def wait(self) -> list[RankOutcome]:
+        """Block until all ranks have ended, which they do; their outcomes by rank."""
+        self._watcher.join()
+        if self._error is not None:
+            raise self._error
+        return settle(examine(self._plan, self._processes, self._deadline_s, GRACE_SECONDS))
+
+    def kill(self) -> None:
+        """End all ranks now."""
+        with self._lock:
+            for process in self._processes:
+                if process.ended is None:
+                    procs.kill(process.pid)
+
+    # -------------------------------------------------------------------------------- starting
+
+    def _fork(self) -> None:
+        plan, parent = self._plan, os.getpid()
+        if plan.link.threads:
+            groups: list[tuple[int, ...]] = [tuple(range(plan.world))]
+        else:
+            groups = [(rank,) for rank in range(plan.world)]
+        for ranks in groups:
+            pid = os.fork()
+            if pid == 0:
+                if plan.link.threads:
+                    run_threads(plan, parent)
+                run_process(plan, ranks[0], parent)
+            self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
+
+    # -------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Body of the watching thread: returns when every rank process is dead and collected."""
+        try:
+            while alive := [p for p in self._processes if p.ended is None]:
+                self._sleep(alive)
+                self._collect(alive)
+                alive = [p for p in alive if p.ended is None]
+                if alive:
+                    self._enforce(alive)
+        except BaseException as error:  # noqa: BLE001 - raised again by wait()
+            self._error = error
+            self.kill()
+        finally:
+            for process in self._processes:
+                if process.handle is not None:
+                    os.close(process.handle)
+            if procs.is_subreaper():
+                procs.end_adopted(self._strangers_before)
+
+    def _sleep(self, alive: Sequence[RankProcess]) -> None:
+        """Until a process ends or the next look is due."""
+        left = self._plan.began + self._deadline_s - time.monotonic()
+        timeout = max(0.0, min(_TICK_SECONDS, left))
+        if any(process.handle is None for process in alive):
+            time.sleep(min(timeout, _POLL_SECONDS))
+            return
+        with selectors.DefaultSelector() as selector:
+            for process in alive:
+                assert process.handle is not None
+                selector.register(process.handle, selectors.EVENT_READ)
+            selector.select(timeout)
+
+    def _collect(self, alive: Sequence[RankProcess]) -> None:
+        for process in alive:
+            with self._lock:
+                pid, status = os.waitpid(process.pid, os.WNOHANG)
+                if pid == 0:
+                    continue
+                process.ended = time.monotonic() - self._plan.began
+            if os.WIFSIGNALED(status):
+                process.signal = os.WTERMSIG(status)
+            else:
+                process.exit_code = os.WEXITSTATUS(status)
+            if status != 0 and not process.reason:
+                self._failed()
+
+    def _enforce(self, alive: Sequence[RankProcess]) -> None:
+        now = time.monotonic()
+        if any(beat.state == heartbeat.FAILED for beat in heartbeat.read(self._plan.pulse)):
+            self._failed()
+        for process in alive:
+            excess = self._excess(process)
+            if excess:
+                self._end([process], excess)
+        if now >= self._plan.began + self._deadline_s:
+            self._end(alive, "time")
+        elif self._first_failure is not None and now > self._first_failure + GRACE_SECONDS:
+            self._end(alive, "grace")
+
+    def _failed(self) -> None:
+        if self._first_failure is None:
+            self._first_failure = time.monotonic()
+
+    def _excess(self, process: RankProcess) -> str:
+        if self._memory_bytes is not None:
+            resident = procs.resident_bytes(process.pid)
+            if resident > self._memory_bytes:
+                limit = f"over its memory limit of {self._memory_bytes / 2**20:.0f} MiB"
+                return f"{limit} ({resident / 2**20:.0f} MiB resident)"
+        files = [self._plan.output(rank) for rank in process.ranks]
+        if self._plan.link.threads:
+            files.append(self._plan.shared_output)
+        if any(file.exists() and file.stat().st_size > OUTPUT_LIMIT for file in files):
+            return f"printed more than {OUTPUT_LIMIT >> 20} MiB"
+        return ""
+
+    def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
+        """Ask for stacks where time ran out, then kill and collect."""
+        doomed = [p for p in processes if p.ended is None and not p.reason]
+        for process in doomed:
+            process.reason = reason
+            process.stopped = procs.state_of(process.pid) == "T"
+        if reason in ("time", "grace"):
+            stacks.ask({p.pid: self._plan.stacks(p.ranks[0]) for p in doomed})
+        with self._lock:
+            for process in doomed:
+                if process.ended is None:
+                    procs.kill(process.pid)
+        if reason not in ("time", "grace"):
+            self._failed()
+
+
+def _handle_of(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; ``None`` where there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

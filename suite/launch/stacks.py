@@ -1,0 +1,110 @@
+"""Python stacks of processes that hang or crash, without their help.
+
+``faulthandler`` writes them from a C signal handler, so that endless loops, calls that sleep in C
+and aborts show where they are.  Stopped processes do not answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from suite.launch import procs
+
+#: Free for this use: neither torch nor Python's runtime handles it.
+DUMP_SIGNAL = signal.SIGUSR2
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)[^\n]*:$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_LAUNCH = str(Path(__file__).resolve().parent)
+
+#: Where a rank's Python code stands while it waits for other ranks.
+_WAITING = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_WAITING_FOLDER = str(Path(__file__).resolve().parent.parent / "backends")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Frames (file, line, function) of one thread, outermost first, ours left out."""
+
+    frames: tuple[tuple[str, int, str], ...]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread stands in a communication call."""
+        for file, _, _ in reversed(self.frames):
+            if file.endswith(("/threading.py", "/queue.py", "/selectors.py", "/contextlib.py")):
+                continue
+            return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
+        return False
+
+    def __str__(self) -> str:
+        lines = []
+        for file, line, function in self.frames:
+            lines.append(f'  File "{file}", line {line}, in {function}')
+            source = linecache.getline(file, line).strip()
+            if source:
+                lines.append(f"    {source}")
+        return "\n".join(["Stack (most recent call last):", *lines]) if lines else ""
+
+
+def arm(path: Path) -> None:
+    """Make this process write its stacks to ``path`` when asked to, and when it crashes."""
+    # Never closed: the handlers keep its descriptor for the life of the process.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.enable(descriptor, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
+
+
+def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:
+    """Have the processes write their stacks to their files; returns when they did or time is up."""
+    waiting = {}
+    for pid, path in pids.items():
+        size = path.stat().st_size if path.exists() else -1
+        if size >= 0 and procs.state_of(pid) not in ("T", "Z", "") and procs.kill(pid, DUMP_SIGNAL):
+            waiting[pid] = (path, size)
+    deadline = time.monotonic() + within_s
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+        for pid, (path, before) in list(waiting.items()):
+            size = path.stat().st_size
+            if size > 0 and size == before:
+                del waiting[pid]  # it has stopped growing
+            waiting.update({pid: (path, size)} if pid in waiting else {})
+
+
+def read(path: Path) -> tuple[dict[int, Stack], int | None]:
+    """Stacks by thread identity, and the thread that a fatal error struck."""
+    if not path.exists():
+        return {}, None
+    stacks: dict[int, list[tuple[str, int, str]]] = {}
+    fatal, culprit, thread = False, None, None
+    for line in path.read_text(errors="replace").splitlines():
+        if line.startswith("Fatal Python error"):
+            fatal = True
+        elif match := _THREAD.match(line):
+            thread = int(match[2], 16)
+            stacks[thread] = []
+            if fatal and match[1] == "Current thread" and culprit is None:
+                culprit = thread
+        elif (match := _FRAME.match(line)) and thread is not None:
+            number = int(match[2]) if match[2].isdigit() else 0
+            stacks[thread].append((match[1], number, match[3]))
+    return {thread: Stack(_own(frames)) for thread, frames in stacks.items()}, culprit
+
+
+def _own(frames: Collection[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
+    """From innermost first to outermost first, from the last launcher frame inwards."""
+    kept = []
+    for frame in frames:
+        if frame[0].startswith(_LAUNCH):
+            break
+        kept.append(frame)
+    return tuple(reversed(kept))
