@@ -83,14 +83,13 @@ def train(
                 _restore(module, buffers[coordinate])
                 pieces.append(_accumulate(module, named, build.loss, batch))
                 buffers[coordinate] = _buffers(module)
-            buffers = list(buffers)
         losses = [loss for piece in pieces for loss in piece[0]]
         for name, gradient in _fold([piece[1] for piece in pieces]).items():
             named[name].grad = gradient
         record["steps"].append(
             {"loss": sum(losses), "losses": losses}
             | _update(torch_optimizer, optimizer, step, parameters, named)
-            | {"buffers": buffers}
+            | {"buffers": list(buffers)}
         )
     return record
 

@@ -21,7 +21,7 @@ from suite.workloads import TRAITS, WORKLOADS, Workload, WorkloadError, check, d
 from suite.workloads.base import split
 from suite.workloads.traits import FLAGS
 
-ODD = [name for name, trait in TRAITS.items() if trait.place in ("front", "inner")]
+ODD = [name for name, trait in TRAITS.items() if trait.place in ("front", "inner", "final")]
 WORLDS = (1, 2, 3, 4, 5)
 
 
@@ -148,7 +148,7 @@ def test_meta_build(name: str) -> None:
     micro = make(spec(name)).batch(0, 1)[0].micro_batches[0]
     assert workload.build_for(0)("meta")(micro.inputs.to("meta")).shape[0] == len(micro.inputs)
     assert [n for n, _ in real.named_children()] == [
-        n for n in ("front", "embed", "blocks", "norm", "head", "tail") if hasattr(real, n)
+        n for n in ("front", "embed", "blocks", "norm", "final", "head", "tail") if hasattr(real, n)
     ]
     assert all(real.get_submodule(unit) is not None for unit in workload.units)
 
@@ -277,8 +277,8 @@ def test_trait_adds_parameters_with_an_effect(name: str, trait: str) -> None:
 def test_shapes_of_the_odd_parameters() -> None:
     workload = make(spec("charnames_gpt", *ODD))
     inner = "blocks.1.odd"
-    assert workload.shapes[f"{inner}.scalar.factor"] == ()
-    assert workload.shapes[f"{inner}.one_element.factor"] == (1,)
+    assert workload.shapes["final.scalar.factor"] == ()
+    assert workload.shapes["final.one_element.factor"] == (1,)
     assert workload.shapes[f"{inner}.empty.weight"] == (0, 32)
     assert workload.shapes[f"{inner}.prime_sized.down.bias"] == (13,)
     assert workload.shapes[f"{inner}.smaller_than_world.up"] == (2, 32)

@@ -95,6 +95,7 @@ class DigitsCNN(Family):
                 for index in range(layers)
             ],
             norm=Pool(channels, place),
+            final=oddities("final", traits, 16 * channels, -1, place),
             head=Linear(16 * channels, CLASSES, **place),
             tail=oddities("tail", traits, channels, CHANNELS, place, also=ends),
             flags=_flags,

@@ -137,6 +137,7 @@ class CharnamesGPT(Family):
                 for index in range(layers)
             ],
             norm=nn.LayerNorm(width, **place),
+            final=oddities("final", traits, width, -1, place),
             head=Linear(width, params["vocab"], **place),
             tail=oddities("tail", traits, width, -1, place),
             flags=_flags,

@@ -41,9 +41,9 @@ class Conv2d(nn.Conv2d):
 class Stack(nn.Module):
     """``embed -> blocks -> norm -> head``, the form of every model here.
 
-    ``front`` (registered first, applied after ``embed``) and ``tail`` (registered last, applied
-    after the blocks) hold the odd modules that traits ask for; without such traits they do not
-    exist.
+    ``front`` (registered first, applied after ``embed``), ``final`` (between ``norm`` and ``head``)
+    and ``tail`` (registered last, applied after the blocks) hold the odd modules that traits ask
+    for; without such traits they do not exist.
     ``flags`` reads the flag bits of the samples from the inputs (see ``suite.workloads.traits``).
     """
 
@@ -55,6 +55,7 @@ class Stack(nn.Module):
         norm: nn.Module,
         head: nn.Module,
         front: nn.Module | None,
+        final: nn.Module | None,
         tail: nn.Module | None,
         flags: Callable[[Tensor], Tensor],
     ) -> None:
@@ -64,11 +65,14 @@ class Stack(nn.Module):
         self.embed = embed
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
+        if final is not None:
+            self.final = final
         self.head = head
         if tail is not None:
             self.tail = tail
         self._flags = flags
         self._has_front, self._has_tail = front is not None, tail is not None
+        self._has_final = final is not None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs (logits) of ``inputs``; the first dimension counts samples in both."""
@@ -79,7 +83,10 @@ class Stack(nn.Module):
             hidden = block(hidden)
         if self._has_tail:
             hidden = self.tail(hidden)
-        return self.head(self.norm(hidden))
+        hidden = self.norm(hidden)
+        if self._has_final:
+            hidden = self.final(hidden)
+        return self.head(hidden)
 
 
 def tie(module: nn.Module, first: str, second: str) -> None:

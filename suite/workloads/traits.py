@@ -1,9 +1,10 @@
 """Traits: trigger conditions that make faults show, and the odd modules that create them.
 
 Any workload can carry any combination.  Most traits add a small odd module whose output is added
-to the hidden state, at one of three places: ``front`` (after the embedding; registered first),
-``inner`` (inside the middle block, hence inside a unit) and ``tail`` (after the blocks; registered
-last).  The others change how the batch is made or suggest parameter groups.
+to the hidden state, at one of four places: ``front`` (after the embedding; registered first),
+``inner`` (inside the middle block, hence inside a unit), ``final`` (between norm and head) and
+``tail`` (after the blocks; registered last).  The others change how the batch is made or suggest
+parameter groups.
 
 *Conditional* branches must depend on the data, not on the rank, or no single process could repeat
 the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,
@@ -49,7 +50,7 @@ class Trait:
 
     about: str
     conditions: tuple[int, ...]
-    place: Literal["front", "inner", "tail", "model", "batch", "optimizer"]
+    place: Literal["front", "inner", "tail", "final", "model", "batch", "optimizer"]
     applies_to: tuple[str, ...] = ("charnames_gpt", "digits_cnn")
     micro_batches: int = 1
 
@@ -84,8 +85,8 @@ TRAITS: dict[str, Trait] = {
         "a branch that no rank uses in step 0 and all use from step 1 on", (6, 19), "front"
     ),
     "module_twice": Trait("a module that runs twice in one forward", (6, 5), "inner"),
-    "scalar": Trait("a parameter without dimensions", (17, 4), "inner"),
-    "one_element": Trait("a parameter of one element", (17, 4, 2), "inner"),
+    "scalar": Trait("a parameter without dimensions", (17, 4), "final"),
+    "one_element": Trait("a parameter of one element", (17, 4, 2), "final"),
     "empty": Trait("a parameter of no elements", (17, 4), "inner"),
     "prime_sized": Trait("parameters whose first dimension is 13", (4, 1), "inner"),
     "smaller_than_world": Trait(
@@ -184,14 +185,18 @@ class Twice(nn.Module):
 
 
 class Scale(nn.Module):
-    """A factor of shape ``()`` or ``(1,)``."""
+    """A factor of shape ``()`` or ``(1,)`` on the final hidden state, hence on the logits.
+
+    The gradient of a single number is a sum over all targets that may cancel to nothing, and then no
+    relative bound holds.  Here most terms have one sign: an untrained model is too sure of itself.
+    """
 
     def __init__(self, shape: tuple[int, ...], place: Place) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.empty(shape, **place))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.factor * torch.tanh(hidden)
+        return (0.5 + 0.5 * self.factor) * hidden
 
 
 class Empty(nn.Module):
@@ -293,7 +298,7 @@ class Oddities(nn.Module):
 
 
 def oddities(
-    where: Literal["front", "inner", "tail"],
+    where: Literal["front", "inner", "tail", "final"],
     traits: Iterable[str],
     width: int,
     dim: int,
