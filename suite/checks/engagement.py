@@ -1,8 +1,8 @@
 """The feature is really on: what a strategy claims is what it does.
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
-and, for data parallelism, at the calls: gradients travel in several buckets (fewer than parameters,
-more than one), and accumulation stays silent until the last micro-batch.  A silent fall-back to
+and, for data parallelism, at the calls: gradients travel in buckets (fewer than parameters, as
+many as the scenario expects with ``expect.buckets``), and accumulation stays silent until the last micro-batch.  A silent fall-back to
 something simpler is a ``fail``, however right its numbers.
 
 *Cannot see* features that leave no trace in calls, names or capabilities.
@@ -83,8 +83,9 @@ def _buckets(evidence: Evidence, figures: dict[str, object]) -> str:
     figures["parameters"] = parameters
     if len(set(counts)) > 1:
         return f"ranks reduce different numbers of buckets: {counts}"
-    if counts[0] < 2:
-        return f"{counts[0]} bucket(s) for {parameters} parameters: nothing can overlap"
+    least = int(evidence.case.expect.get("buckets", 1))
+    if counts[0] < least:
+        return f"{counts[0]} bucket(s) a step, the scenario expects at least {least}"
     if counts[0] >= parameters:
         return f"{counts[0]} reductions for {parameters} parameters: gradients are not bucketed"
     return ""
