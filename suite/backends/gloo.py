@@ -57,7 +57,8 @@ class _Handle(Handle):
 class LoggedGloo(GroupBase):
     """Delegates to a native gloo group; constructed by torch in its place."""
 
-    backend_name = "gloo"
+    # Not "gloo": DDP's C++ logger looks for a native gloo group behind that name.
+    backend_name = "logged_gloo"
     weather: ClassVar[Weather | None] = None
 
     def __init__(
@@ -128,12 +129,12 @@ def available() -> str | None:
 def join(
     rank: int,
     world: int,
-    rendezvous: Path,
+    rendezvous: Path | dist.Store,
     timeout_s: float,
     ledgers: bool,
     weather: Weather | None = None,
 ) -> None:
-    """Join the default group of ``world`` processes that meet in the file ``rendezvous``.
+    """Join the default group of ``world`` processes that meet in the file or store ``rendezvous``.
 
     Weather needs the wrapper, hence the ledgers; without them it is calm.
     """
@@ -143,11 +144,13 @@ def join(
     # Groups made later (new_group, DeviceMesh) take this instead of their own 30 minutes.
     c10d.default_pg_timeout = limit
     setattr(c10d, "ProcessGroupGloo", LoggedGloo if ledgers else _NATIVE)  # noqa: B010
+    if isinstance(rendezvous, Path):
+        rendezvous = dist.FileStore(str(rendezvous), world)
     dist.init_process_group(
         "gloo",
         rank=rank,
         world_size=world,
-        store=dist.FileStore(str(rendezvous), world),
+        store=rendezvous,
         timeout=limit,
     )
 
