@@ -127,6 +127,7 @@ class RebuildLosesGradients(DDP):
     zoo=("D10",),
     summary="the last bucket is used without waiting for it",
     killed_by=("equivalence",),
+    workload=gpt("late_results"),
 )
 class SkipsLastWait(DDP):
     def land(self, bucket: Bucket) -> None:
@@ -279,8 +280,9 @@ class BroadcastsStaleBuffers(DDP):
 )
 class BufferOrderByRank(DDP):
     def buffers(self) -> dict[str, Tensor]:
-        found = super().buffers()
-        return found if self.comm.rank == 0 else dict(reversed(found.items()))
+        found = list(super().buffers().items())
+        layer = 3 * min(self.comm.rank, 1)  # a layer has three buffers
+        return dict(found[layer:] + found[:layer])
 
 
 # --------------------------------------------------------------------------------- cost and order
@@ -392,6 +394,8 @@ class ClipsOnRank0Only(ReferenceDDP):
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
     optimizer=OptimizerSpec(
+        "adamw",
+        lr=0.003,
         weight_decay=0.01,
         groups=(GroupSpec(r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),),
     ),

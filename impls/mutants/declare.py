@@ -6,19 +6,14 @@ A mutant names the case that triggers it; the same case must pass on the unpatch
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from suite.case import Case, Lane, WorkloadSpec
+from suite.case import Lane, WorkloadSpec
 from suite.contract import Implementation, OptimizerSpec
 
 C = TypeVar("C", bound=type)
-
-#: What every mutant and its parent are judged by: the row of the kill matrix.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
 
 
 @dataclass(frozen=True)
@@ -43,37 +38,11 @@ class Mutant:
     lane: Lane = "fp64"
     dtype: str = "float64"
     steps: int = 3
-    deadline: float = 30.0
 
     @property
     def traits(self) -> tuple[str, ...]:
         """The trigger: conditions without which the fault does not show."""
         return self.workload.traits
-
-    def case(self) -> Case:
-        """The case that shows the fault; mutants with one trigger differ in its name only."""
-        case = Case(
-            id="",
-            scenario="mutants",
-            implementation=f"mutants/{self.name}",
-            backend=self.backend,
-            mesh=dict(self.mesh),
-            workload=self.workload,
-            optimizer=self.optimizer,
-            lane=self.lane,
-            checks=CHECKS,
-            options=dict(self.options),
-            dtype=self.dtype,
-            steps=self.steps,
-            deadline=self.deadline,
-        )
-        facts = {**asdict(case), "implementation": ""}
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]
-        axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        workload = "+".join((self.workload.name, *self.traits))
-        clip = "" if self.optimizer.clip_norm is None else ",clip"
-        parts = (self.backend, axes, workload, self.optimizer.name + clip, self.lane, digest)
-        return replace(case, id="/".join(parts))
 
 
 def mutant(
