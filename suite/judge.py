@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,20 @@ from suite.rank_program import facts_for_judge, run_rank
 CONTRACT_ERRORS = ("Refused", "NotObserved")
 
 
-def judge_case(case: Case, workdir: Path, cache: Path) -> dict[str, Any]:
-    """Run and judge one case; always returns a result, whatever the implementation does."""
+def judge_case(
+    case: Case,
+    workdir: Path,
+    cache: Path,
+    run: Callable[..., list[RankOutcome]] = run_ranks,
+) -> dict[str, Any]:
+    """Run and judge one case; always returns a result, whatever the implementation does.
+
+    ``run`` is called like :func:`~suite.launch.ranks.run_ranks`; where the ranks ran elsewhere it
+    returns what they left.
+    """
     started = time.monotonic()
     try:
-        result = _judge(case, workdir, cache)
+        result = _judge(case, workdir, cache, run)
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
         trace = "".join(traceback.format_exception(error)[-3:])
         result = _result(case, "crash", f"the judge itself failed: {error!r}\n{trace}")
@@ -41,7 +50,9 @@ def judge_case(case: Case, workdir: Path, cache: Path) -> dict[str, Any]:
     return result
 
 
-def _judge(case: Case, workdir: Path, cache: Path) -> dict[str, Any]:
+def _judge(
+    case: Case, workdir: Path, cache: Path, run: Callable[..., list[RankOutcome]]
+) -> dict[str, Any]:
     if case.skip:
         return _result(case, "skip", case.skip)
     try:
@@ -58,7 +69,7 @@ def _judge(case: Case, workdir: Path, cache: Path) -> dict[str, Any]:
     if reason:
         return _result(case, "skip", reason)
     workload = workloads.make(case.workload, case.dtype, case.lane)
-    outcomes = run_ranks(
+    outcomes = run(
         case.backend,
         case.world,
         lambda rank, world: run_rank(case, workload, rank),
