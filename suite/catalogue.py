@@ -1,0 +1,69 @@
+"""What there is to run and to judge with, as (name, about) pairs.  Names cost little to list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+Entries = list[tuple[str, str]]
+
+
+def implementations() -> Entries:
+    """Every implementation but mutants; none of them is imported."""
+    from suite import registry
+
+    return [(name, "") for name in registry.names()]
+
+
+def backends() -> Entries:
+    """Backends and whether this machine has them."""
+    from suite.backends import BACKENDS
+
+    return [
+        (name, f"not usable here: {reason}" if (reason := backend.available()) else "usable here")
+        for name, backend in BACKENDS.items()
+    ]
+
+
+def scenarios() -> Entries:
+    """Scenarios of the default folder and why each exists."""
+    from suite.scenarios.load import default_folder, find
+
+    files = find([str(default_folder())])
+    return [(file.name, " ".join(file.scenario.about.split())) for file in files]
+
+
+def mutants() -> Entries:
+    """Planted faults."""
+    from suite import registry
+
+    names = registry.mutant_names()
+    declared = [registry.load_mutant(name) for name in names]
+    return [
+        (name, f"{fault.summary} [{fault.parent}; killed by {', '.join(fault.killed_by)}]")
+        for name, fault in zip(names, declared, strict=True)
+    ]
+
+
+def checks() -> Entries:
+    """Checks and what they say of themselves."""
+    from suite import checks as package
+
+    return [(name, " ".join(text.split())) for name, text in package.summaries().items()]
+
+
+def traits() -> Entries:
+    """Trigger conditions that a workload can carry."""
+    from suite.workloads import TRAITS
+
+    return [(name, trait.about) for name, trait in TRAITS.items()]
+
+
+#: By the word that ``shardproof list`` takes.
+LISTS: Mapping[str, Callable[[], Entries]] = {
+    "impls": implementations,
+    "backends": backends,
+    "scenarios": scenarios,
+    "mutants": mutants,
+    "checks": checks,
+    "traits": traits,
+}

@@ -1,0 +1,391 @@
+"""The command ``shardproof``: what people touch.  Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from suite import verdicts
+from suite.errors import InputError, Problem, SelectionError
+from suite.version import VERSION
+
+if TYPE_CHECKING:
+    from suite.case import Case
+
+#: Help texts are laid out here, so click must not fill their lines again (``\b``).
+app = typer.Typer(
+    name="shardproof",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="""Does splitting the training over many ranks change nothing but the cost?
+
+    Judges implementations of distributed training: same numbers as one process, promised bytes,
+    and planted faults that the checks must catch.
+
+    \b
+    shardproof run                                             the quick conformance matrix
+    shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
+    shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
+    shardproof list cases                                      what there is to run
+    shardproof mutants                                         prove that the checks can fail
+
+    \b
+    Exit codes: 0 all held
+                1 a fail, unexpected pass, hang or crash; a planted fault that survives
+                2 bad input, or a selection that matches nothing
+                3 undecided, or nothing was judged
+              130 Ctrl-C
+    """,
+)
+
+
+class TierChoice(StrEnum):
+    """Tiers as options."""
+
+    quick = "quick"
+    full = "full"
+
+
+class What(StrEnum):
+    """What ``list`` can list."""
+
+    impls = "impls"
+    backends = "backends"
+    scenarios = "scenarios"
+    cases = "cases"
+    mutants = "mutants"
+    checks = "checks"
+    traits = "traits"
+
+
+class Format(StrEnum):
+    """Forms of a report."""
+
+    table = "table"
+    markdown = "markdown"
+    html = "html"
+
+
+Scenarios = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="files, folders, scenario names or case ids (default: scenarios/conformance)",
+    ),
+]
+Impl = Annotated[
+    list[str] | None,
+    typer.Option("--impl", metavar="P", help="glob on implementations, or package.module:Class"),
+]
+BackendOption = Annotated[
+    list[str] | None, typer.Option("--backend", metavar="B", help="where ranks talk")
+]
+World = Annotated[
+    list[int] | None, typer.Option("--world", metavar="N", min=1, help="number of ranks")
+]
+Expression = Annotated[
+    str,
+    typer.Option(
+        "-k", metavar="EXPR", help="words of case ids with and, or, not, ( ): pytest's -k"
+    ),
+]
+Tier = Annotated[TierChoice, typer.Option("--tier", help="full: the quick cases and all others")]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="another seed for every workload"),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget", metavar="MIN", min=0.01, help="minutes; what does not fit is left out and named"
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: cores)"),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--results", metavar="RUN_FOLDER", help="write into this run folder, new or old"),
+]
+
+
+@app.command()
+def run(
+    scenarios: Scenarios = None,
+    impl: Impl = None,
+    backend: BackendOption = None,
+    world: World = None,
+    expression: Expression = "",
+    tier: Tier = TierChoice.quick,
+    budget: Budget = None,
+    jobs: Jobs = None,
+    results: Results = None,
+    seed: Seed = None,
+    campaign: Annotated[
+        int | None,
+        typer.Option(
+            "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would run, and run nothing")
+    ] = False,
+) -> None:
+    """Run cases and judge them.
+
+    \b
+    shardproof run                                      quick conformance
+    shardproof run scenarios/conformance --tier full    everything
+    shardproof run ddp-gpt --backend gloo --world 4     one part
+    shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
+    shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
+    shardproof run --campaign 200 --seed 7              look for false alarms
+
+    A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
+    evidence: run.json, cases.jsonl, report.html.
+    """
+    from suite import execute
+    from suite.budget import plan
+    from suite.results import Durations
+
+    if campaign is not None:
+        given = {"SCENARIO": scenarios, "--impl": impl, "--backend": backend, "--world": world}
+        clash = next((name for name, value in given.items() if value), "-k" if expression else "")
+        if clash:
+            what = "--campaign draws its own cases"
+            raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
+        cases = execute.draw_campaign(campaign, seed or 0)
+    else:
+        cases = _select(scenarios, impl, backend, world, expression, tier, seed)
+    root = results.parent if results is not None else execute.RESULTS
+    durations = Durations(root / "durations.json")
+    workers = jobs or execute.cores()
+    planned = plan(cases, durations, workers, budget)
+    if dry_run:
+        for case in planned.chosen:
+            typer.echo(case.id)
+        left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
+        typer.echo(
+            f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s{left_out}", err=True
+        )
+        return
+    with execute.open_folder(results) as folder:
+        raise typer.Exit(execute.execute(folder, planned, workers, budget, durations))
+
+
+@app.command(short_help="Plant every fault and see its check catch it.")
+def mutants(
+    impl: Annotated[
+        list[str] | None,
+        typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
+    ] = None,
+    tier: Annotated[
+        TierChoice, typer.Option("--tier", help="quick: what the budget leaves out is no failure")
+    ] = TierChoice.full,
+    budget: Budget = None,
+    jobs: Jobs = None,
+    results: Results = None,
+) -> None:
+    """Plant every fault: its named check must fail while the parent passes the same case.
+
+    Prints the kill matrix, fault x check. A survivor ends with exit code 1.
+
+    \b
+    shardproof mutants
+    shardproof mutants --impl reference/ddp        faults of one parent
+    shardproof mutants --impl 'ddp_*bucket*'
+    """
+    from suite import execute
+
+    chosen = execute.choose_mutants(impl or ["*"])
+    with execute.open_folder(results) as folder:
+        workers, all_must_run = jobs or execute.cores(), tier is TierChoice.full
+        raise typer.Exit(execute.execute_mutants(folder, chosen, workers, budget, all_must_run))
+
+
+@app.command("list")
+def list_(
+    what: Annotated[What, typer.Argument(help="what to list")],
+    scenarios: Scenarios = None,
+    impl: Impl = None,
+    backend: BackendOption = None,
+    world: World = None,
+    expression: Expression = "",
+    tier: Tier = TierChoice.full,
+    seed: Seed = None,
+) -> None:
+    """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
+
+    \b
+    shardproof list impls
+    shardproof list cases --tier quick -k 'tied and gloo'
+    shardproof list traits
+    """
+    if what is What.cases:
+        cases = _select(scenarios, impl, backend, world, expression, tier, seed)
+        rows = [(case.id, "") for case in cases]
+    elif scenarios or impl or backend or world or expression or seed is not None:
+        raise SelectionError(
+            Problem("filters belong to `list cases`", "leave them out", what.value)
+        )
+    else:
+        from suite.catalogue import LISTS
+
+        rows = LISTS[what.value]()
+    width = max((len(name) for name, about in rows if about), default=0)
+    for name, about in rows:
+        typer.echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
+
+
+@app.command("check-scenario", short_help="Check scenario files.")
+def check_scenario(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="scenario files")],
+) -> None:
+    """Check scenario files: every fault with its file, line, value and remedy.
+
+    \b
+    shardproof check-scenario scenarios/conformance/*.yaml
+    """
+    from suite.scenarios.load import load, load_all
+    from suite.scenarios.matrix import expand
+    from suite.scenarios.vocabulary import installed
+
+    problems: list[Problem] = []
+    good: list[Path] = []
+    for path in files:
+        try:
+            file = load(path)
+            cases = expand(file, installed())
+        except InputError as error:
+            problems += error.problems
+            continue
+        good.append(path)
+        quick = sum(case.tier == "quick" for case in cases)
+        typer.echo(f"{file.file}: {file.name}, {len(cases)} cases, {quick} of them quick")
+    try:
+        load_all(good)
+    except InputError as error:
+        problems += error.problems
+    if problems:
+        raise InputError(problems)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of scenario files, for editors.
+
+    \b
+    shardproof schema > scenario.schema.json
+    """
+    from suite.scenarios.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def report(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="run folder or id (default: the newest)")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="FILE", help="put the Markdown between FILE's results markers"
+        ),
+    ] = None,
+) -> None:
+    """Show a run again.
+
+    \b
+    shardproof report
+    shardproof report 20260102-030405 --format markdown
+    shardproof report --into README.md
+    """
+    from suite import execute
+    from suite import report as reports
+    from suite.results import find_run, read
+
+    found = read(find_run(run, execute.RESULTS))
+    if into is not None:
+        if form is Format.html:
+            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
+        reports.insert(reports.markdown(found), into)
+        typer.echo(f"{into}: table of run {found.path.name}")
+    elif form is Format.markdown:
+        typer.echo(reports.markdown(found), nl=False)
+    elif form is Format.html:
+        typer.echo(reports.html(found), nl=False)
+    else:
+        console = execute.make_console()
+        if found.cases:
+            reports.show(found.cases, console.print)
+        if found.kills:
+            reports.show_kills(found.kills, console.print)
+        execute.tell(console, reports.closing(found))
+
+
+def _select(
+    scenarios: list[str] | None,
+    impl: list[str] | None,
+    backend: list[str] | None,
+    world: list[int] | None,
+    expression: str,
+    tier: TierChoice,
+    seed: int | None,
+) -> list[Case]:
+    from suite.scenarios.vocabulary import installed
+    from suite.selection import Selection
+
+    selection = Selection(
+        scenarios=scenarios or (),
+        implementations=impl or (),
+        backends=backend or (),
+        worlds=world or (),
+        expression=expression,
+        tier=tier.value,
+        seed=seed,
+    )
+    return selection.cases(installed())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardproof {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="print the version"),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def main() -> None:
+    """Run the command line; faults of input become one line each and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        for problem in error.problems:
+            typer.echo(str(problem), err=True)
+        sys.exit(verdicts.BAD_INPUT)
+    except KeyboardInterrupt:
+        sys.exit(verdicts.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of the pipe went away (`| head`); flushing at exit must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(verdicts.HELD)

@@ -1,0 +1,166 @@
+"""Which cases a command line means: scenarios, filters, and systems that no scenario names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from suite.case import Case
+from suite.errors import Problem, SelectionError, nearest
+from suite.scenarios.load import find
+from suite.scenarios.matrix import expand, reseed, substitute
+from suite.scenarios.select import compile_expression
+from suite.scenarios.vocabulary import Vocabulary
+
+_SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
+_CAMPAIGN = re.compile(r"campaign-([0-9]{1,10})::([0-9]{1,6})::")
+_ID_PARTS = 8
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The filters of ``run`` and ``list cases``; every one that is given must hold.
+
+    ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
+    ``package.module:Class``, a mutant or any other name without a scenario takes the cells of all.
+    """
+
+    scenarios: Sequence[str] = ()
+    implementations: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    worlds: Sequence[int] = ()
+    expression: str = ""
+    tier: str = "quick"
+    seed: int | None = None
+
+    def cases(self, vocabulary: Vocabulary) -> list[Case]:
+        """The selected cases in the order of their scenarios.
+
+        :raises ScenarioError: a faulty scenario file.
+        :raises SelectionError: an unknown name, a bad expression, or nothing that matches.
+        """
+        if self.scenarios == ["campaign"] and (drawn := _CAMPAIGN.match(self.expression.strip())):
+            return [_redraw(int(drawn[1]), int(drawn[2]), self.expression.strip())]
+        ids = [name for name in self.scenarios if _is_id(name)]
+        names = [name for name in self.scenarios if not _is_id(name)]
+        named_by_ids = [_scenario_of(name) for name in ids]
+        files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
+        everything = [case for file in files for case in expand(file, vocabulary)]
+        found = [resolve(name, everything) for name in ids]
+        if names or not ids:
+            wanted = {file.name for file in find(names)} if ids else None
+            pool = [c for c in everything if wanted is None or c.scenario in wanted]
+            found += [case for case in self._filtered(pool, vocabulary) if case not in found]
+        return found
+
+    def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
+        expression = self.expression.strip()
+        matches = compile_expression(expression)
+        if _is_id(expression):
+            return [resolve(expression, pool)]
+        known = sorted({name for case in pool for name in (case.implementation, system_of(case))})
+        cases = pool
+        if self.tier != "full":
+            cases = _keep(cases, lambda case: case.tier == self.tier, "--tier", self.tier, ["full"])
+        if self.implementations:
+            cases = self._of_implementations(cases, known)
+        for backend in self.backends:
+            if backend not in vocabulary.backends:
+                remedy = nearest(backend, vocabulary.backends, "backends")
+                raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
+        if self.backends:
+            text = " ".join(self.backends)
+            there = sorted({case.backend for case in cases})
+            cases = _keep(
+                cases, lambda case: case.backend in self.backends, "--backend", text, there
+            )
+        if self.worlds:
+            text = " ".join(map(str, self.worlds))
+            sizes = [str(world) for world in sorted({case.world for case in cases})]
+            cases = _keep(cases, lambda case: case.world in self.worlds, "--world", text, sizes)
+        if self.seed is not None:
+            cases = reseed(cases, self.seed)
+        hint = ["`shardproof list cases` shows the ids"]
+        return _keep(cases, lambda case: matches(case.id), "-k", expression, hint)
+
+    def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
+        from suite import registry
+
+        found: list[Case] = []
+        for pattern in self.implementations:
+            named = [
+                case
+                for case in cases
+                if fnmatchcase(case.implementation, pattern)
+                or fnmatchcase(system_of(case), pattern)
+            ]
+            if not named and not re.search(r"[*?\[]", pattern):
+                try:
+                    registry.check(pattern)
+                except SelectionError:
+                    remedy = nearest(pattern, {*known, *registry.names()}, "implementations")
+                    problem = Problem("--impl: unknown implementation", remedy, pattern)
+                    raise SelectionError(problem) from None
+                named = substitute(cases, pattern)
+            if not named:
+                remedy = nearest(pattern, known, "implementations")
+                raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
+            found += [case for case in named if case not in found]
+        return found
+
+
+def resolve(name: str, cases: Sequence[Case]) -> Case:
+    """The case called ``name``: one of ``cases``, or one of them with another system or seed.
+
+    :raises SelectionError: no such cell.
+    """
+    for case in cases:
+        if case.id == name:
+            return case
+    scenario, rest = name.split("::", 1)
+    pool = list(cases)
+    if seeded := _SEED.search(scenario):
+        pool = reseed(pool, int(seeded[1]))
+    implementation = rest.split("::", 1)[0]
+    others = substitute(pool, implementation) if "+" not in implementation else []
+    for case in (*pool, *others):
+        if case.id == name:
+            return case
+    remedy = nearest(name, [case.id for case in cases], "cases")
+    raise SelectionError(Problem("no such case", remedy, name))
+
+
+def _redraw(seed: int, number: int, name: str) -> Case:
+    """Case ``number`` of the campaign with ``seed``; its id repeats what was drawn."""
+    from suite.execute import draw_campaign
+
+    case = draw_campaign(number + 1, seed)[number]
+    if case.id != name:
+        remedy = "campaigns of another version of the suite cannot be repeated"
+        raise SelectionError(Problem("no such case", remedy, name))
+    return case
+
+
+def system_of(case: Case) -> str:
+    """Name of the implementation with the label of its options."""
+    return case.implementation + (f"+{case.label}" if case.label else "")
+
+
+def _is_id(text: str) -> bool:
+    return len(text.split("::")) == _ID_PARTS and " " not in text
+
+
+def _scenario_of(name: str) -> str:
+    return name.split("::", 1)[0].split("[", 1)[0]
+
+
+def _keep(
+    cases: list[Case], wanted: Callable[[Case], bool], option: str, value: str, valid: Sequence[str]
+) -> list[Case]:
+    kept = [case for case in cases if wanted(case)]
+    if not kept:
+        remedy = f"there are: {', '.join(valid)}" if option != "-k" else valid[0]
+        raise SelectionError(Problem(f"{option} matches nothing", remedy, value))
+    return kept
