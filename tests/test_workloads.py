@@ -439,3 +439,13 @@ def _seconds_to_make() -> float:
     workload.batch(0, 4)
     workload.build_for(1)()
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_traits_together_still_have_an_effect(name: str, world: int) -> None:
+    workload = make(spec(name, *TRAITS))
+    gradients = train(workload, OptimizerSpec(lr=0.01), world, 2)["steps"][1]["gradients"]
+    assert set(gradients) == set(workload.trainable_names) - workload.unused
+    silent = [key for key, gradient in gradients.items() if not bool(gradient.any())]
+    assert silent == ["blocks.1.odd.empty.weight"]

@@ -337,9 +337,10 @@ class Workload:
                 valid[index] = False
             elif "unequal_tokens" in self.traits:
                 if valid.dim() == 1:
-                    # One target a sample: three of four go in the first half.
-                    keep = int(index % 4 == 0 or index >= (size + 1) // 2)
-                    valid[index : index + 1] &= bool(keep)
+                    # One target a sample: two of eight stay in the first half, among them the
+                    # first samples that are flagged for the first and the last micro-batch.
+                    if index < (size + 1) // 2 and index % 8 > 1:
+                        valid[index] = False
                 else:
                     share = ((index + 1) / size) ** 2
                     valid[index, max(1, int(share * valid.shape[1])) :] = False

@@ -187,7 +187,7 @@ class Twice(nn.Module):
 class Scale(nn.Module):
     """A factor of shape ``()`` or ``(1,)`` on the final hidden state, hence on the logits.
 
-    The gradient of a single number is a sum over all targets that may cancel to nothing, and then no
+    The gradient of a single number is a sum over all targets that may cancel to nothing; then no
     relative bound holds.  Here most terms have one sign: an untrained model is too sure of itself.
     """
 
