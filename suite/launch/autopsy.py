@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from suite.launch import heartbeat, procs, stacks
@@ -12,6 +13,8 @@ from suite.launch.child import Plan
 from suite.launch.outcome import RankOutcome
 
 _TAIL = 4000
+#: What the C++ runtime prints of an exception that nobody caught.
+_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
 
 @dataclass
@@ -28,6 +31,11 @@ class RankProcess:
     signal: int | None = None
     #: Why we ended it: "time", "grace", or a sentence (memory, output).
     reason: str = ""
+    #: Ranks that had not ended when time ran out, and their heartbeats then.  What they do between
+    #: being asked for their stack, which interrupts a sleep, and being killed does not count.
+    hung: Mapping[int, heartbeat.Beat] = field(default_factory=dict)
+    #: Ranks known to be why we ended it.
+    guilty: frozenset[int] = frozenset()
     stopped: bool = False
 
     @property
@@ -43,7 +51,8 @@ def examine(
     beats = heartbeat.read(plan.pulse)
     outcomes: list[RankOutcome] = []
     for process in processes:
-        body = _Body(plan, process, [beats[rank] for rank in process.ranks], deadline_s, grace_s)
+        own = [process.hung.get(rank, beats[rank]) for rank in process.ranks]
+        body = _Body(plan, process, own, deadline_s, grace_s)
         outcomes += [body.outcome(beat) for beat in body.beats]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
@@ -65,8 +74,8 @@ class _Body:
         self._deadline_s = deadline_s
         self._grace_s = grace_s
         self._stacks, self._crashed = stacks.read(plan.stacks(process.ranks[0]))
-        #: Ranks known to have ended the process, on purpose or by a crash in their thread.
-        self._guilty = {
+        #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
+        self._guilty = process.guilty | {
             beat.rank for beat in beats if beat.last_words or beat.thread == self._crashed
         }
 
@@ -83,6 +92,8 @@ class _Body:
 
     def _own_account(self, rank: int) -> RankOutcome | None:
         process = self.process
+        if rank in process.hung:
+            return None
         try:
             fields = json.loads(self.plan.end(rank).read_text())
         except FileNotFoundError:
@@ -107,19 +118,21 @@ class _Body:
         if process.overdue:
             waits = stack is not None and stack.waits
             return replace(outcome, message=self._hang(beat, stack), is_comm_error=waits)
-        if process.reason:
-            return replace(outcome, status="killed", message=process.reason, signal=process.signal)
-        words = f" by {beat.last_words}" if beat.last_words else ""
         shared = " with the process that another rank ended" if innocent else ""
+        if process.reason:
+            message = f"killed{shared}" if innocent else process.reason
+            return replace(outcome, status="killed", message=message, signal=process.signal)
+        words = f" by {beat.last_words}" if beat.last_words else ""
         if process.signal is not None:
             name = procs.signal_name(process.signal)
-            after = " after it had returned" if beat.state == heartbeat.DONE else ""
-            said = "" if innocent else self._last_line(beat.rank)
+            message = f"{name}{words}{shared}"
+            if not innocent and not words:
+                message += self._circumstances(beat, stack)
             return replace(
                 outcome,
                 status="killed",
                 error_type=name,
-                message=f"{name}{words}{shared}{after}" + (f": {said}" if said else ""),
+                message=message,
                 signal=process.signal,
             )
         return replace(
@@ -136,11 +149,8 @@ class _Body:
             how = f"stopped by {beat.last_words}"
         elif process.stopped:
             how = "its process was stopped"
-        elif stack is None or not stack.frames:
-            how = "still running"
         else:
-            file, line, function = stack.frames[-1]
-            how = f"still in {function} ({file}:{line})"
+            how = f"still {stack.place}" if stack and stack.frames else "still running"
         if process.reason == "time":
             when = f"after the deadline of {self._deadline_s:g} s"
         else:
@@ -150,11 +160,15 @@ class _Body:
         ago = self.plan.began + process.ended - beat.noted
         return f"{how} {when}; its last call, {ago:.1f} s before: {beat.last_call}"
 
-    def _last_line(self, rank: int) -> str:
-        """What was printed last before a crash: often the only word of native code."""
-        text = self._tail(self.plan.output(rank)) or self._tail(self.plan.shared_output)
-        lines = text.strip().splitlines()
-        return lines[-1][:300] if lines else ""
+    def _circumstances(self, beat: heartbeat.Beat, stack: stacks.Stack | None) -> str:
+        """Where a crash struck, and what C++ printed if an exception of its own was the cause."""
+        text = f" {stack.place}" if stack and stack.frames else ""
+        if beat.state == heartbeat.DONE:
+            text += " after it had returned"
+        said = _WHAT.search(
+            self._tail(self.plan.output(beat.rank)) + self._tail(self.plan.shared_output)
+        )
+        return text + (f": {said[1]}" if said else "")
 
     def _tail(self, path: Path) -> str:
         if not path.exists():

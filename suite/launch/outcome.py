@@ -45,7 +45,8 @@ class RankOutcome:
     ``early``: returned although its peers were still calling it.
     ``consequence``: another rank is to blame.  ``last_call`` and ``calls`` (their number) come from
     the heartbeat, ``ended`` is in seconds after the start, ``output`` the tail of what it printed.
-    ``blames`` is the rank that a communication error names.
+    ``blames`` is the rank that a communication error names.  ``error_type`` is the exception's
+    name, but ``PeerTimeout`` for whatever a native group raises when a peer is late.
     """
 
     rank: int
@@ -97,7 +98,7 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
     return RankOutcome(
         rank,
         "raised",
-        error_type=type(error).__name__,
+        error_type=_type_name(error, comm),
         message=str(error),
         traceback=_trimmed(error),
         is_comm_error=comm is not None,
@@ -112,7 +113,8 @@ def settle(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
 
     Hung ranks whose stack ends in a communication call (marked ``is_comm_error``) wait for
     someone: they are consequences if there is anybody to wait for.  If only consequences are left,
-    ranks that ended well before the first failure are ``early``.
+    ranks that ended well before the first failure are ``early``, unless the ranks' last calls
+    differ where they must agree: native gloo does not notice that.
     """
     settled = list(outcomes)
     failing = [o for o in settled if o.status != "ok"]
@@ -123,6 +125,11 @@ def settle(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
         ]
     elif failing:
         first = min(failing, key=lambda o: (o.ended, o.rank))
+        difference = _differing_calls(settled)
+        if difference:
+            message = f"{difference} ({first.message})"
+            blamed_call = replace(first, message=message, consequence=False)
+            return [blamed_call if o is first else o for o in settled]
         if first.error_type == "PeerTimeout" or _LATE.search(first.message):
             return settled  # nobody left: the calls waited for each other
         blamed = {o.blames for o in failing if o.blames is not None}
@@ -161,6 +168,26 @@ def root_cause(outcomes: Sequence[RankOutcome]) -> RankOutcome | None:
         return min(hung, key=lambda o: (o.calls, o.rank))
     early = [o for o in failing if o.status == "early"]
     return min(early or failing, key=lambda o: (o.ended, o.rank))
+
+
+def _differing_calls(outcomes: Sequence[RankOutcome]) -> str:
+    """Ranks that made equally many calls, but whose last one, in one group, is not the same."""
+    for one in outcomes:
+        for other in outcomes[one.rank + 1 :]:
+            call, _, group = one.last_call.rpartition(" on ")
+            call2, _, group2 = other.last_call.rpartition(" on ")
+            if one.calls != other.calls or not call or group != group2 or call == call2:
+                continue
+            if not any(c.startswith(("send(", "recv(")) for c in (call, call2)):
+                calls = f"rank {one.rank} calls {call}, rank {other.rank} calls {call2}"
+                return f"the ranks' calls do not match in group {group}: {calls}"
+    return ""
+
+
+def _type_name(error: BaseException, comm: BaseException | None) -> str:
+    if comm is not None and not isinstance(comm, CommError) and _LATE.search(str(comm)):
+        return "PeerTimeout"
+    return type(error).__name__
 
 
 def _while(other: RankOutcome) -> str:

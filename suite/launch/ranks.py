@@ -235,8 +235,9 @@ class Ranks:
         if any(beat.state == heartbeat.FAILED for beat in heartbeat.read(self._plan.pulse)):
             self._failed()
         for process in alive:
-            excess = self._excess(process)
+            excess, guilty = self._excess(process)
             if excess:
+                process.guilty = guilty
                 self._end([process], excess)
         if now >= self._plan.began + self._deadline_s:
             self._end(alive, "time")
@@ -247,18 +248,19 @@ class Ranks:
         if self._first_failure is None:
             self._first_failure = time.monotonic()
 
-    def _excess(self, process: RankProcess) -> str:
+    def _excess(self, process: RankProcess) -> tuple[str, frozenset[int]]:
+        """What the process has too much of ("": nothing), and which of its ranks is to blame."""
         if self._memory_bytes is not None:
             resident = procs.resident_bytes(process.pid)
             if resident > self._memory_bytes:
                 limit = f"over its memory limit of {self._memory_bytes / 2**20:.0f} MiB"
-                return f"{limit} ({resident / 2**20:.0f} MiB resident)"
-        files = [self._plan.output(rank) for rank in process.ranks]
-        if self._plan.link.threads:
-            files.append(self._plan.shared_output)
-        if any(file.exists() and file.stat().st_size > OUTPUT_LIMIT for file in files):
-            return f"printed more than {OUTPUT_LIMIT >> 20} MiB"
-        return ""
+                whose = "the process of all ranks is " if len(process.ranks) > 1 else ""
+                return f"{whose}{limit} ({resident / 2**20:.0f} MiB resident)", frozenset()
+        text = f"printed more than {OUTPUT_LIMIT >> 20} MiB"
+        for rank in process.ranks:
+            if _size(self._plan.output(rank)) > OUTPUT_LIMIT:
+                return text, frozenset((rank,))
+        return (text if _size(self._plan.shared_output) > OUTPUT_LIMIT else ""), frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
         """Ask for stacks where time ran out, then kill and collect."""
@@ -267,6 +269,10 @@ class Ranks:
             process.reason = reason
             process.stopped = procs.state_of(process.pid) == "T"
         if reason in ("time", "grace"):
+            beats = heartbeat.read(self._plan.pulse)
+            for process in doomed:
+                unended = (rank for rank in process.ranks if not self._plan.end(rank).exists())
+                process.hung = {rank: beats[rank] for rank in unended}
             stacks.ask({p.pid: self._plan.stacks(p.ranks[0]) for p in doomed})
         with self._lock:
             for process in doomed:
@@ -274,6 +280,10 @@ class Ranks:
                     procs.kill(process.pid)
         if reason not in ("time", "grace"):
             self._failed()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _handle_of(pid: int) -> int | None:

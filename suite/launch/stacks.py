@@ -27,6 +27,7 @@ _LAUNCH = str(Path(__file__).resolve().parent)
 
 #: Where a rank's Python code stands while it waits for other ranks.
 _WAITING = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_STANDARD = ("/threading.py", "/queue.py", "/selectors.py", "/contextlib.py")
 _WAITING_FOLDER = str(Path(__file__).resolve().parent.parent / "backends")
 
 
@@ -39,11 +40,17 @@ class Stack:
     @property
     def waits(self) -> bool:
         """Whether the thread stands in a communication call."""
-        for file, _, _ in reversed(self.frames):
-            if file.endswith(("/threading.py", "/queue.py", "/selectors.py", "/contextlib.py")):
-                continue
-            return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
-        return False
+        outside = [file for file, _, _ in self.frames if not file.endswith(_STANDARD)]
+        return bool(outside) and _communicates(outside[-1])
+
+    @property
+    def place(self) -> str:
+        """``in f (file:line)``: the innermost frame, of a waiting thread that of its caller."""
+        frames = [frame for frame in self.frames if not frame[0].endswith(_STANDARD)]
+        if self.waits:
+            frames = [frame for frame in frames if not _communicates(frame[0])] or frames
+        file, line, function = (frames or self.frames)[-1]
+        return f"in {function} ({file}:{line})"
 
     def __str__(self) -> str:
         lines = []
@@ -98,6 +105,10 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
             number = int(match[2]) if match[2].isdigit() else 0
             stacks[thread].append((match[1], number, match[3]))
     return {thread: Stack(_own(frames)) for thread, frames in stacks.items()}, culprit
+
+
+def _communicates(file: str) -> bool:
+    return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
 
 
 def _own(frames: Collection[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
