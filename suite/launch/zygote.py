@@ -17,6 +17,7 @@ It ends, and with it everything that it started, when the parent closes the sock
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -178,7 +179,10 @@ class Zygote:
             raise ZygoteError(f"the zygote did not start in {START_SECONDS:.0f} s")
 
     def _last_output(self) -> str:
-        code = None if self._process is None else self._process.poll()
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1.0)  # the socket closes a little before the process ends
         self._log.seek(0)
         text = self._log.read().decode("utf-8", "replace").strip()
         return f"exit code {code}" + (f", its output ends:\n{text[-_TAIL:]}" if text else "")
