@@ -1,0 +1,88 @@
+# Two images from one file: `rank` holds what a rank needs and nothing else, `judge` holds all.
+#
+#   docker build --target rank  -t shardproof-rank  .
+#   docker build --target judge -t shardproof-judge .
+#
+# Needs no BuildKit.  For a closed network put wheels into wheels/ and extra CA certificates (*.crt)
+# into certificates/; both folders are optional and neither reaches an image.  Where no base image can
+# be pulled, deploy/base-image.sh makes one: --build-arg BASE_IMAGE=shardproof-base.
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+
+# ---- what both images stand on: a user without rights, and a folder of its own for results
+FROM ${BASE_IMAGE} AS base
+RUN useradd --uid 10001 --create-home --shell /bin/sh shardproof \
+ && install -d -o shardproof -g shardproof /results /opt/shardproof
+# UTF-8 for file names; one thread a rank, because ranks outnumber cores.
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 LANG=C.UTF-8 OMP_NUM_THREADS=1 \
+    PYTHONPATH=/opt/shardproof
+WORKDIR /opt/shardproof
+
+# ---- the packages of a rank
+FROM base AS packages
+# pip reads these from its environment: a mirror, or 1 for a network without any index.
+ARG PIP_INDEX_URL
+ARG PIP_NO_INDEX
+ARG TORCH=torch==2.13.0
+# Where builds for CPU only are found; not asked where wheels/ holds a torch.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_FIND_LINKS=/context
+# Globs that match nothing are fine as long as one source is there.
+COPY constraints.txt wheel[s] certificate[s] /context/
+RUN if ls /context/*.crt >/dev/null 2>&1; then \
+        cp /context/*.crt /usr/local/share/ca-certificates/ && update-ca-certificates >/dev/null; \
+    fi
+RUN python3 -m venv /opt/venv \
+ && if [ -e /etc/ssl/certs/ca-certificates.crt ]; then \
+        export PIP_CERT=/etc/ssl/certs/ca-certificates.crt; \
+    fi \
+ && if ! ls /context/torch-*.whl >/dev/null 2>&1 && [ -z "$PIP_NO_INDEX" ]; then \
+        export PIP_EXTRA_INDEX_URL="$TORCH_INDEX"; \
+    fi \
+ && pip install --quiet -c /context/constraints.txt "$TORCH" numpy pydantic PyYAML psutil \
+ && cd /opt/venv/lib/python3*/site-packages/torch \
+ && find bin -type f ! -name torch_shm_manager -delete \
+ && rm -rf test include
+
+# ---- the digits images, taken out of scikit-learn so that a rank does not need it
+FROM packages AS digits
+RUN PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
+    pip install --quiet --no-deps -c /context/constraints.txt scikit-learn
+COPY suite/workloads/data.py /tmp/
+RUN cd /tmp && python -c "import data, pathlib; data.write_digits(pathlib.Path('/digits.npz'))"
+
+FROM base AS runtime
+COPY --from=packages /opt/venv /opt/venv
+COPY --from=digits /digits.npz /opt/venv/share/shardproof/digits.npz
+
+# ---- rank: torch, numpy, pydantic, PyYAML, psutil and the suite
+FROM runtime AS rank
+LABEL shardproof=rank
+COPY suite suite
+COPY impls impls
+COPY scenarios scenarios
+COPY deploy deploy
+USER shardproof
+CMD ["python", "-m", "suite.worker", "--help"]
+
+# ---- what the judge has on top, as the files that installing it adds
+FROM packages AS extras
+COPY pyproject.toml /context/
+RUN PIP_CERT=/etc/ssl/certs/ca-certificates.crt && export PIP_CERT && touch /before && sleep 1 \
+ && python -c "import tomllib; print(*tomllib.load(open('/context/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /wanted \
+ && pip install --quiet -c /context/constraints.txt -r /wanted \
+ && mkdir /extras && cd /opt/venv \
+ && find . ! -type d -cnewer /before -print0 | tar -c --null -T - | tar -x -C /extras
+
+# ---- judge: all of it
+FROM runtime AS judge
+LABEL shardproof=judge
+COPY --from=extras /extras /opt/venv
+COPY suite suite
+COPY impls impls
+COPY scenarios scenarios
+COPY deploy deploy
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN printf '#!/bin/sh\nexec python -m suite "$@"\n' > /usr/local/bin/shardproof \
+ && chmod 755 /usr/local/bin/shardproof
+USER shardproof
+CMD ["shardproof", "--help"]

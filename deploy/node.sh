@@ -1,0 +1,32 @@
+#!/bin/sh
+# What a container of compose.yaml does: deploy/node.sh head|node.
+# Reads NODES, RANKS_PER_NODE, SCENARIO, TIER, EXPRESSION, DEADLINE (seconds a launch may take).
+set -u
+worker() {  # worker RECORDS TORCHRUN_OPTION...
+    records=$1; shift
+    timeout -k 5 "$DEADLINE" torchrun --nproc-per-node "$per_node" --max-restarts 0 "$@" \
+        -m suite.worker $SCENARIO --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge $more
+}
+across="--nnodes $NODES --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id shardproof
+    --rdzv-conf join_timeout=60,last_call_timeout=1"
+per_node=$RANKS_PER_NODE more=
+
+if [ "$1" = node ]; then
+    worker /results/cluster $across
+    # Compose ends everything as soon as one container ends: outlive the head, which judges.
+    trap 'exit 0' TERM INT
+    sleep "$((DEADLINE * 3))" &
+    wait
+    exit 0
+fi
+
+worker /results/cluster $across || echo "the job across nodes ended with code $?"
+if [ "${COMPARE:-yes}" = yes ] && [ -e /results/cluster/plan.json ]; then
+    # The same cases by as many processes in this container alone.
+    per_node=$((NODES * RANKS_PER_NODE)) more=--digests-only
+    worker /results/local --standalone || echo "the local job ended with code $?"
+    set -- --against /results/local
+else
+    set --
+fi
+exec python -m suite.worker --judge /results/cluster "$@" --results /results --prune
