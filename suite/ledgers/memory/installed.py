@@ -1,9 +1,9 @@
 """What the process carries while a memory ledger is open, and nothing of it otherwise.
 
 Three things escape a dispatch mode: ``UntypedStorage.resize_`` does not dispatch (FSDP frees its
-parameters with it), optimizers keep their state to themselves, and DTensor runs every operator once
-more on fakes to learn shapes.  Patches are process-wide, so one installation serves all ledgers (one
-per rank-thread), each of which knows its own storages.
+parameters with it), optimizers keep their state to themselves, and DTensor runs every operator
+once more on fakes to learn shapes.  Patches are process-wide, so one installation serves all
+ledgers (one per rank-thread), each of which knows its own storages.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def watch(module: nn.Module) -> None:
 class _Gathered:
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         for ledger in _active:
-            ledger.claim(module._parameters.values(), "parameters")
+            ledger.in_use(module._parameters.values(), "parameters")
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

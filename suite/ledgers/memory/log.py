@@ -49,7 +49,10 @@ class Storage:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a phase held most: ``bytes`` in all, ``classes`` of them, after ``event``."""
+    """When a phase held most: ``bytes``, what they are by class, and how many events came before.
+
+    For the peak of one class ``bytes`` are those of that class.
+    """
 
     bytes: int
     classes: dict[str, int]
@@ -69,8 +72,8 @@ class Held:
 class MemoryLog:
     """Storages, events ``(storage, its bytes from now on, phase, step)`` and marks of one rank.
 
-    An event of storage -1 only says that another phase began.  A mark ``(name, step, events)`` names
-    a moment by the number of events before it.  Bytes are those of storages, padding included.
+    An event of storage -1 only says that another phase began.  A mark ``(name, step, events)``
+    names a moment by the number of events before it.  Bytes are those of storages, padding and all.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -107,7 +110,7 @@ class MemoryLog:
     def peak(
         self, phase: str, step: int, kind: str | None = None, device: str | None = None
     ) -> Peak:
-        """The most that was held in ``phase`` of ``step``, all classes together or of class ``kind``.
+        """The most that was held in ``phase`` of ``step``, in all or of class ``kind``.
 
         What is live when the phase begins belongs to it.  Set-up has step -1.
 
@@ -133,7 +136,7 @@ class MemoryLog:
         return best
 
     def timeline(self, device: str | None = None) -> Iterator[tuple[int, int, str, dict[str, int]]]:
-        """``(event, step, phase, bytes by class after it)`` of every event that the classes count."""
+        """``(event, step, phase, bytes by class after it)`` of every event."""
         kinds = self.classes()
         sizes: dict[int, int] = {}
         levels = dict.fromkeys(CLASSES, 0)

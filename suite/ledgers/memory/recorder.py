@@ -2,10 +2,10 @@
 
 A dispatch mode sees the storage of every operator's result; a weak reference to the storage tells
 when its last user let go; :mod:`~suite.ledgers.memory.installed` catches what does not dispatch.
-Nothing is looked up twice: an event is appended and judged later (:mod:`~suite.ledgers.memory.log`).
+Events are only appended here and judged later, by :mod:`~suite.ledgers.memory.log`.
 
-The mode belongs to the thread that enters it, so rank-threads have a ledger each, and work that one
-of them does for all under ``_disable_current_modes`` is nobody's.  Autograd's device threads inherit
+The mode belongs to the thread that enters it, so rank-threads have a ledger each, and what one of
+them does for all under ``_disable_current_modes`` is nobody's.  Autograd's device threads inherit
 it.  Not seen: temporaries inside a C++ kernel, allocators' rounding, threads that a rank starts.
 Under :class:`FakeTensorMode` enter the ledger *inside* it; only its fakes are counted, as if real.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from suite.ledgers.memory import installed
+from suite.ledgers.memory import installed, operators
 from suite.ledgers.memory.log import LABELS, MemoryLog, Origin, Storage
 
 if TYPE_CHECKING:
@@ -31,14 +31,10 @@ if TYPE_CHECKING:
 
 _PIECE_LABELS = {"optimizer": "optimizer_state"}
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-
-# What an operator's results may be.  VIEW: storages of its inputs, never looked at.
-# FRESH: new ones, though the schema says that they alias an input.  WAIT: its fake kernel allocates.
-_VIEW, _FRESH, _WAIT, _SENDS, _OTHER = range(5)
-_kinds: dict[Any, int] = {}
+_devices: dict[torch.device, str] = {}
 
 
-class _Ref(weakref.ref):  # type: ignore[type-arg]
+class _Ref(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage that knows its place in the log and its last known size."""
 
     __slots__ = ("index", "key", "size")
@@ -50,9 +46,9 @@ class _Ref(weakref.ref):  # type: ignore[type-arg]
 class MemoryLedger(TorchDispatchMode):
     """The open log of one rank: ``with MemoryLedger(phase) as ledger: ...``, once.
 
-    ``phase()`` names the phase of the moment (``setup|forward|backward|update|observe``), ``unit()``
-    the unit of the model that computes; both are called on the rank's own threads only.  Set
-    :attr:`step` before each step (-1 is set-up).
+    ``phase()`` names the phase of the moment (``setup|forward|backward|update|observe``) and
+    ``unit()`` the unit of the model that computes; both are called on the rank's own threads only.
+    Set :attr:`step` before each step (-1 is set-up).
     """
 
     def __init__(self, phase: Callable[[], str], unit: Callable[[], str] | None = None) -> None:
@@ -121,10 +117,11 @@ class MemoryLedger(TorchDispatchMode):
         """Label live storages by what is seen to lie in them; call it at every observation.
 
         ``pieces`` are what ``local_state`` returns, by kind (also ``"masters"``).  Slots named
-        ``*.master...`` and what an optimizer updates but no module holds are masters.  Optimizers of
-        torch that stepped on this thread are known already.  Returns the pieces that lie in no
+        ``*.master...`` and what an optimizer updates but no module holds are masters.  Optimizers
+        of torch that stepped on this thread are known already.  Returns the pieces that lie in no
         storage of the rank, because they were computed for the observation.
         """
+        self._turn()
         unmatched = []
         for kind, of_kind in (pieces or {}).items():
             label = _PIECE_LABELS.get(kind, kind)
@@ -151,25 +148,27 @@ class MemoryLedger(TorchDispatchMode):
     def claim(self, tensors: Iterable[Tensor | None], label: str, weak: bool = False) -> bool:
         """Label the storages of ``tensors``; of two labels the first in ``LABELS`` stays.
 
-        ``weak`` labels only what has none.  Returns whether all of them lie in storages of the rank.
+        ``weak`` labels only what has none.  Returns whether all lie in storages of the rank.
         """
         matched = True
         for tensor in tensors:
             for part in self._countable(tensor) if tensor is not None else ():
-                storage = self.log.storages[self._ref(part).index]
-                matched &= storage.origin != "observed"
-                current = storage.label
-                if current is None or (not weak and LABELS.index(label) < LABELS.index(current)):
-                    storage.label = label
+                storage = part.untyped_storage()
+                ref = self._known.get(id(storage)) or self._born(part, storage, "", "before")
+                matched &= self._label(ref, label, weak)
         return matched
 
-    def touch(self, tensors: Iterable[Tensor]) -> None:
-        """``tensors`` went into a process group; those that this rank does not know are another's."""
+    def in_use(self, tensors: Iterable[Tensor | None], label: str) -> None:
+        """Label ``tensors`` of a rank in this process; those of another rank are not known here."""
         for tensor in tensors:
-            for part in self._countable(tensor):
-                ref = self._known.get(id(part.untyped_storage()))
-                if ref is not None:
-                    self.log.storages[ref.index].communicated = True
+            for ref in self._refs(tensor) if tensor is not None else ():
+                self._label(ref, label)
+
+    def touch(self, tensors: Iterable[Tensor]) -> None:
+        """``tensors`` of a rank in this process went into a process group."""
+        for tensor in tensors:
+            for ref in self._refs(tensor):
+                self.log.storages[ref.index].communicated = True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` has another size now."""
@@ -183,52 +182,61 @@ class MemoryLedger(TorchDispatchMode):
 
     # ---------------------------------------------------------------------------- the mode
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that wrapper costs as much as the rest of the mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for cls in types:
             # Wrappers (DTensor) go first and come back here as the tensors that they hold.
             if cls is not FakeTensor and cls.__torch_dispatch__ is not _NO_DISPATCH:
                 return NotImplemented
-        kind = _kinds.get(func)
-        if kind is None:
-            kind = _kinds[func] = _kind(func)
-        if kind == _WAIT and self.fakes:
+        kind, name = operators.KNOWN.get(func) or operators.learn(func)
+        if kind == operators.WAIT and self.fakes:
             return args[0]
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if kind == _VIEW:
+        if kind == operators.VIEW:
             return result
         self._turn()
-        given = () if kind == _FRESH else (args, kwargs)
-        if isinstance(result, Tensor):
-            self._see(result, func, given)
-        elif isinstance(result, (list, tuple)):
-            for item in _tensors(result):
-                self._see(item, func, given)
-        if kind == _SENDS:
-            self.touch(_tensors((args, kwargs, result)))
+        if kind == operators.IN_PLACE:
+            return result
+        for tensor in (result,) if isinstance(result, Tensor) else operators.tensors(result):
+            for part in self._countable(tensor):
+                storage = part.untyped_storage()
+                ref = self._known.get(id(storage))
+                if ref is None:
+                    given = kind == operators.EITHER and self._given(storage, args, kwargs)
+                    self._born(part, storage, name, "before" if given else "own")
+                elif ref.size != (size := storage.nbytes()):
+                    self._size(ref, size)
+        if kind == operators.SENDS:
+            self.touch(operators.tensors((args, kwargs, result)))
         return result
 
-    def _see(self, tensor: Tensor, func: Any, given: Any) -> None:
-        for part in self._countable(tensor):
-            storage = part.untyped_storage()
-            ref = self._known.get(id(storage))
-            if ref is None:
-                before = any(
-                    storage is other.untyped_storage()
-                    for source in _tensors(given)
-                    for other in self._countable(source)
-                )
-                self._born(part, storage, str(func), "before" if before else "own")
-            elif ref.size != (size := storage.nbytes()):
-                self._size(ref, size)
+    def _given(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
+        """Whether ``storage`` was the operator's input, so that the operator did not make it."""
+        return any(
+            storage is part.untyped_storage()
+            for tensor in operators.tensors((args, kwargs))
+            for part in self._countable(tensor)
+        )
 
-    def _ref(self, tensor: Tensor) -> _Ref:
-        storage = tensor.untyped_storage()
-        return self._known.get(id(storage)) or self._born(tensor, storage, "", "before")
+    def _refs(self, tensor: Tensor) -> Iterator[_Ref]:
+        for part in self._countable(tensor):
+            ref = self._known.get(id(part.untyped_storage()))
+            if ref is not None:
+                yield ref
+
+    def _label(self, ref: _Ref, label: str, weak: bool = False) -> bool:
+        storage = self.log.storages[ref.index]
+        current = storage.label
+        if current is None or (not weak and LABELS.index(label) < LABELS.index(current)):
+            storage.label = label
+        return storage.origin != "observed"
 
     def _born(
         self, tensor: Tensor, storage: torch.UntypedStorage, operation: str, origin: Origin
     ) -> _Ref:
-        self._turn()
         phase, step = self._now
         if origin == "own" and phase == "observe":
             origin = "observed"
@@ -237,7 +245,10 @@ class MemoryLedger(TorchDispatchMode):
         ref = _Ref(storage, self._freed)
         ref.index, ref.key, ref.size = len(self.log.storages), id(storage), -1
         unit = self._unit() if self._unit is not None else ""
-        device = "file" if operation.startswith("aten.from_file") else str(tensor.device)
+        where = tensor.device
+        device = _devices.get(where) or _devices.setdefault(where, str(where))
+        if operation.startswith("aten.from_file"):
+            device = "file"
         self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
         self._known[ref.key] = ref
         self._size(ref, storage.nbytes())
@@ -264,7 +275,10 @@ class MemoryLedger(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return (tensor,) if tensor.fake_mode is self._fake_mode else ()
         if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
-            return _inner(tensor)
+            names, _ = (
+                tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), 0)
+            )
+            return [part for name in names for part in self._countable(getattr(tensor, name))]
         if self.fakes or tensor.device.type == "meta":
             return ()
         if tensor.layout is torch.strided:

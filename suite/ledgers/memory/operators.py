@@ -1,0 +1,70 @@
+"""What is known of torch's operators: whether a result can be a new storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Results lie in the inputs' storages: never looked at.
+VIEW = 0
+#: Writes into its inputs and leaves their storages as they are.
+IN_PLACE = 1
+#: New storages.
+FRESH = 2
+#: Can be either, or can resize.
+EITHER = 3
+#: The arguments go into a process group.
+SENDS = 4
+#: Returns its input, of which the fake kernel makes a copy.
+WAIT = 5
+
+# Views that their schemas do not declare.
+_UNDECLARED = ("aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_chunk")
+
+#: Kind and name of the operators met so far.
+KNOWN: dict[Any, tuple[int, str]] = {}
+
+
+def learn(operator: Any) -> tuple[int, str]:
+    """Kind (one of the above) and name, from now on in :data:`KNOWN`."""
+    name = str(operator)
+    KNOWN[operator] = found = (_kind(operator, name), name)
+    return found
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def _kind(operator: Any, name: str) -> int:
+    if name.startswith("_c10d_functional.wait_tensor"):
+        return WAIT
+    if name.startswith(("c10d.", "_c10d_functional.")):
+        return SENDS
+    if name.startswith(_UNDECLARED):
+        return EITHER
+    if name.startswith(("aten.lift_fresh", "aten.set_.")):
+        return FRESH  # declared as a view: what torch.tensor made; a storage made in Python
+    aliases = [result.alias_info for result in operator._schema.returns]
+    # reshape and its like reach a mode in inference mode only; they say "view" and may copy.
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
+        return EITHER
+    if not any(aliases):
+        return FRESH
+    if not all(aliases):
+        return EITHER
+    if not any(alias.is_write for alias in aliases):
+        return VIEW
+    stays = name.split(".")[1].endswith("_") and not name.startswith("aten.resize_")
+    return IN_PLACE if stays else EITHER
