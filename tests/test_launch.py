@@ -424,6 +424,18 @@ def test_a_zygote_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
         zygote.wait_ready()
 
 
+def test_a_preloaded_module_must_not_start_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "threading.Thread(target=time.sleep, args=[99], daemon=True)"
+    code = f"import threading, time\n{thread}.start()"
+    (tmp_path / "starts_a_thread.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = "2 threads after importing starts_a_thread"
+    with Zygote(["starts_a_thread"]) as zygote, pytest.raises(ZygoteError, match=said):
+        await_end(zygote, zygote.submit("starts_a_thread:x", {}))
+
+
 def test_no_jobs() -> None:
     with pytest.raises(ValueError, match="at least 1 job"):
         Pool(0)

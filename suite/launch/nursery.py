@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -95,9 +96,7 @@ class _Server:
     def _load(self) -> None:
         try:
             _import_all()
-            threads = procs.thread_count()
-            if threads != 1:
-                raise RuntimeError(f"{threads} threads after importing torch; forking needs 1")
+            _check_threads("torch")
         except Exception:
             self._send({"failed": traceback.format_exc()})
             raise
@@ -120,6 +119,11 @@ class _Server:
         except Exception:  # noqa: BLE001 - told by the leader
             traceback.print_exc()
         _settle_memory()
+        try:
+            _check_threads(module)
+        except RuntimeError as error:
+            self._send({"failed": str(error)})
+            raise
 
     def _fork(self, message: dict[str, Any]) -> None:
         output = os.memfd_create("leader")
@@ -141,6 +145,10 @@ class _Server:
                 signal.signal(signum, signal.SIG_DFL)
             procs.die_with_parent(parent)
             procs.become_subreaper()
+            # A core file of torch's size takes seconds to write, and nobody reads it.
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+            )
             os.dup2(output, 1)
             os.dup2(output, 2)
             self._connection.close()
@@ -195,6 +203,12 @@ def _import_all() -> None:
     for module in LAZY_MODULES:
         importlib.import_module(module)
     _settle_memory()
+
+
+def _check_threads(module: str) -> None:
+    threads = procs.thread_count()
+    if threads != 1:
+        raise RuntimeError(f"{threads} threads after importing {module}; forking is safe with 1")
 
 
 def _settle_memory() -> None:
