@@ -1,9 +1,11 @@
-"""Where ranks talk: each backend is one of ``torch.distributed``, so native systems run unchanged."""
+"""Where ranks talk: every backend is a torch.distributed one, so native systems run unchanged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.distributed import Store
 
 from suite.backends import gloo, in_memory
 from suite.backends.base import listen
@@ -36,7 +38,7 @@ def join(
     backend: str | Backend,
     rank: int,
     world: int,
-    rendezvous: Path,
+    rendezvous: Path | Store,
     timeout_s: float,
     ledgers: bool,
     hub: Hub | None = None,
@@ -44,7 +46,8 @@ def join(
 ) -> None:
     """Initialise the default process group for this rank (a thread or a process).
 
-    ``rendezvous`` is a file that does not exist yet, the same for all ranks (unused by threads);
+    ``rendezvous`` is a file that does not exist yet, or a store, the same for all ranks (unused by
+    threads);
     ``hub`` is shared by the threads of ``in_memory``.  With ``ledgers`` the rank's log and traffic
     ledger are ``phases.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an
     unknown backend or a missing or misfitting hub.

@@ -331,7 +331,7 @@ class GroupBase(dist.ProcessGroup):
         input_splits: list[int] | None = None,
         *args: Any,
     ) -> Handle:
-        """Send the r-th part of ``input`` to rank r: rows, equal in number unless splits are given."""
+        """Send the r-th part of ``input`` to rank r: rows, equally many unless splits say."""
         given = (output, input, output_splits or [], input_splits or [], *args)
         inputs = rows(input, input_splits, self._size)
         outputs = rows(output, output_splits, self._size)

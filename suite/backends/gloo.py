@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -69,18 +70,24 @@ class LoggedGloo(GroupBase):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         super().__init__(rank, size, timeout)
-        self.native = _NATIVE(store, rank, size, timeout=timeout)
+        self.backend = _NATIVE(store, rank, size, timeout=timeout)
+        # The same two storeys as torch builds: calls go through its dispatcher to the backend.
+        self.native: Any = dist.ProcessGroup(store, rank, size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self.native._set_default_backend(kind)
+        for device in dist.Backend.backend_capability["gloo"]:
+            self.native._register_backend(torch.device(device), kind, self.backend)
         if self.weather is not None:
             self.transform = self.weather.skew(rank)
 
     @property
     def options(self) -> Any:
-        """The native group's options; torch writes the global ranks into them."""
-        return self.native.options
+        """gloo's options; torch writes the global ranks into them."""
+        return self.backend.options
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        ranks = tuple(self.native.options.global_ranks_in_group)
+        ranks = tuple(self.backend.options.global_ranks_in_group)
         return ranks or tuple(range(self._size))
 
     def _start(self, request: Request) -> Handle:
@@ -97,18 +104,26 @@ class LoggedGloo(GroupBase):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        self.native._set_default_timeout(timeout)
+        self.backend._set_default_timeout(timeout)
 
     _set_timeout = set_timeout
 
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self.native._set_group_name(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        super()._set_group_desc(description)
+        self.native._set_group_desc(description)
+
     def _set_sequence_number_for_group(self) -> None:
-        self.native._set_sequence_number_for_group()
+        self.backend._set_sequence_number_for_group()
 
     def _get_sequence_number_for_group(self) -> int:
-        return int(self.native._get_sequence_number_for_group())
+        return int(self.backend._get_sequence_number_for_group())
 
     def _get_backend(self, device: Any) -> Any:
-        return self.native
+        return self.backend
 
     def abort(self) -> None:
         """Cut all connections."""

@@ -42,7 +42,7 @@ _SETUP = threading.Lock()
 class RankFuture(torch.futures.Future):
     """A future that its own rank's thread completes: when asked, or at the end of backward.
 
-    C++ callers that block on it would never be answered; the only one (DDP's reducer, in the last
+    C++ callers that block on it would never be answered; the only one (DDP's reducer, in a last
     callback of a backward pass) finds it complete, or never gets there because completing it
     raised.
     """
@@ -131,6 +131,8 @@ class _Handle(Handle):
     def _future(self) -> RankFuture:
         future = RankFuture(self._value)
         self._given.append(future)
+        if world.reduces_after_backward():
+            self._backward_ended()
         return future
 
     def _backward_ended(self) -> None:

@@ -1,7 +1,7 @@
 """Bad weather on request: late results, poisoned buffers, ranks out of step.
 
-Correct programs are not affected: they look at a result only after waiting for it, and never rely on
-who comes first.  Each kind makes a race show every time instead of one time in a thousand.
+Correct programs are not affected: they look at a result only after waiting for it, and never rely
+on who comes first.  Each kind makes a race show every time instead of one time in a thousand.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from suite.backends.request import Request
 class Weather:
     """What to do to every call.
 
-    ``delay``: results appear only where the program waits for them (``in_memory``).  ``poison``: receive
-    buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept aside.
-    ``skew_s``: each rank sleeps up to this long before some of its calls, drawn from ``seed`` and rank.
+    ``delay``: results appear only where the program waits for them (``in_memory``).  ``poison``:
+    receive buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept
+    aside.  ``skew_s``: each rank sleeps up to this long before some of its calls, drawn from
+    ``seed`` and rank.
     """
 
     delay: bool = False
