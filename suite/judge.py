@@ -99,6 +99,8 @@ def broken_leader(case: Case, ended: Ended) -> dict[str, Any]:
         verdict, text = "crash", f"the judging process died of signal {ended.signal}"
     else:
         verdict, text = "crash", f"the judging process ended with exit code {ended.exit_code}"
+    if ended.output.strip():
+        text += f": {ended.output.strip()[-800:]}"
     result = _expected(case, verdict, text)
     result["seconds"] = ended.seconds
     return result

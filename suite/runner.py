@@ -40,12 +40,12 @@ def run_cases(
         raise ValueError("two cases share one id")
     started: set[str] = set()
     begin = time.monotonic()
-    with _workspace() as space, Pool(jobs) as pool:
+    with _workspace() as space, Pool(jobs, preload=("suite.judge",)) as pool:
         cache = space / "oracles"
         cache.mkdir()
 
         def payloads() -> Iterable[tuple[str, dict[str, Any], float]]:
-            for number, case in enumerate(_oracle_order(cases)):
+            for number, case in enumerate(cases):
                 if stop_after is not None and time.monotonic() - begin > stop_after:
                     return
                 started.add(case.id)
@@ -85,10 +85,6 @@ def _collect(case: Case, workdir: Path, ended: Any) -> Result:
 
     return broken_leader(case, ended)
 
-
-def _oracle_order(cases: Sequence[Case]) -> list[Case]:
-    """Cases that share an oracle next to each other would train it twice at once: keep them apart."""
-    return list(cases)
 
 
 class _workspace:

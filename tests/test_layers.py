@@ -9,16 +9,16 @@ ROOT = Path(__file__).parents[1]
 
 #: Layers from the bottom up; a module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
-    {"version", "contract", "comm", "formulas", "errors", "case"},
+    {"version", "contract", "comm", "formulas", "errors", "case", "verdicts"},
     {"oracle", "optimizers", "workloads", "ledgers", "backends", "registry"},
-    {"checks", "evidence", "kills", "scenarios", "campaign"},
-    {"launch", "rank_program", "judge", "runner", "results", "worker", "cluster"},
-    {"cli", "report", "__main__", "__init__"},
+    {"checks", "evidence", "kills", "scenarios", "campaign", "calibrate"},
+    {"launch", "rank_program", "judge", "runner", "results", "budget", "gathered", "worker", "cluster"},
+    {"cli", "report", "__main__", "__init__", "catalogue", "execute", "progress", "selection"},
 ]
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.
 EXCEPTIONS = {
     ("formulas", "workloads"),  # facts_of(case) asks the workload for its shapes
-    ("backends", "launch"),  # the heartbeat is written where calls are made
+    ("oracle", "launch"),  # its cache is written in the ranks' own packing format
 }
 ALLOWED_FOR_IMPLEMENTATIONS = ("suite.contract", "suite.comm")
 #: Strategy files that may import other strategies.
