@@ -61,7 +61,7 @@ def succeed(body: Body, world: int, **options: Any) -> list[Any]:
 
 
 def processes(body: Body, world: int, folder: Path, ledgers: bool, timeout_s: float = 20.0) -> Any:
-    """Run ``body`` on forked gloo ranks; returns what each returned (JSON), raises on any failure."""
+    """Run ``body`` on forked gloo ranks; what each returned (JSON); raises on any failure."""
     children = []
     for rank in range(world):
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Backend-neutral checks: ``check(rank, world)`` uses torch.distributed only and asserts the outcome.
+"""Backend-neutral checks: ``check(rank, world)`` uses torch.distributed only and asserts.
 
 Each compares with what one process computes.  Values are small integers, hence exact in any order,
 unless a model is trained.  ``NEUTRAL`` lists all; ``STRICTER`` what gloo cannot do.

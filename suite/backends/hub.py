@@ -49,6 +49,11 @@ class Pending:
     source: int = -1
 
     @property
+    def mismatched(self) -> bool:
+        """Whether the ranks that came differ; told once all have come, or none can any more."""
+        return not self.is_exchange and len({_signature(r) for r in self.posts.values()}) > 1
+
+    @property
     def is_exchange(self) -> bool:
         """Whether this is a send or a receive."""
         return self.number < 0
@@ -171,12 +176,11 @@ class Hub:
             pending = shared.calls.setdefault(number, Pending(shared, number))
             pending.posts[rank] = request
             self._last[shared.ranks[rank]] = request.text()
-            first = next(iter(pending.posts.values()))
-            if _signature(first) != _signature(request):
-                self._fail(CollectiveMismatch(_mismatch(pending)))
-                self._raise_failure()
             complete = len(pending.posts) == len(shared.ranks)
             if complete:
+                if pending.mismatched:
+                    self._fail(CollectiveMismatch(_mismatch(pending)))
+                    self._raise_failure()
                 del shared.calls[number]
         if complete:
             self._carry_out(pending)
@@ -224,7 +228,9 @@ class Hub:
                 while not pending.done:
                     self._raise_failure()
                     left = deadline - time.monotonic()
-                    if left <= 0:
+                    if left <= 0 and pending.mismatched:
+                        self._fail(CollectiveMismatch(_mismatch(pending)))
+                    elif left <= 0:
                         self._fail(PeerTimeout(self._timed_out(rank, pending, limit)))
                     else:
                         self._wakers[rank].wait(left)
@@ -283,7 +289,9 @@ class Hub:
         if pending.done or (pending.is_exchange and request.peer is None):
             return
         gone = [r for r in pending.missing() if r in self._ended]
-        if gone:
+        if gone and pending.mismatched:
+            self._fail(CollectiveMismatch(_mismatch(pending)))
+        elif gone:
             who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
             text = f"{who} ended without joining {pending.call(rank)}, where rank {rank} waits"
             self._fail(RankEnded(text, gone[0]))
@@ -294,6 +302,10 @@ class Hub:
         if not live or self.failure is not None:
             return
         if any(rank not in self._waiting or self._waiting[rank].done for rank in live):
+            return
+        mismatched = next((p for p in self._waiting.values() if p.mismatched), None)
+        if mismatched is not None:
+            self._fail(CollectiveMismatch(_mismatch(mismatched)))
             return
         lines = [
             f"rank {rank} waits in {self._waiting[rank].call(rank)} for "
