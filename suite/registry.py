@@ -170,7 +170,7 @@ def _import(name: str, module: str, local: bool = False) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BrokenImplementation(
             name, f"cannot be imported: {type(error).__name__}: {error}"
         ) from error

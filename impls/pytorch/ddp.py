@@ -36,7 +36,7 @@ from impls.reference.parts.optimizer import (
     slot_pieces,
 )
 from impls.reference.parts.options import at_least, parse_options
-from impls.reference.parts.state import load_state
+from impls.reference.parts.state import broadcast_tensors, load_state
 from suite.comm import Mesh
 from suite.contract import (
     Batch,
@@ -123,6 +123,8 @@ class PyTorchDDP(Implementation):
         if state is not None:
             load_state(self.module, state)
         self.comm = mesh.comm("replicate")
+        if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
+            broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
         self.build, self.spec = build, optimizer
         self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -137,7 +139,7 @@ class PyTorchDDP(Implementation):
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
-            broadcast_buffers=self.options.broadcast_buffers,
+            **({} if self.options.broadcast_buffers else {"broadcast_buffers": False}),
         )
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
