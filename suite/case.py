@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +55,8 @@ class Case:
     steps: int = 3
     tier: Literal["quick", "full"] = "quick"
     expect: Mapping[str, Any] = field(default_factory=dict)
+    #: Step (as text) -> ranks that take part from that step on; empty: all ranks, always.
+    membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deadline: float = 60.0
     ledgers: bool = True
     xfail: str | None = None
@@ -82,6 +85,8 @@ class Case:
         fields["workload"] = WorkloadSpec(**workload)
         fields["optimizer"] = optimizer_from_dict(fields["optimizer"])
         fields["checks"] = tuple(fields["checks"])
+        members = fields.get("membership", {})
+        fields["membership"] = {step: tuple(ranks) for step, ranks in members.items()}
         return cls(**fields)
 
     def oracle_key(self, buffers: str) -> str:
@@ -96,6 +101,25 @@ class Case:
             "buffers": buffers,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def data_shares(
+    mesh: Mapping[str, int], ranks: Sequence[int], workers: Collection[int]
+) -> dict[int, int]:
+    """Which share of the global batch each worker gets: rank -> index, over ``max + 1`` shares.
+
+    ``ranks`` fill the grid ``mesh`` in order, the last axis innermost.  Ranks that differ only on
+    axes that are no data axes share one; shares are numbered in the order of the data axes, over
+    those that have a worker.
+    """
+    spots = itertools.product(*(range(n) for n in mesh.values()))
+    keys = {
+        rank: tuple(c for axis, c in zip(mesh, spot, strict=True) if axis in DATA_AXES)
+        for rank, spot in zip(ranks, spots, strict=True)
+        if rank in workers
+    }
+    order = sorted(set(keys.values()))
+    return {rank: order.index(key) for rank, key in keys.items()}
 
 
 def optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerSpec:

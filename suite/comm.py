@@ -147,29 +147,39 @@ class Mesh:
     ``Mesh({"replicate": 2, "shard": 3})`` is made by every rank of the default group, which must have
     as many ranks as the axes multiply to.  All groups are created here, by all ranks, in one order.
     ``joint`` names axes whose ranks together need one group, e.g. ``(("replicate", "shard"),)``.
+    ``ranks`` (default: all) are those on the grid, in its order; the others make the mesh as well,
+    because groups are made by all, but are not part of it (``coordinate`` is empty).
     """
 
     def __init__(
-        self, axes: Mapping[str, int], joint: Sequence[tuple[str, ...]] = (), device: str = "cpu"
+        self,
+        axes: Mapping[str, int],
+        joint: Sequence[tuple[str, ...]] = (),
+        device: str = "cpu",
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.axes = dict(axes)
         world = math.prod(self.axes.values())
-        if world != dist.get_world_size():
+        #: The default group's numbers of the ranks on this mesh.
+        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if world != len(self.ranks):
             shape = " x ".join(f"{a}={n}" for a, n in self.axes.items())
-            raise ValueError(f"mesh {shape} has {world} ranks, the group {dist.get_world_size()}")
+            raise ValueError(f"mesh {shape} has {world} ranks, the group {len(self.ranks)}")
         self.device = device
         self.world = world
         self.rank = dist.get_rank()
         #: Global ranks, one grid dimension per axis; every group is an index expression into it.
-        self.grid = _grid(list(range(world)), list(self.axes.values()))
+        self.grid = _grid(list(self.ranks), list(self.axes.values()))
         self.coordinate = self._locate()
         self.device_mesh = DeviceMesh(device, self.grid, mesh_dim_names=tuple(self.axes))
-        self._comms = {
-            (axis,): Comm(self.device_mesh.get_group(axis), axis) for axis in self.axes
-        }
-        for names in joint:
-            if len(names) > 1 and names not in self._comms:
-                self._comms[names] = Comm(self._joint_group(names), "+".join(names))
+        self._comms: dict[tuple[str, ...], Comm] = {}
+        if self.coordinate:
+            for axis in self.axes:
+                self._comms[(axis,)] = Comm(self.device_mesh.get_group(axis), axis)
+        for names in dict.fromkeys(names for names in joint if len(names) > 1):
+            group = self._joint_group(names)
+            if group is not None:
+                self._comms[names] = Comm(group, "+".join(names))
 
     def size(self, *axes: str) -> int:
         """Number of ranks along ``axes`` (absent axes count 1)."""
@@ -184,16 +194,19 @@ class Mesh:
             raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
 
     def _locate(self) -> dict[str, int]:
-        rest, coordinate = self.rank, {}
+        if self.rank not in self.ranks:
+            return {}
+        rest, coordinate = self.ranks.index(self.rank), {}
         for axis, n in reversed(self.axes.items()):
             rest, coordinate[axis] = divmod(rest, n)
         return {axis: coordinate[axis] for axis in self.axes}
 
-    def _joint_group(self, names: tuple[str, ...]) -> dist.ProcessGroup:
-        """Create the groups along ``names`` for every coordinate of the other axes."""
+    def _joint_group(self, names: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Create the groups along ``names`` for every coordinate of the other axes; ours."""
         order = list(self.axes)
         members: dict[tuple[int, ...], list[int]] = {}
-        for rank, spot in enumerate(itertools.product(*(range(n) for n in self.axes.values()))):
+        spots = itertools.product(*(range(n) for n in self.axes.values()))
+        for rank, spot in zip(self.ranks, spots, strict=True):
             key = tuple(c for axis, c in zip(order, spot, strict=True) if axis not in names)
             members.setdefault(key, []).append(rank)
         mine = None
@@ -201,7 +214,6 @@ class Mesh:
             group = dist.new_group(ranks)
             if self.rank in ranks:
                 mine = group
-        assert mine is not None
         return mine
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
     from suite.comm import Mesh
 
+#: Version of this contract.  It grows when an implementation written for the one before could be
+#: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.
+CONTRACT = 1
+
 Point = Literal["gradients_final", "after_clip", "after_update"]
 POINTS: tuple[Point, ...] = ("gradients_final", "after_clip", "after_update")
 
@@ -34,6 +38,7 @@ KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
 
 #: Called by the implementation inside ``step`` at each :data:`Point`, once per step and in order.
 #: Traffic inside the call is not counted.  ``after_clip`` is skipped where nothing is clipped.
+#: A system that owns its whole step calls it from hooks; it may come from inside foreign code.
 Observe = Callable[[Point], None]
 
 
@@ -111,6 +116,16 @@ class Build(Protocol):
         receive it from a rank that did.  The module is called as ``module(inputs) -> outputs``.
         """
 
+    def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
+        """The part of ``module`` (this build's) that computes units ``start`` to ``stop - 1``.
+
+        What comes before the first unit belongs to the part that starts at 0, what comes after the
+        last to the part that stops at ``len(units)``; parts chained in order compute what it
+        computes.  A part is called with the inputs, or with the one tensor that the part before
+        returned.  It holds the same parameter objects under the same names; a tensor that is tied
+        over parts stands in each of them, under the name that it has there.
+        """
+
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """Scalar ``sum(micro.weights * token_loss(outputs, micro.targets))``; differentiable."""
 
@@ -153,11 +168,13 @@ class Batch:
 class StepResult:
     """What ``step`` returns.
 
-    ``loss`` is this rank's detached share (the ranks' shares sum to the global loss); ``norm`` the
-    global L2 gradient norm before clipping (``None`` if nothing was clipped).
+    ``loss`` is the detached share of this rank's data coordinate (the shares of all coordinates sum
+    to the global loss), ``None`` on a rank that never learns it (a pipeline's other stages, a
+    server); ranks of one coordinate that know it must agree.  ``norm`` is the global L2 gradient
+    norm before clipping (``None`` if nothing was clipped).
     """
 
-    loss: Tensor
+    loss: Tensor | None
     norm: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -167,9 +184,15 @@ class Piece:
     """A part of one named tensor that this rank holds.
 
     Give ``slices`` (one ``(start, stop)`` per dimension of ``global_shape``) or ``flat_range``
-    (``(start, stop)`` in the flattened tensor).  ``replica`` tells copies of one part apart:
-    within one replica every element must be owned exactly once over all ranks.
-    Optimizer slots are named ``"<parameter>.<slot>"`` with torch's slot names.
+    (``(start, stop)`` in the flattened tensor).  A rank gives several pieces of one name where what
+    it holds is no single block (the query, key and value rows of a fused projection).
+
+    ``replica`` numbers the copies of *this name*: within one replica every element must be owned
+    exactly once over all ranks, and names may have different numbers of copies (under tensor
+    parallelism a norm has as many as there are tensor ranks, a split weight one).
+    Optimizer slots are named ``"<parameter>.<slot>"`` with torch's slot names.  A slot that is one
+    number for a whole parameter (Adam's ``step``) is given by every rank that keeps one, whole, as
+    a replica numbered by that rank.
     """
 
     name: str
@@ -184,6 +207,21 @@ class Piece:
         """The piece of a rank that holds all of ``tensor``."""
         shape = tuple(tensor.shape)
         return cls(name, shape, tensor, slices=tuple((0, n) for n in shape), replica=replica)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One update in a system without a common step: what a replay needs to compute it again.
+
+    ``order`` is the place in the sequence of all updates (from 0); ``worker`` the data coordinate
+    whose gradient was applied, computed on its batch of ``step`` (whose learning rate the update
+    uses, too) from the parameters as they were after ``version`` updates.
+    """
+
+    order: int
+    worker: int
+    step: int
+    version: int
 
 
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
@@ -204,6 +242,13 @@ PROFILES: dict[str, frozenset[str]] = {
             "overlap",
         }
     ),
+    "zero1": frozenset({"clipping", "accumulation", "initial_broadcast", "sharded_optimizer"}),
+    "pipeline": frozenset({"clipping", "accumulation", "stages"}),
+    "fsdp_tensor": frozenset(
+        {"clipping", "accumulation", "sharded_parameters", "sharded_optimizer", "tensor"}
+    ),
+    "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
+    "elastic_ddp": frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
 }
 
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
@@ -219,6 +264,13 @@ class Capabilities:
 
     ``features`` are checked against :data:`PROFILES`; ``declines`` maps traits that lie outside the
     profile to the reason why they are not supported (such cases become ``skip``).
+
+    ``backends`` leaves out those on which it cannot run: a system with state in module globals
+    cannot have ranks that are threads.  ``points`` are those that every step reaches on every rank;
+    a system without a common step has no moment at which gradients are final.  ``exactness`` and
+    ``oracle`` belong together: ``plain`` compares with single-process training, ``emulated`` with
+    one that imitates the declared loss of precision, ``replay`` with one that repeats
+    :meth:`Implementation.events`.
     """
 
     axes: tuple[str, ...] = ("replicate",)
@@ -229,6 +281,7 @@ class Capabilities:
     oracle: Literal["plain", "emulated", "replay"] = "plain"
     buffers: BufferRule = "rank0"
     initial_state: Literal["rank0", "everywhere"] = "rank0"
+    points: tuple[Point, ...] = ("gradients_final", "after_update")
     features: frozenset[str] = frozenset()
     declines: Mapping[str, str] = field(default_factory=dict)
 
@@ -242,6 +295,16 @@ class Implementation(ABC):
     @abstractmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """What this implementation can do with ``options``.  Raise :class:`Refused` for bad ones."""
+
+    @classmethod
+    def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> str:
+        """``"worker"`` for ranks that get data, any other word for those that do not.
+
+        The global batch is cut over the workers, in rank order along the data axes; a rank of
+        another role gets batches without windows.  Raise :class:`Refused` where the world cannot
+        be divided into roles.
+        """
+        return "worker"
 
     @abstractmethod
     def setup(
@@ -271,6 +334,13 @@ class Implementation(ABC):
         rank used has none.
         """
 
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Overwrite this rank's state of ``kind``, without communication (teacher forcing).
+
+        ``pieces`` are laid out as :meth:`local_state` gives them; the tensors are to be copied.
+        """
+        raise Refused(f"{type(self).__name__} has no load_pieces")
+
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """All of ``kind``, gathered by the implementation itself; a thing under test."""
         raise Refused(f"{type(self).__name__} has no full_state")
@@ -288,7 +358,30 @@ class Implementation(ABC):
         raise Refused(f"{type(self).__name__} has no load")
 
     def drain(self) -> None:
-        """Finish work in flight so that an observation sees a settled state."""
+        """Finish work in flight so that an observation sees a settled state.
+
+        Called on every rank after the last step, and before any observation outside of ``step``.
+        """
+
+    def events(self) -> list[Event]:
+        """Every update that this rank applied so far, for ``oracle="replay"``; others: none."""
+        return []
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        """Go on over ``mesh``, whose ranks differ from before by ``joined`` and ``left``.
+
+        Called between steps on every rank of the new mesh, after ``drain``.  A rank that joins was
+        set up just before, alone (a mesh of itself, no state): only here does it meet the others,
+        who bring it up to date.  A rank that left may be gone: nothing can be asked of it.
+        Ranks are numbers in the default group.
+        """
+        raise Refused(f"{type(self).__name__} has no reconfigure")
 
     def close(self) -> None:
         """Release everything; the last call on a rank that ended well."""
+
+    def abort(self) -> None:
+        """Release what would keep this rank from ending, without waiting for any peer.
+
+        The last call on a rank that ``setup`` or ``step`` left with an exception.
+        """

@@ -173,6 +173,6 @@ class Evidence:
         return result
 
     @cached_property
-    def loss_shares(self) -> list[list[float]]:
-        """``loss_shares[step][rank]``: each rank's share of the loss."""
+    def loss_shares(self) -> list[list[float | None]]:
+        """``loss_shares[step][rank]``: the loss that each rank reported, ``None`` if none."""
         return [[record["steps"][s]["loss"] for record in self.records] for s in self.steps]

@@ -10,18 +10,35 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from suite import registry
-from suite.case import DATA_AXES, Case
+from suite.case import DATA_AXES, Case, data_shares
 from suite.comm import Mesh
-from suite.contract import Batch, Build, Capabilities, Implementation, MicroBatch, Piece, Point
+from suite.contract import (
+    POINTS,
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Piece,
+    Point,
+)
 from suite.ledgers import phases, traffic
 from suite.workloads import Workload
+
+#: What is looked at, and when.
+KINDS_AT: dict[Point, tuple[Kind, ...]] = {
+    "gradients_final": ("gradients",),
+    "after_clip": ("gradients",),
+    "after_update": ("parameters", "optimizer", "buffers"),
+}
 
 
 class NotObserved(RuntimeError):
@@ -31,35 +48,156 @@ class NotObserved(RuntimeError):
 def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
     """Run ``case`` on this rank inside the default process group; returns the rank's record."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    implementation_class = registry.load(case.implementation)
-    capabilities = implementation_class.capabilities(case.options)
-    mesh = Mesh(case.mesh, joint=(DATA_AXES,) if all(a in case.mesh for a in DATA_AXES) else ())
-    lends_state = capabilities.initial_state == "everywhere" or rank == 0
-    implementation = implementation_class()
-    log = phases.current()
-    record: dict[str, Any] = {
-        "rank": rank,
-        "coordinate": mesh.coordinate,
-        "capabilities": describe(implementation_class, capabilities),
-        "steps": [],
-    }
-    build = _WatchedBuild(workload.build_for(rank))
-    implementation.setup(
-        build, workload.state() if lends_state else None, case.optimizer, mesh, case.options
-    )
-    record["initial"] = {
-        kind: _pieces(implementation.local_state(kind)) for kind in ("parameters", "buffers")
-    }
-    coordinate = _data_index(case, mesh)
-    for step in range(case.steps):
-        batch = workload.batch(step, case.data_coordinates)[coordinate]
-        record["steps"].append(_step(case, implementation, batch, log))
-    implementation.drain()
-    implementation.close()
-    ledger = traffic.current()
-    record["traffic"] = ledger.to_dicts() if ledger else []
-    record["events"] = [list(event) for event in log.events] if log else []
-    return record
+    return _Rank(case, workload, rank).run()
+
+
+class _Rank:
+    """One rank over all steps: it may come late, leave, come back, or have no data at all."""
+
+    def __init__(self, case: Case, workload: Workload, rank: int) -> None:
+        self.case, self.workload, self.rank = case, workload, rank
+        self.cls = registry.load(case.implementation)
+        self.capabilities = self.cls.capabilities(case.options)
+        self.implementation: Implementation | None = None
+        self.log = phases.current()
+
+    def run(self) -> dict[str, Any]:
+        """Drive the implementation; what it holds at every observation is the record."""
+        record: dict[str, Any] = {
+            "rank": self.rank,
+            "capabilities": describe(self.cls, self.capabilities),
+            "initial": {},
+            "history": [],
+            "final": {},
+            "steps": [],
+        }
+        try:
+            self._take_seat(self._members(0))
+            record["coordinate"] = self.mesh.coordinate
+            if self.implementation is not None:
+                record["initial"] = self._holds(("parameters", "buffers"))
+            for step in range(self.case.steps):
+                if step and self._members(step) != self.mesh.ranks:
+                    self._change_seats(self._members(step))
+                record["steps"].append(self._step(step))
+            if self.implementation is not None:
+                self.implementation.drain()
+                if self.capabilities.oracle == "replay":
+                    record["final"] = self._holds(("parameters",))
+                record["history"] = [dataclasses.asdict(e) for e in self.implementation.events()]
+                self.implementation.close()
+        except BaseException:
+            if self.implementation is not None:
+                with suppress(Exception):  # the first error is the one to tell
+                    self.implementation.abort()
+            raise
+        ledger = traffic.current()
+        record["traffic"] = ledger.to_dicts() if ledger else []
+        record["events"] = [list(event) for event in self.log.events] if self.log else []
+        return record
+
+    def _members(self, step: int) -> tuple[int, ...]:
+        """The ranks that take part in ``step``."""
+        changes = {int(first): tuple(ranks) for first, ranks in self.case.membership.items()}
+        since = max((first for first in changes if first <= step), default=None)
+        return tuple(range(self.case.world)) if since is None else changes[since]
+
+    def _take_seat(self, members: tuple[int, ...]) -> None:
+        """The first mesh, and the implementation on it."""
+        self.mesh = self._make_mesh(members)
+        if self.rank in members:
+            first = self.rank == members[0]
+            lends = self.capabilities.initial_state == "everywhere" or first
+            self._set_up(self.mesh, self.workload.state() if lends else None)
+
+    def _change_seats(self, members: tuple[int, ...]) -> None:
+        """Members leave and join between two steps; every rank helps to make the groups."""
+        before = self.mesh.ranks
+        joined = tuple(rank for rank in members if rank not in before)
+        left = tuple(rank for rank in before if rank not in members)
+        if self.implementation is not None:
+            self.implementation.drain()
+        if self.rank in left and self.implementation is not None:
+            self.implementation.close()
+            self.implementation = None
+        alone = {rank: self._make_mesh((rank,)) for rank in joined}
+        self.mesh = self._make_mesh(members)
+        if self.rank in joined:
+            self._set_up(alone[self.rank], None)
+        if self.implementation is not None:
+            self.implementation.reconfigure(self.mesh, joined, left)
+
+    def _make_mesh(self, members: tuple[int, ...]) -> Mesh:
+        axes = dict(self.case.mesh)
+        if members != tuple(range(self.case.world)):
+            if len(axes) != 1:
+                raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
+            axes = dict.fromkeys(axes, len(members))
+        joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
+        return Mesh(axes, joint=joint, ranks=members)
+
+    def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
+        self.implementation = self.cls()
+        coordinate = self._batch(0)[1] or 0
+        build = _WatchedBuild(self.workload.build_for(self.rank, coordinate))
+        self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+
+    def _batch(self, step: int) -> tuple[Batch, int | None]:
+        """This rank's share of the global batch (empty unless it is a worker), and its number."""
+        members = self.mesh.ranks
+        roles = {r: self.cls.role(r, self.case.world, self.case.options) for r in members}
+        workers = [r for r, role in roles.items() if role == "worker"]
+        shares = data_shares(self.mesh.axes, members, workers)
+        if self.rank not in shares:
+            return Batch(step, ()), None
+        coordinate = shares[self.rank]
+        return self.workload.batch(step, max(shares.values()) + 1)[coordinate], coordinate
+
+    def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+        assert self.implementation is not None
+        return {kind: _pieces(self.implementation.local_state(kind)) for kind in kinds}
+
+    def _step(self, step: int) -> dict[str, Any]:
+        if self.implementation is None:
+            return {
+                "step": step,
+                "present": False,
+                "share": None,
+                "loss": None,
+                "norm": None,
+                "metrics": {},
+                "observed": {point: {} for point in POINTS},
+                "calls": [0, 0],
+                "events": [0, 0],
+            }
+        ledger, log = traffic.current(), self.log
+        batch, share = self._batch(step)
+        observed: dict[str, dict[str, Any]] = {}
+
+        def observe(point: Point) -> None:
+            if point in observed:
+                raise NotObserved(f"step {step}: {point!r} was observed twice")
+            with log.observe(point) if log else nullcontext():
+                observed[point] = self._holds(KINDS_AT[point])
+
+        first_call = len(ledger.calls) if ledger else 0
+        first_event = log.now if log else 0
+        with log.step(step) if log else nullcontext():
+            result = self.implementation.step(batch, observe)
+        for point in self.capabilities.points:
+            if point not in observed:
+                raise NotObserved(f"step {step}: {point!r} was never observed")
+        return {
+            "step": step,
+            "present": True,
+            "share": share,
+            "loss": None if result.loss is None else _number(result.loss),
+            "norm": None if result.norm is None else _number(result.norm),
+            "metrics": dict(result.metrics),
+            "observed": observed,
+            "calls": [first_call, len(ledger.calls) if ledger else 0],
+            "events": [first_event, log.now if log else 0],
+        }
 
 
 def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str, Any]:
@@ -68,40 +206,6 @@ def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str,
     fields["features"] = sorted(capabilities.features)
     fields["declines"] = dict(capabilities.declines)
     return {"strategy": cls.strategy, **fields}
-
-
-def _step(
-    case: Case, implementation: Implementation, batch: Batch, log: phases.RankLog | None
-) -> dict[str, Any]:
-    ledger = traffic.current()
-    observed: dict[str, dict[str, Any]] = {}
-
-    def observe(point: Point) -> None:
-        if point in observed:
-            raise NotObserved(f"step {batch.step}: {point!r} was observed twice")
-        with log.observe(point) if log else nullcontext():
-            if point == "after_update":
-                kinds = ("parameters", "optimizer", "buffers")
-            else:
-                kinds = ("gradients",)
-            observed[point] = {kind: _pieces(implementation.local_state(kind)) for kind in kinds}
-
-    first_call = len(ledger.calls) if ledger else 0
-    first_event = log.now if log else 0
-    with log.step(batch.step) if log else nullcontext():
-        result = implementation.step(batch, observe)
-    for point in ("gradients_final", "after_update"):
-        if point not in observed:
-            raise NotObserved(f"step {batch.step}: {point!r} was never observed")
-    return {
-        "step": batch.step,
-        "loss": _number(result.loss),
-        "norm": None if result.norm is None else _number(result.norm),
-        "metrics": dict(result.metrics),
-        "observed": observed,
-        "calls": [first_call, len(ledger.calls) if ledger else 0],
-        "events": [first_event, log.now if log else 0],
-    }
 
 
 def _number(value: Tensor | float) -> float:
@@ -124,14 +228,6 @@ def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
     ]
 
 
-def _data_index(case: Case, mesh: Mesh) -> int:
-    index = 0
-    for axis, size in case.mesh.items():
-        if axis in DATA_AXES:
-            index = index * size + mesh.coordinate[axis]
-    return index
-
-
 class _WatchedBuild:
     """The workload's build, with the suite's program-order hooks on what it makes."""
 
@@ -143,6 +239,9 @@ class _WatchedBuild:
         module = self._build(device)
         phases.watch(module, self.units)
         return module
+
+    def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
+        return self._build.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         return self._build.loss(outputs, micro)

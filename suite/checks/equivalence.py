@@ -194,11 +194,26 @@ def _initial(evidence: Evidence, tally: _Tally) -> None:
 def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
     truth = float(evidence.oracle["steps"][step]["loss"])
     shares: dict[int, float] = {}
-    for record, share in zip(evidence.records, evidence.loss_shares[step], strict=True):
-        if not math.isfinite(share):
-            raise _Failure(f"step {step}: the loss of rank {record['rank']} is {share}")
-        shares[evidence.data_coordinate[record["rank"]]] = share
     bound = LOSS_BOUNDS[evidence.case.dtype]
+    wanted = set()
+    for record in evidence.records:
+        rank, told = record["rank"], record["steps"][step]
+        coordinate, share = told.get("share", evidence.data_coordinate[rank]), told["loss"]
+        if coordinate is not None:
+            wanted.add(coordinate)
+        if share is None:
+            continue
+        if not math.isfinite(share):
+            raise _Failure(f"step {step}: the loss of rank {rank} is {share}")
+        known = shares.setdefault(coordinate, share)
+        if abs(known - share) > bound * abs(truth):
+            raise _Failure(
+                f"step {step}: ranks of data coordinate {coordinate} disagree on its loss: "
+                f"{known!r} and, on rank {rank}, {share!r}"
+            )
+    if wanted - set(shares):
+        missing = sorted(wanted - set(shares))
+        raise _Failure(f"step {step}: no rank tells the loss of data coordinates {missing}")
     error = abs(sum(shares.values()) - truth) / abs(truth)
     if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
         raise _Failure(f"summed loss {sum(shares.values())!r} against {truth!r}: {tally.worst}")

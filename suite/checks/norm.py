@@ -31,6 +31,8 @@ def judge(evidence: Evidence) -> Outcome:
         truth = float(evidence.oracle["steps"][step]["norm"])
         active += truth > limit
         for record in evidence.records:
+            if not record["steps"][step].get("present", True):
+                continue
             value = record["steps"][step]["norm"]
             if value is None:
                 return Outcome("norm", "fail", f"rank {record['rank']} reports no norm at {step=}")

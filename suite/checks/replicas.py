@@ -27,7 +27,6 @@ def judge(evidence: Evidence) -> Outcome:
                 (step, f"after_update {kind}", evidence.observed(step, "after_update", kind))
             )
     for step, phase, state in moments:
-        ranks = len(evidence.records)
         for name, copies in state.tensors.items():
             first = min(copies)
             for replica, copy in copies.items():
@@ -45,7 +44,7 @@ def judge(evidence: Evidence) -> Outcome:
                         worst,
                         {"compared": compared},
                     )
-        lone = _lone(state, ranks)
+        lone = _lone(state, evidence.initial("parameters"))
         if lone:
             return Outcome("replicas", "fail", f"step {step} ({phase}): {lone}")
     if not compared:
@@ -60,12 +59,22 @@ def _settled_kinds(evidence: Evidence) -> list[str]:
     return kinds
 
 
-def _lone(state: Assembled, ranks: int) -> str:
-    """A name that some replicas have and others lack."""
-    counts = {name: frozenset(copies) for name, copies in state.tensors.items()}
-    every = frozenset().union(*counts.values()) if counts else frozenset()
-    for name, present in counts.items():
-        if present != every:
-            absent = sorted(every - present)
-            return f"{name!r} exists on replicas {sorted(present)} but not on {absent}"
+def _lone(state: Assembled, initial: Assembled) -> str:
+    """A name that has other replicas than one that it had equally many copies with after setup.
+
+    Names may differ in how often they exist (a weight split over tensor ranks exists once, a norm
+    on each of them), but those that started alike stay alike.  Numbers that belong to a whole
+    parameter (Adam's ``step``) are held by whoever needs them.
+    """
+    leaders: dict[frozenset[int], tuple[str, frozenset[int]]] = {}
+    for name, copies in state.tensors.items():
+        parameter = name if name in initial.tensors else name.rpartition(".")[0]
+        if parameter not in initial.tensors:
+            continue
+        if parameter != name and next(iter(copies.values())).dim() == 0:
+            continue
+        kind, present = frozenset(initial.tensors[parameter]), frozenset(copies)
+        other, expected = leaders.setdefault(kind, (name, present))
+        if present != expected:
+            return f"{name!r} exists on replicas {sorted(present)}, {other!r} on {sorted(expected)}"
     return ""

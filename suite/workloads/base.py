@@ -20,16 +20,18 @@ from torch.nn import functional as F
 
 from suite.case import WorkloadSpec
 from suite.contract import Batch, GroupSpec, MicroBatch
+from suite.workloads.draws import generators
 from suite.workloads.knobs import Knob, check_traits, lookup
 from suite.workloads.layers import (
     Place,
     Stack,
+    StackPart,
     initial_value,
     load_state,
     named_tensors,
     seed_number,
 )
-from suite.workloads.traits import FLAGS, suggested_groups
+from suite.workloads.traits import FLAGS, TRAITS, suggested_groups
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
@@ -78,8 +80,16 @@ class Family(ABC):
         draws: Sequence[int],
         flags: Sequence[int],
         dtype: torch.dtype,
+        keys: Sequence[int] | None = None,
     ) -> Samples:
-        """Encode the data set's samples ``chosen``; ``draws`` are random numbers, one a sample."""
+        """Encode the data set's samples ``chosen``; ``draws`` are random numbers, one a sample.
+
+        ``keys`` (below 2^31, one a sample) are to travel with the inputs, for dropout.
+        """
+
+    def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
+        """Whether one sample's gradient depends on the others in its micro-batch."""
+        return False
 
     def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
         """Slices of parameters whose true gradient is 0."""
@@ -89,14 +99,18 @@ class Family(ABC):
 class ModelBuild:
     """The :class:`~suite.contract.Build` of one rank."""
 
-    def __init__(self, workload: Workload, rank: int) -> None:
+    def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
         self._workload = workload
         self._rank = rank
+        self._coordinate = coordinate
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         """A fresh module on ``device``, perturbed by rank (uninitialised on ``"meta"``)."""
         module = self._workload.model(device)
+        for name, generator in generators(module).items():
+            seed = f"{self._workload.spec.seed}/draws/{name}/{self._coordinate}"
+            generator.manual_seed(seed_number(seed))
         if device == "meta":
             return module
         seed = f"{self._workload.spec.seed}/perturbed/{self._rank}"
@@ -105,6 +119,12 @@ class ModelBuild:
                 value = initial_value(seed, name, tensor, owner)
                 tensor.copy_(value if value.is_floating_point() else value + 1000 + self._rank)
         return module
+
+    def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
+        """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
+        if not isinstance(module, Stack) or not 0 <= start < stop <= len(module.blocks):
+            raise ValueError(f"units {start} to {stop} are no part of a {type(module).__name__}")
+        return StackPart(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
@@ -148,9 +168,12 @@ class Workload:
         """An uninitialised model on ``device``."""
         return self.family.model(self.params, self.traits, {"device": device, "dtype": self._dtype})
 
-    def build_for(self, rank: int) -> ModelBuild:
-        """The builder that global rank ``rank`` is given; its values differ from every other's."""
-        return ModelBuild(self, rank)
+    def build_for(self, rank: int, coordinate: int = 0) -> ModelBuild:
+        """The builder that global rank ``rank`` is given; its values differ from every other's.
+
+        Generators inside the model are seeded by data ``coordinate``, the same on all its ranks.
+        """
+        return ModelBuild(self, rank, coordinate)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the true initial parameters and buffers; tied ones once."""
@@ -205,6 +228,13 @@ class Workload:
     def unused_possible(self) -> bool:
         """Whether a rank may leave a trainable parameter without gradient in some step."""
         return "unused" in self.traits or not self.traits.isdisjoint(FLAGS)
+
+    @property
+    def depends_on_cut(self) -> bool:
+        """Whether gradients depend, by definition, on how the global batch is cut."""
+        return self.family.depends_on_cut(self.params) or any(
+            TRAITS[name].by_cut for name in self.traits
+        )
 
     @cached_property
     def buffer_names(self) -> list[str]:
@@ -320,7 +350,10 @@ class Workload:
         generator = _generator(f"{self.spec.seed}/draws/{step}")
         draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
         flags = [self._flags(step, index) for index in range(size)]
-        samples = self.family.samples(self.params, chosen, draws, flags, self._dtype)
+        keys = None
+        if "dropout_counter" in self.traits:
+            keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
+        samples = self.family.samples(self.params, chosen, draws, flags, self._dtype, keys)
         valid = self._mask(samples.valid)
         count = int(valid.sum())
         weights = valid.to(torch.float64) / count

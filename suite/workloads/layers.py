@@ -89,6 +89,40 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
+class StackPart(nn.Module):
+    """Blocks ``start`` to ``stop - 1`` of ``stack``, with what comes before the first block and
+    after the last one.  Shares the stack's modules and keeps their names; a forward takes the
+    inputs (``start == 0``) or hidden states, and gives hidden states or outputs.
+    """
+
+    def __init__(self, stack: Stack, start: int, stop: int) -> None:
+        super().__init__()
+        self._is_first, self._is_last = start == 0, stop == len(stack.blocks)
+        self._flags = stack._flags
+        wanted = {"front": self._is_first, "embed": self._is_first, "blocks": True}
+        for name, child in stack.named_children():
+            if name == "blocks":
+                chosen = [str(index) for index in range(start, stop)]
+                self.blocks = nn.ModuleDict({i: stack.get_submodule(f"blocks.{i}") for i in chosen})
+            elif wanted.get(name, self._is_last):
+                self.add_module(name, child)
+        self._children = frozenset(name for name, _ in self.named_children())
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Inputs or hidden states in, hidden states or outputs out."""
+        hidden = tensor
+        if self._is_first:
+            hidden = self.get_submodule("embed")(tensor)
+            if "front" in self._children:
+                hidden = self.get_submodule("front")(hidden, self._flags(tensor))
+        for block in self.blocks.values():
+            hidden = block(hidden)
+        for name in ("tail", "norm", "final", "head"):
+            if name in self._children:
+                hidden = self.get_submodule(name)(hidden)
+        return hidden
+
+
 def tie(module: nn.Module, first: str, second: str) -> None:
     """Let the layer ``second`` use the weight of ``first`` (dotted names)."""
     weight = module.get_parameter(f"{first}.weight")
