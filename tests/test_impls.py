@@ -29,6 +29,7 @@ from suite.contract import (
     PROFILES,
     Batch,
     Implementation,
+    Kind,
     MicroBatch,
     OptimizerSpec,
     Point,
@@ -101,8 +102,8 @@ def drive(
                 seen[f"{point} {kind}"] = {p.name: p.tensor.clone() for p in pieces}
 
         result = implementation.step(work.batch(step, world)[rank], observe)
-        for kind in ("gradients",):
-            assert not implementation.local_state(kind), "gradients must be cleared"
+        assert not implementation.local_state("gradients"), "gradients must be cleared"
+        assert result.loss is not None
         record["steps"].append(seen | {"loss": float(result.loss), "norm": result.norm})
         record["seen"].append(look(implementation) if look else None)
     implementation.drain()
@@ -238,7 +239,7 @@ def test_evaluation_and_full_state() -> None:
             state = work.state() if rank == 0 else None
             mesh = Mesh({"replicate": size})
             it.setup(work.build_for(rank), state, OptimizerSpec(), mesh, OPTIONS[name])
-            kinds = ("parameters", "buffers")
+            kinds: tuple[Kind, ...] = ("parameters", "buffers")
             before = {kind: it.full_state(kind) for kind in kinds}
             share = float(it.evaluate(work.batch(0, size)[rank]))
             for kind in kinds:

@@ -132,6 +132,9 @@ class PyTorchDDP(Implementation):
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """DDP around ``module``, over the replicate axis."""
+        rest: dict[str, Any] = {}
+        if not self.options.broadcast_buffers:  # newer versions warn of the argument, so only then
+            rest["broadcast_buffers"] = False
         return DistributedDataParallel(
             module,
             process_group=self.comm.group,
@@ -139,7 +142,7 @@ class PyTorchDDP(Implementation):
             find_unused_parameters=self.options.find_unused_parameters,
             static_graph=self.options.static_graph,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
-            **({} if self.options.broadcast_buffers else {"broadcast_buffers": False}),
+            **rest,
         )
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
