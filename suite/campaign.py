@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from suite import workloads
 from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
 
@@ -44,15 +45,7 @@ def _case(
     optimizer = source.choice(("sgd", "adamw"))
     clip = source.choice((None, 0.05))
     lane = "bitwise" if clip is None and source.random() < 0.4 else "fp64"
-    chosen = source.sample(sorted(traits[workload]), source.randint(0, MOST_TRAITS))
-    spec = WorkloadSpec(
-        workload,
-        traits=tuple(sorted(chosen)),
-        seed=source.randrange(2**31),
-        global_batch=source.choice((12, 15, 24)),
-        micro_batches=source.choice((1, 2, 3)),
-        windows=source.choice((1, 1, 2)),
-    )
+    spec = _workload(source, workload, sorted(traits[workload]))
     clipped = "noclip" if clip is None else "clip"
     return Case(
         id=f"campaign-{seed}::{number:04d}::{name}::{backend}::replicate{world}::{workload}"
@@ -75,3 +68,21 @@ def _case(
         checks=CHECKS,
         steps=source.choice((3, 4)),
     )
+
+
+def _workload(source: random.Random, name: str, carried: Sequence[str]) -> WorkloadSpec:
+    """A random workload that can be made: some traits ask for more than one micro-batch."""
+    while True:
+        spec = WorkloadSpec(
+            name,
+            traits=tuple(sorted(source.sample(carried, source.randint(0, MOST_TRAITS)))),
+            seed=source.randrange(2**31),
+            global_batch=source.choice((12, 15, 24)),
+            micro_batches=source.choice((1, 2, 3)),
+            windows=source.choice((1, 1, 2)),
+        )
+        try:
+            workloads.check(spec)
+        except workloads.WorkloadError:
+            continue
+        return spec

@@ -29,6 +29,7 @@ from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec
 from suite.launch import pack
 from suite.optimizers import build_optimizer, read_slots, set_learning_rate
 from suite.workloads import Workload, make
+from suite.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
 
@@ -56,7 +57,7 @@ def train(
     counts as 0 for the others.
 
     Raises:
-        ValueError: ``synced`` with unequal numbers of micro-batches.
+        ValueError: ``synced`` with unequal numbers of micro-batches or with a stateful dropout.
     """
     build = workload.build_for(0)
     module = build()
@@ -66,6 +67,11 @@ def train(
     named = {name: p for name, p in parameters.items() if p.requires_grad}
     torch_optimizer = build_optimizer(optimizer, named)
     buffers = [_buffers(module) for _ in range(coordinates)]
+    draws = [read_draws(module)] * coordinates
+    if draws[0]:
+        draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
+    if buffers_rule == "synced" and draws[0]:
+        raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
     record: dict[str, Any] = {
         "initial": _copies(parameters),
         "initial_buffers": buffers[0],
@@ -81,8 +87,10 @@ def train(
             pieces = []
             for coordinate, batch in enumerate(batches):
                 _restore(module, buffers[coordinate])
+                restore_draws(module, draws[coordinate])
                 pieces.append(_accumulate(module, named, build.loss, batch))
                 buffers[coordinate] = _buffers(module)
+                draws[coordinate] = read_draws(module)
         losses = [loss for piece in pieces for loss in piece[0]]
         for name, gradient in _fold([piece[1] for piece in pieces]).items():
             named[name].grad = gradient

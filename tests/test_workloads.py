@@ -19,7 +19,9 @@ from suite.contract import Batch, MicroBatch, OptimizerSpec
 from suite.oracle import train
 from suite.workloads import TRAITS, WORKLOADS, Workload, WorkloadError, check, data, make
 from suite.workloads.base import split
-from suite.workloads.traits import FLAGS
+from suite.workloads.draws import counter_mask, read_draws, restore_draws
+from suite.workloads.layers import seed_number
+from suite.workloads.traits import FLAGS, KEY_SHIFT
 
 ODD = [name for name, trait in TRAITS.items() if trait.place in ("front", "inner", "final")]
 WORLDS = (1, 2, 3, 4, 5)
@@ -341,6 +343,70 @@ def test_traits_of_the_batch(name: str) -> None:
     for windows, expected in ((1, [4, 2]), (2, [4, 2]), (3, [4, 4, 2])):
         cut = make(spec(name, "incomplete_window", micro_batches=4, windows=windows)).batch(0, 1)
         assert [len(window) for window in cut[0].windows] == expected
+
+
+def test_weather_traits_are_those_of_the_backends() -> None:
+    from suite.backends.weather import TRAITS as WEATHER
+
+    assert {name for name, trait in TRAITS.items() if trait.place == "backend"} == set(WEATHER)
+    bare, bad = make(spec()), make(spec("charnames_gpt", *WEATHER))
+    assert torch.equal(joined(bare.batch(1, 2), "inputs"), joined(bad.batch(1, 2), "inputs"))
+    assert bare.shapes == bad.shapes
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_counter_dropout_is_a_function_of_the_sample(name: str, dtype: str) -> None:
+    traits = ("dropout_counter", *FLAGS)
+    workload = make(spec(name, *traits, params={"norm": "group"} if "cnn" in name else {}), dtype)
+    module = workload.build_for(0)()
+    workload.load(module)
+    (batch,) = workload.batch(0, 1)
+    inputs = torch.cat([m.inputs for m in batch.micro_batches])
+    keys = module._flags(inputs) >> KEY_SHIFT
+    assert len(set(keys.tolist())) == len(inputs)
+    ids = torch.cat([m.sample_ids for m in batch.micro_batches])
+    expected = [seed_number(f"0/key/0/{i}") >> 32 for i in ids.tolist()]
+    assert keys.tolist() == expected  # exact in every dtype
+    layer = module.get_submodule("front.dropout_counter")
+    hidden = torch.randn(len(inputs), 3, layer.layer.in_features, dtype=workload._dtype)
+    whole = layer(hidden, keys)
+    assert torch.equal(whole, layer(hidden, keys))
+    assert torch.equal(whole[5:9], layer(hidden[5:9], keys[5:9]))
+    dropped = whole == 0
+    assert 0.4 < float(dropped.double().mean()) < 0.6
+    assert len({tuple(row.flatten().tolist()) for row in dropped}) == len(inputs)
+    module.eval()
+    assert not bool((layer(hidden, keys) == 0).any())
+
+
+def test_dropout_draws_differ_by_step_seed_and_place() -> None:
+    keys = torch.tensor([5, 6])
+    masks = [counter_mask(keys, site, (8, 32)) for site in (0, 1)]
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0][0], masks[0][1])
+    assert not torch.equal(masks[0][0, 0], masks[0][0, 1])
+    one = make(spec("charnames_gpt", "dropout_counter"))
+    other = make(spec("charnames_gpt", "dropout_counter", seed=1))
+    last = [
+        w.batch(s, 1)[0].micro_batches[0].inputs[:, -1] for w, s in ((one, 0), (one, 1), (other, 0))
+    ]
+    assert len({tuple(keys.tolist()) for keys in last}) == 3
+
+
+def test_stateful_dropout_is_seeded_by_coordinate_not_by_rank() -> None:
+    workload = make(spec("charnames_gpt", "dropout_stateful"))
+    first, same, other = (
+        read_draws(workload.build_for(rank, coordinate)())
+        for rank, coordinate in ((0, 0), (3, 0), (0, 1))
+    )
+    (name,) = first
+    assert name == "blocks.1.odd.dropout_stateful"
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], other[name])
+    module = workload.build_for(0)()
+    restore_draws(module, other)
+    assert torch.equal(read_draws(module)[name], other[name])
 
 
 def test_two_groups_are_interleaved() -> None:

@@ -6,7 +6,7 @@ With ``norm: batch`` the statistics are those of one micro-batch, so gradients d
 batch is cut, by definition; with ``norm: group`` they do not.
 
 Pixels are 0 to 1 in steps of 1/16, exact in every dtype.  The corner pixel, 0 in every image, holds
-``flags / 16`` (see ``suite.workloads.traits``).
+``flags / 16`` (see ``suite.workloads.traits``); a dropout key takes four bytes of a ninth row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,20 @@ from suite.workloads import data
 from suite.workloads.base import Family, Samples
 from suite.workloads.knobs import Knob
 from suite.workloads.layers import Conv2d, Linear, Place, Stack, tie
-from suite.workloads.traits import Oddities, oddities
+from suite.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 CLASSES = 10
+ROWS = 8
 #: Dimension of the channels in ``(samples, channels, rows, columns)``.
 CHANNELS = 1
+
+
+class Pixels(Conv2d):
+    """Convolution over the image proper, without the row that carries the key."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``(samples, 1, 8 or 9, 8)`` -> ``(samples, channels, 8, 8)``."""
+        return super().forward(images[:, :, :ROWS])
 
 
 class Block(nn.Module):
@@ -82,7 +91,7 @@ class DigitsCNN(Family):
         middle, ends = layers // 2, ("tied_over_units",)
         stack = Stack(
             front=oddities("front", traits, channels, CHANNELS, place, also=ends),
-            embed=Conv2d(1, channels, 3, padding=1, **place),
+            embed=Pixels(1, channels, 3, padding=1, **place),
             blocks=[
                 Block(
                     channels,
@@ -106,6 +115,10 @@ class DigitsCNN(Family):
             stack.get_parameter("blocks.0.conv.weight").requires_grad_(False)
         return stack
 
+    def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
+        """Batch norm takes its statistics from the micro-batch."""
+        return bool(params["norm"] == "batch")
+
     def samples(
         self,
         params: Mapping[str, Any],
@@ -113,15 +126,26 @@ class DigitsCNN(Family):
         draws: Sequence[int],
         flags: Sequence[int],
         dtype: torch.dtype,
+        keys: Sequence[int] | None = None,
     ) -> Samples:
         """The images ``chosen`` as they are."""
         images, labels = data.digits()
         index = torch.tensor(chosen)
         pixels = images[index].to(torch.float32)
         pixels[:, 0, 0] = torch.tensor(flags, dtype=torch.float32)
+        if keys is not None:
+            row = torch.zeros(len(index), 1, ROWS)
+            row[:, 0, :4] = torch.tensor([list(key.to_bytes(4, "big")) for key in keys])
+            pixels = torch.cat([pixels, row], dim=1)
         inputs = (pixels / 16).to(dtype).unsqueeze(1)
         return Samples(inputs, labels[index], torch.ones(len(index), dtype=torch.bool))
 
 
 def _flags(images: Tensor) -> Tensor:
-    return (images[:, 0, 0, 0] * 16).round().to(torch.int64)
+    """Flag bits from the corner pixel, the dropout key (0 if there is none) above them."""
+    flags = (images[:, 0, 0, 0] * 16).round().to(torch.int64)
+    if images.shape[2] > ROWS:
+        values = (images[:, 0, ROWS, :4] * 16).round().to(torch.int64)
+        for position, byte in enumerate(values.unbind(1)):
+            flags = flags + (byte << (KEY_SHIFT + 8 * (3 - position)))
+    return flags

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from suite.workloads import data
 from suite.workloads.base import Family, Region, Samples
 from suite.workloads.knobs import Knob, WorkloadError
 from suite.workloads.layers import Embedding, Linear, Place, Stack, tie
-from suite.workloads.traits import Oddities, oddities
+from suite.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
@@ -38,6 +39,7 @@ class Embed(nn.Module):
         self.position = Embedding(seq, width, **place)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens[..., : self.position.num_embeddings]  # behind them: the dropout key
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return self.token(tokens) + self.position(positions)
 
@@ -140,7 +142,7 @@ class CharnamesGPT(Family):
             final=oddities("final", traits, width, -1, place),
             head=Linear(width, params["vocab"], **place),
             tail=oddities("tail", traits, width, -1, place),
-            flags=_flags,
+            flags=partial(_flags, params["seq"]),
         )
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
@@ -155,8 +157,9 @@ class CharnamesGPT(Family):
         draws: Sequence[int],
         flags: Sequence[int],
         dtype: torch.dtype,
+        keys: Sequence[int] | None = None,
     ) -> Samples:
-        """Tails of names, from word number ``draw`` (modulo their number) on."""
+        """Tails of names, from word number ``draw`` (modulo their number) on; last, the key."""
         names, seq = data.character_names(), params["seq"]
         inputs, targets, valid = [], [], []
         for index, draw, flag in zip(chosen, draws, flags, strict=True):
@@ -167,6 +170,8 @@ class CharnamesGPT(Family):
             inputs.append([1 + flag, *target[:-1], *padding])
             targets.append(target + padding)
             valid.append([True] * len(target) + [False] * len(padding))
+        if keys is not None:
+            inputs = [[*tokens, key] for tokens, key in zip(inputs, keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
 
     def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
@@ -178,5 +183,6 @@ class CharnamesGPT(Family):
         }
 
 
-def _flags(tokens: Tensor) -> Tensor:
-    return tokens[:, 0] - 1
+def _flags(seq: int, tokens: Tensor) -> Tensor:
+    """Flag bits from the start token, the dropout key (0 if there is none) above them."""
+    return (tokens[:, 0] - 1) + (tokens[:, seq:].sum(-1) << KEY_SHIFT)

@@ -4,7 +4,8 @@ Any workload can carry any combination.  Most traits add a small odd module whos
 to the hidden state, at one of four places: ``front`` (after the embedding; registered first),
 ``inner`` (inside the middle block, hence inside a unit), ``final`` (between norm and head) and
 ``tail`` (after the blocks; registered last).  The others change how the batch is made or suggest
-parameter groups.
+parameter groups.  Place ``backend`` changes neither model nor data: such a trait asks for bad
+weather on the wire (``suite.backends.weather``).
 
 *Conditional* branches must depend on the data, not on the rank, or no single process could repeat
 the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,
@@ -12,6 +13,12 @@ a pixel that is 0 in every image); a branch runs in a micro-batch if one of its 
 and adds to the flagged samples only.  So the gradient is the same however the batch is cut, while
 *whether* a rank or a micro-batch uses the branch differs.  Such a forward reads values: it does not
 run on meta or fake tensors.
+
+*Dropout* comes in two forms.  ``dropout_counter`` draws its mask from (seed, step, site, sample,
+position): a key for seed, step and sample travels inside the inputs, beside the flags, so that
+every cut, stage and repetition draws the same.  ``dropout_stateful`` has a generator in its module,
+seeded per data coordinate; each forward in training moves it on.  Who repeats a forward must put
+the state of ``module.generator`` back first.
 
 The numbers in ``conditions`` are those of docs/trigger-conditions.md.
 """
@@ -27,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from suite.contract import GroupSpec
+from suite.workloads.draws import counter_mask
 from suite.workloads.layers import Linear, Place
 
 #: The data-driven branches and the bit that flags a sample for each.
@@ -37,6 +45,9 @@ FLAGS = {
     "conditional_late_step": 8,
 }
 
+#: A model reads one number a sample from its inputs: flags in the low bits, the dropout key above.
+KEY_SHIFT = 8
+
 #: Suggested by ``two_groups``: biases and norms, which lie between the weights in every block.
 TWO_GROUPS = (GroupSpec(pattern=r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),)
 
@@ -46,13 +57,15 @@ class Trait:
     """``about`` in one line; the trigger conditions it serves; which workloads can carry it.
 
     ``micro_batches`` is the smallest ``micro_batches`` with which it means anything.
+    ``by_cut``: gradients depend, by definition, on how the global batch is cut.
     """
 
     about: str
     conditions: tuple[int, ...]
-    place: Literal["front", "inner", "tail", "final", "model", "batch", "optimizer"]
+    place: Literal["front", "inner", "tail", "final", "model", "batch", "optimizer", "backend"]
     applies_to: tuple[str, ...] = ("charnames_gpt", "digits_cnn")
     micro_batches: int = 1
+    by_cut: bool = False
 
 
 TRAITS: dict[str, Trait] = {
@@ -114,6 +127,22 @@ TRAITS: dict[str, Trait] = {
         "batch",
         micro_batches=2,
     ),
+    "dropout_counter": Trait(
+        "a dropout whose mask is a function of seed, step, sample and position", (14,), "front"
+    ),
+    "dropout_stateful": Trait(
+        "a dropout with a generator of its own, seeded per data coordinate",
+        (14,),
+        "inner",
+        by_cut=True,
+    ),
+    "late_results": Trait(
+        "results of calls appear only where they are waited for", (21,), "backend"
+    ),
+    "poisoned_buffers": Trait(
+        "receive buffers hold NaN until their call is waited for", (21,), "backend"
+    ),
+    "skewed_ranks": Trait("ranks sleep a little before some of their calls", (21,), "backend"),
 }
 
 
@@ -252,6 +281,37 @@ class Rebound(nn.Module):
             self.average = 0.9 * self.average + 0.1 * mean
 
 
+class CounterDropout(nn.Module):
+    """Half of a branch's outputs, chosen by a key per sample; as they are in evaluation."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor, keys: Tensor) -> Tensor:
+        """``hidden`` ``(samples, ..., width)``; ``keys`` ``(samples,)`` of int64."""
+        added = torch.tanh(self.layer(hidden))
+        if not self.training:
+            return added
+        return added * (2 * counter_mask(keys, 0, added.shape[1:]).to(added.dtype))
+
+
+class StatefulDropout(nn.Module):
+    """Half of a branch's outputs, chosen by the module's own ``generator`` (on the CPU)."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+        self.generator = torch.Generator()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added = torch.tanh(self.layer(hidden))
+        if not self.training:
+            return added
+        mask = torch.rand(added.shape, generator=self.generator, dtype=torch.float32) < 0.5
+        return added * (2 * mask.to(added.device, added.dtype))
+
+
 _ODD: dict[str, Callable[[int, Place], nn.Module]] = {
     "tied": Tied,
     "frozen": Frozen,
@@ -266,6 +326,8 @@ _ODD: dict[str, Callable[[int, Place], nn.Module]] = {
     "smaller_than_world": lambda width, place: Narrow(width, 2, place),
     "non_contiguous": Strided,
     "rebound_buffer": Rebound,
+    "dropout_counter": CounterDropout,
+    "dropout_stateful": StatefulDropout,
 }
 
 
@@ -282,10 +344,12 @@ class Oddities(nn.Module):
             self.add_module(name, _ODD[name](width, place))
 
     def forward(self, hidden: Tensor, flags: Tensor | None = None) -> Tensor:
-        """``hidden`` of any shape, samples first; ``flags`` ``(samples,)`` selects branches."""
+        """``hidden`` of any shape, samples first; ``flags`` ``(samples,)``: flag bits and keys."""
         hidden = hidden.movedim(self.dim, -1)
         for name, odd in self.named_children():
-            if name not in FLAGS:
+            if name == "dropout_counter" and flags is not None:
+                hidden = hidden + odd(hidden, flags >> KEY_SHIFT)
+            elif name not in FLAGS:
                 added = odd(hidden)
                 if added is not None:
                     hidden = hidden + added

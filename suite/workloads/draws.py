@@ -1,0 +1,53 @@
+"""Random draws for dropout that no cut of the work can change, and generators that a cut can.
+
+A counter-based draw is a pure function of its key and its place: nothing has to be kept or put
+back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+_LOW = 0xFFFFFFFF
+
+
+def counter_mask(keys: Tensor, site: int, shape: Sequence[int]) -> Tensor:
+    """A fair coin per element: bool ``(samples, *shape)``.
+
+    Args:
+        keys: int64 ``(samples,)``, below 2^31: stands for seed, step and sample.
+        site: Which dropout of the model.
+        shape: Of one sample; the position in it is part of the draw.
+    """
+    place = torch.arange(math.prod(shape), device=keys.device, dtype=torch.int64)
+    mixed = _mix(keys[:, None] ^ _mix(place + (site << 24))[None, :])
+    return (mixed & 0x10000 != 0).view(len(keys), *shape)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """A 32-bit integer hash on int64 (two rounds of shift-multiply; products stay below 2^63)."""
+    value = value & _LOW
+    for factor in (0x2C1B3C6D, 0x297A2D39):
+        value = ((value ^ (value >> 15)) * factor) & _LOW
+    return value ^ (value >> 15)
+
+
+def generators(module: nn.Module) -> dict[str, torch.Generator]:
+    """The generators of ``module``'s own and of its submodules, by dotted name."""
+    found = {name: getattr(child, "generator", None) for name, child in module.named_modules()}
+    return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+
+
+def read_draws(module: nn.Module) -> dict[str, Tensor]:
+    """States of all generators in ``module``."""
+    return {name: generator.get_state() for name, generator in generators(module).items()}
+
+
+def restore_draws(module: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Put back what :func:`read_draws` read."""
+    for name, generator in generators(module).items():
+        generator.set_state(states[name])
