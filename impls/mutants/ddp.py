@@ -11,17 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from impls.mutants import declare
 from impls.reference.ddp import DDP, ReferenceDDP
 from impls.reference.parts.buckets import Bucket
-from impls.reference.parts.norm import NormPart, power_sum
 from impls.reference.parts.reducers import Work
 from impls.reference.parts.state import broadcast_tensors, named_state
 from suite.case import WorkloadSpec
-from suite.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepResult
+from suite.contract import Batch, OptimizerSpec
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
 CNN_BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024}
@@ -335,142 +333,3 @@ class UnusedParameterBlocksAll(DDP):
         super().count(use)
         self.fresh_late = set()
         self.root_computed = False
-
-
-# -------------------------------------------------------------------------------- norm and update
-
-
-@mutant(
-    "ddp_norm_of_local_gradients",
-    zoo=("O02",),
-    summary="the norm is that of this rank's own gradients",
-    killed_by=("norm", "replicas"),
-    optimizer=CLIP,
-)
-class NormOfLocalGradients(DDP):
-    def finish(self) -> None:
-        self.own = [p.grad for p in self.parameters if p.grad is not None]
-        super().finish()
-
-    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return [(power_sum(gradient, order), ()) for gradient in self.own]
-
-
-@mutant(
-    "ddp_norm_before_last_bucket",
-    zoo=("O08",),
-    summary="the norm is taken before the last bucket has landed",
-    killed_by=("norm", "replicas"),
-    optimizer=CLIP,
-)
-class NormBeforeLastBucket(DDP):
-    def land(self, bucket: Bucket) -> None:
-        if bucket is self.buckets[-1]:
-            members = [self.parameters[index].grad for index in bucket.members]
-            self.early = [*super().norm_parts(), *((power_sum(g), ()) for g in members)]  # type: ignore[arg-type]
-        super().land(bucket)
-
-    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return self.early
-
-
-@mutant(
-    "ddp_clips_on_rank_0_only",
-    zoo=("O01",),
-    summary="clipping is skipped on ranks > 0",
-    killed_by=("equivalence", "replicas"),
-    optimizer=CLIP,
-)
-class ClipsOnRank0Only(ReferenceDDP):
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        if self.mesh.rank == 0:
-            super().clip(norm, max_norm)
-
-
-@mutant(
-    "ddp_decay_to_wrong_group",
-    zoo=("O19",),
-    summary="two parameter groups exchange their weight decay",
-    killed_by=("equivalence",),
-    workload=gpt("two_groups"),
-    optimizer=OptimizerSpec(
-        "adamw",
-        lr=0.003,
-        weight_decay=0.01,
-        groups=(GroupSpec(r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),),
-    ),
-)
-class DecayToWrongGroup(DDP):
-    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        groups = super().param_groups(spec)
-        decays = [group["weight_decay"] for group in groups]
-        for group, decay in zip(groups, reversed(decays), strict=True):
-            group["weight_decay"] = decay
-        return groups
-
-
-@mutant(
-    "ddp_dummy_first_step",
-    zoo=("O26",),
-    summary="optimizer state is made by a step with zero gradients, which counts and decays",
-    killed_by=("equivalence",),
-    optimizer=OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
-)
-class DummyFirstStep(ReferenceDDP):
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = super().make_optimizer()
-        for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer
-
-
-# ---------------------------------------------------------------------------- who calls what when
-
-
-@mutant(
-    "ddp_bucket_order_by_rank",
-    zoo=("X01",),
-    summary="ranks launch their buckets in different orders, of different sizes",
-    killed_by=("crash",),
-)
-class BucketOrderByRank(DDP):
-    def lay_out(self) -> None:
-        super().lay_out()
-        if self.comm.rank == 1:
-            self.buckets.reverse()
-
-
-@mutant(
-    "ddp_exchanges_equal_buckets",
-    zoo=("X05",),
-    summary="one rank launches two buckets of equal size in the other order: wrong sums, no error",
-    killed_by=("equivalence",),
-)
-class ExchangesEqualBuckets(DDP):
-    def lay_out(self) -> None:
-        super().lay_out()
-        sizes = [bucket.flat.numel() for bucket in self.buckets]
-        twins = [i for i, size in enumerate(sizes) if sizes.count(size) > 1]
-        if self.comm.rank == 1 and twins:
-            first, second = twins[0], sizes.index(sizes[twins[0]], twins[0] + 1)
-            self.buckets[first], self.buckets[second] = self.buckets[second], self.buckets[first]
-
-
-@mutant(
-    "ddp_swallows_exception",
-    zoo=("X10",),
-    summary="rank 1 fails in step 1, swallows the error and goes on to the next step",
-    killed_by=("crash",),
-)
-class SwallowsException(ReferenceDDP):
-    def step(self, batch: Batch, observe: Observe) -> StepResult:
-        try:
-            if (self.mesh.rank, batch.step) == (1, 1):
-                raise ArithmeticError("a planted failure")
-            return super().step(batch, observe)
-        except ArithmeticError:
-            observe("gradients_final")
-            observe("after_update")
-            return StepResult(torch.zeros(()))
