@@ -116,6 +116,8 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
 
     :raises SelectionError: no such cell.
     """
+    from suite import registry
+
     for case in cases:
         if case.id == name:
             return case
@@ -127,6 +129,7 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
     others = substitute(pool, implementation) if "+" not in implementation else []
     for case in (*pool, *others):
         if case.id == name:
+            registry.check(case.implementation)
             return case
     remedy = nearest(name, [case.id for case in cases], "cases")
     raise SelectionError(Problem("no such case", remedy, name))

@@ -145,16 +145,16 @@ class _Expansion:
 
     def _check_axes(self, path: list[str | int], axes: Matrix | Include) -> None:
         known = self.vocabulary.implementations
-        for index, choice in enumerate(axes.implementation or ()):
+        for index, choice in enumerate(axes.implementation):
             if ":" not in choice.name and choice.name not in known:
                 remedy = nearest(choice.name, known, "implementations")
                 at = [*path, "implementation", index, "name"]
                 self._add(at, "unknown implementation", remedy, choice.name)
-        for index, backend in enumerate(axes.backend or ()):
+        for index, backend in enumerate(axes.backend):
             if backend not in self.vocabulary.backends:
                 remedy = nearest(backend, self.vocabulary.backends, "backends")
                 self._add([*path, "backend", index], "unknown backend", remedy, backend)
-        variants: Sequence[WorkloadChoice | None] = axes.workload or ()
+        variants: Sequence[WorkloadChoice | None] = axes.workload
         if not variants and isinstance(axes, Matrix):
             variants = (None,)
         for index, variant in enumerate(variants):
@@ -213,9 +213,8 @@ class _Expansion:
         self, path: list[str | int], matrix: Matrix, include: Include | None
     ) -> Iterator[Cell]:
         def axis(name: str) -> list[Any]:
-            own = getattr(include, name) if include is not None else None
-            values: list[Any] | None = own if own is not None else getattr(matrix, name)
-            return values or [None]
+            own: list[Any] = getattr(include, name) if include is not None else []
+            return own or getattr(matrix, name) or [None]
 
         meshes = [mesh for choice in axis("mesh") for mesh in _meshes(choice)]
         others = [
@@ -343,21 +342,21 @@ def matches(rule: Match, cell: Cell) -> bool:
     }
     for key, names in words.items():
         patterns = getattr(rule, key)
-        if patterns is not None and not any(
+        if patterns and not any(
             fnmatchcase(name, pattern) for name in names for pattern in patterns
         ):
             return False
-    if rule.world is not None and math.prod(size for _, size in cell.mesh) not in rule.world:
+    if rule.world and math.prod(size for _, size in cell.mesh) not in rule.world:
         return False
-    return rule.clip is None or cell.clip in rule.clip
+    return not rule.clip or cell.clip in rule.clip
 
 
 def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
     """The cells of ``cases`` with another implementation in them, each once.
 
     Serves systems that no scenario names: a user's own, or a mutant.  Cells that expect a refusal
-    are left out (they hang on options), as are ``skip`` and ``xfail``.  A cell is of the quick tier
-    if any implementation has it there.
+    are left out (they hang on options), as are ``skip``, ``xfail`` and expected ``buckets``.  A
+    cell is of the quick tier if any implementation has it there.
     """
     found: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
@@ -373,6 +372,7 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 implementation=implementation,
                 label="",
                 options={},
+                expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
             ),

@@ -68,13 +68,16 @@ class Expect(Model):
         description="floating-point payload sent in one optimizer step, in bytes summed over "
         "ranks: a named formula or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
+    buckets: int | None = Field(
+        None, ge=1, le=100_000, description="gradient buckets of a step, at least this many"
+    )
     refuses: str | None = Field(
         None, min_length=1, description="words that the implementation's refusal must contain"
     )
 
 
 def _no_expectation() -> Expect:
-    return Expect(traffic=None, refuses=None)
+    return Expect(traffic=None, buckets=None, refuses=None)
 
 
 class ImplementationChoice(Model):
@@ -201,21 +204,24 @@ class Matrix(Model):
     optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
-    workload: Workloads | None = Field(None, description="variants of the scenario's workload")
+    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class Match(Model):
-    """Cells for which every key given holds; a list means any of its values."""
+    """Cells for which every key given holds; a list means any of its values.
 
-    implementation: Words | None = Field(None, description="glob on the name or name+label")
-    label: Words | None = Field(None, description="glob on the implementation's label")
-    backend: Words | None = None
-    mesh: Words | None = Field(None, description="short form, e.g. replicate4 or shard2xtensor2")
-    world: Sizes | None = Field(None, description="number of ranks")
-    workload: Words | None = Field(None, description="glob on the label of the workload variant")
-    optimizer: Words | None = Field(None, description="glob on the optimizer's label or name")
-    clip: Clips | None = Field(None, description="null matches cells without clipping")
-    lane: Lanes | None = None
+    A key that is not given stays an empty list; ``clip: null`` is a list of one.
+    """
+
+    implementation: Words = Field([], description="glob on the name or name+label")
+    label: Words = Field([], description="glob on the implementation's label")
+    backend: Words = Field([], description="where ranks talk")
+    mesh: Words = Field([], description="short form, e.g. replicate4 or shard2xtensor2")
+    world: Sizes = Field([], description="number of ranks")
+    workload: Words = Field([], description="glob on the label of the workload variant")
+    optimizer: Words = Field([], description="glob on the optimizer's label or name")
+    clip: Clips = Field([], description="null matches cells without clipping")
+    lane: Lanes = Field([], description="way of comparing numbers")
 
 
 class Rule(Match):
@@ -229,13 +235,13 @@ class Include(Model):
 
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
-    implementation: Implementations | None = None
-    backend: Words | None = None
-    mesh: Meshes | None = None
-    optimizer: Optimizers | None = None
-    clip: Clips | None = None
-    lane: Lanes | None = None
-    workload: Workloads | None = None
+    implementation: Implementations = Field([], description="systems under test")
+    backend: Words = Field([], description="where ranks talk")
+    mesh: Meshes = Field([], description="axes and sizes")
+    optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
+    clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
+    lane: Lanes = Field([], description="way of comparing numbers")
+    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class Scenario(Model):
