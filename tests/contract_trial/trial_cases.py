@@ -1,0 +1,55 @@
+"""Cases for the trial systems, judged by the real judge in real leaders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from suite.case import Case, WorkloadSpec
+from suite.contract import OptimizerSpec
+from suite.runner import run_cases
+
+CHECKS = ("equivalence", "replicas", "norm")
+
+
+def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
+    """A case of two small steps; ``changes`` are fields of :class:`Case`."""
+    fields: dict[str, Any] = {
+        "backend": "in_memory",
+        "workload": WorkloadSpec(
+            "charnames_gpt",
+            global_batch=8,
+            params={"layers": 2, "width": 16, "heads": 2, "seq": 8, "vocab": 96},
+        ),
+        "optimizer": OptimizerSpec(),
+        "lane": "fp64",
+        "checks": CHECKS,
+        "steps": 3,
+        **changes,
+    }
+    text = json.dumps([implementation, dict(mesh), repr(sorted(fields.items()))])
+    name = f"trial/{implementation}/{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
+
+
+def judged(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Results in the order of ``cases``."""
+    results, left_out = run_cases(cases, 2, lambda _: None)
+    assert not left_out
+    by_id = {result["id"]: result for result in results}
+    return [by_id[c.id] for c in cases]
+
+
+def told(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """What is to be read where a result is not as expected."""
+    return [(r["id"], r["verdict"], r["reason"]) for r in results]
+
+
+def compared(result: Mapping[str, Any]) -> int:
+    """How many tensors the equivalence check looked at."""
+    for outcome in result["checks"]:
+        if outcome["check"] == "equivalence":
+            return int(outcome["figures"]["compared"])
+    return 0
