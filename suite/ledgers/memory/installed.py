@@ -59,8 +59,9 @@ def remove(ledger: MemoryLedger) -> None:
 
 def communicated(tensors: Iterable[Tensor]) -> None:
     """A rank hands ``tensors`` to a process group: backends say so, from any thread."""
+    handed = list(tensors) if _active else []
     for ledger in _active:
-        ledger.touch(tensors)
+        ledger.touch(handed)
 
 
 def watch(module: nn.Module) -> None:

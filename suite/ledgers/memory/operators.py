@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch._C import DispatchKey
 
 #: Results lie in the inputs' storages: never looked at.
 VIEW = 0
@@ -48,6 +48,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _kind(operator: Any, name: str) -> int:
+    if name.startswith("prim."):
+        return VIEW  # asks for a device or a layout; the dispatcher does not know it
     if name.startswith("_c10d_functional.wait_tensor"):
         return WAIT
     if name.startswith(("c10d.", "_c10d_functional.")):
@@ -58,7 +60,7 @@ def _kind(operator: Any, name: str) -> int:
         return FRESH  # declared as a view: what torch.tensor made; a storage made in Python
     aliases = [result.alias_info for result in operator._schema.returns]
     # reshape and its like reach a mode in inference mode only; they say "view" and may copy.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"):
+    if operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
         return EITHER
     if not any(aliases):
         return FRESH

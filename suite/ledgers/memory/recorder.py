@@ -275,12 +275,18 @@ class MemoryLedger(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return (tensor,) if tensor.fake_mode is self._fake_mode else ()
         if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
-            names, _ = (
-                tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else ((), 0)
-            )
-            return [part for name in names for part in self._countable(getattr(tensor, name))]
+            inner = (getattr(tensor, name) for name in _flattened(tensor))
+            return [p for t in inner if isinstance(t, Tensor) for p in self._countable(t)]
         if self.fakes or tensor.device.type == "meta":
             return ()
         if tensor.layout is torch.strided:
             return (tensor,)
         return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
+
+
+def _flattened(wrapper: Any) -> Sequence[str]:
+    """Names of the attributes in which a tensor subclass keeps its tensors."""
+    names: Sequence[str] = ()
+    if hasattr(wrapper, "__tensor_flatten__"):
+        names, _ = wrapper.__tensor_flatten__()
+    return names
