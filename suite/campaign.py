@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from suite import workloads
-from suite.case import Case, WorkloadSpec
+from suite.case import Case, Lane, WorkloadSpec
 from suite.contract import OptimizerSpec
 
 #: What a campaign draws from; labels of options are those of the conformance scenarios.
@@ -42,9 +42,9 @@ def _case(
     world = 1 if name == "plain" else source.randint(1, LARGEST_WORLD)
     backend = source.choice(("in_memory", "gloo"))
     workload = source.choice(sorted(traits))
-    optimizer = source.choice(("sgd", "adamw"))
+    optimizer: Literal["sgd", "adamw"] = "sgd" if source.random() < 0.5 else "adamw"
     clip = source.choice((None, 0.05))
-    lane = "bitwise" if clip is None and source.random() < 0.4 else "fp64"
+    lane: Lane = "bitwise" if clip is None and source.random() < 0.4 else "fp64"
     spec = _workload(source, workload, sorted(traits[workload]))
     clipped = "noclip" if clip is None else "clip"
     return Case(

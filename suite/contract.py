@@ -94,7 +94,7 @@ class OptimizerSpec:
         Groups that no name matches are left out; inside a group the given order is kept.
         """
         default = GroupSpec(pattern="", weight_decay=self.weight_decay)
-        buckets: list[tuple[GroupSpec, list[str]]] = [(g, []) for g in self.groups] + [(default, [])]
+        buckets: list[tuple[GroupSpec, list[str]]] = [(g, []) for g in (*self.groups, default)]
         for name in names:
             for group, members in buckets:
                 if re.search(group.pattern, name):

@@ -83,15 +83,19 @@ def within_ulps(actual: Tensor, truth: Tensor, reference: Tensor, ulps: int) -> 
     return Comparison(error if error == error else math.inf, float(ulps))
 
 
+def take(tensor: Tensor, region: Region) -> Tensor:
+    """The part of ``tensor`` that ``region`` names (one ``(start, stop)`` per dimension)."""
+    return tensor[tuple(slice(start, stop) for start, stop in region)]
+
+
 def split_zero(tensor: Tensor, regions: Sequence[Region]) -> tuple[Tensor, list[Tensor]]:
     """``tensor`` with the declared zero-gradient ``regions`` set to 0, and those regions."""
     if not regions:
         return tensor, []
     rest, zeros = tensor.clone(), []
     for region in regions:
-        index = tuple(slice(start, stop) for start, stop in region)
-        zeros.append(tensor[index])
-        rest[index] = 0
+        zeros.append(take(tensor, region))
+        take(rest, region).zero_()
     return rest, zeros
 
 
