@@ -31,10 +31,10 @@ COPY constraints.txt wheel[s] certificate[s] /context/
 RUN if ls /context/*.crt >/dev/null 2>&1; then \
         cp /context/*.crt /usr/local/share/ca-certificates/ && update-ca-certificates >/dev/null; \
     fi
+RUN if [ -e /etc/ssl/certs/ca-certificates.crt ]; then \
+        printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' > /etc/pip.conf; \
+    fi
 RUN python3 -m venv /opt/venv \
- && if [ -e /etc/ssl/certs/ca-certificates.crt ]; then \
-        export PIP_CERT=/etc/ssl/certs/ca-certificates.crt; \
-    fi \
  && if ! ls /context/torch-*.whl >/dev/null 2>&1 && [ -z "$PIP_NO_INDEX" ]; then \
         export PIP_EXTRA_INDEX_URL="$TORCH_INDEX"; \
     fi \
@@ -45,8 +45,7 @@ RUN python3 -m venv /opt/venv \
 
 # ---- the digits images, taken out of scikit-learn so that a rank does not need it
 FROM packages AS digits
-RUN PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
-    pip install --quiet --no-deps -c /context/constraints.txt scikit-learn
+RUN pip install --quiet --no-deps -c /context/constraints.txt scikit-learn
 COPY suite/workloads/data.py /tmp/
 RUN cd /tmp && python -c "import data, pathlib; data.write_digits(pathlib.Path('/digits.npz'))"
 
@@ -61,13 +60,15 @@ COPY suite suite
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
+# Users without rights could not keep the byte code, and every rank would make it again.
+RUN python -m compileall -q suite impls
 USER shardproof
 CMD ["python", "-m", "suite.worker", "--help"]
 
 # ---- what the judge has on top, as the files that installing it adds
 FROM packages AS extras
 COPY pyproject.toml /context/
-RUN PIP_CERT=/etc/ssl/certs/ca-certificates.crt && export PIP_CERT && touch /before && sleep 1 \
+RUN touch /before && sleep 1 \
  && python -c "import tomllib; print(*tomllib.load(open('/context/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /wanted \
  && pip install --quiet -c /context/constraints.txt -r /wanted \
  && mkdir /extras && cd /opt/venv \
@@ -81,6 +82,8 @@ COPY suite suite
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
+# Users without rights could not keep the byte code, and every rank would make it again.
+RUN python -m compileall -q suite impls
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN printf '#!/bin/sh\nexec python -m suite "$@"\n' > /usr/local/bin/shardproof \
  && chmod 755 /usr/local/bin/shardproof

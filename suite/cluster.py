@@ -1,10 +1,11 @@
 """Containers as nodes: build, start, wait, copy, remove.
 
 ``python3 -m suite.cluster run SCENARIO`` imports the standard library only, so that it runs where
-nothing is installed but an engine (``docker`` with Compose v2 or docker-compose 1.29).  Everything it
-starts carries the label ``shardproof=<run>`` and is removed on every path, after the results were
-copied to ``results/<run>/``; images stay.
+nothing is installed but an engine (``docker`` with Compose v2 or docker-compose 1.29).  Everything
+it starts carries the label ``shardproof=<run>`` and is removed on every path, after the results
+were copied to ``results/<run>/``; images stay.
 """
+
 from __future__ import annotations
 
 import argparse

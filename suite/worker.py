@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -153,7 +154,6 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
                 _meet(store, place, f"case{number}", case.deadline)
             finally:
                 faulthandler.cancel_dump_traceback_later()
-        gc.collect()
     # The store lives in rank 0 (or its agent): it must not end before the others are done with it.
     _meet(store, place, "end", MEETING_SECONDS)
     return HELD
@@ -166,6 +166,7 @@ def _one(
     began = time.monotonic()
     (folder / f"rank{place.rank}.began").touch()
     digests: dict[str, str] = {}
+    before = _sockets()
     try:
         workload = workloads.make(case.workload, case.dtype, case.lane)
         backends.join(
@@ -186,13 +187,38 @@ def _one(
         _linger(store, place, f"case{number}/returned")
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(place.rank, error, time.monotonic() - began)
-    # Closing the group wakes the peers that still wait for this rank.
+    if outcome.status != "ok":
+        _wake_peers(before)
     with contextlib.suppress(RuntimeError):
         backends.leave()
+    gc.collect()
     fields = {"outcome": dataclasses.asdict(outcome), "digests": digests}
     partial = folder / f".rank{place.rank}.end"
     partial.write_text(json.dumps(fields, default=str))
     partial.replace(folder / f"rank{place.rank}.end")
+
+
+def _sockets() -> set[int]:
+    """Descriptors of this process's sockets."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+                found.add(int(entry.name))
+    return found
+
+
+def _wake_peers(before: set[int]) -> None:
+    """Shut the connections that were made since ``before``: who waits for this rank sees it now.
+
+    Neither destroying nor aborting a gloo group does so while anything still refers to it, and the
+    peers would wait until their time is up.
+    """
+    for descriptor in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # Not gloo's listening socket: its thread ends the process if that fails.
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _linger(store: dist.Store, place: Place, key: str, seconds: float = 1.0) -> None:
