@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from suite.backends.request import Request, chunks, listed, reduction, root_of, rows
-from suite.ledgers import traffic
+from suite.ledgers import memory, traffic
 from suite.ledgers.phases import inside_backward
 
 #: Called with one line of text per call of this process's ranks; set by the launcher.
@@ -194,6 +194,7 @@ class GroupBase(dist.ProcessGroup):
             _listener(f"{request.text()} on {self.global_ranks}")
         ledger = traffic.current()
         calls = None
+        memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
             calls = ledger.record(request.operation, self.global_ranks, self.axis, loads)
