@@ -89,9 +89,7 @@ Impl = Annotated[
 BackendOption = Annotated[
     list[str] | None, typer.Option("--backend", metavar="B", help="where ranks talk")
 ]
-World = Annotated[
-    list[int] | None, typer.Option("--world", metavar="N", min=1, help="number of ranks")
-]
+World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
     typer.Option(
@@ -101,7 +99,9 @@ Expression = Annotated[
 Tier = Annotated[TierChoice, typer.Option("--tier", help="full: the quick cases and all others")]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="another seed for every workload"),
+    typer.Option(
+        "--seed", metavar="S", min=0, max=2**31 - 1, help="another seed for every workload"
+    ),
 ]
 Budget = Annotated[
     float | None,

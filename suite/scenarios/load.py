@@ -182,7 +182,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str) -> Problem:
         return Problem(
             f"{where}: {what}", "correct it" + _describe(location), _given(given), file, line
         )
-    wanted = detail["msg"].removeprefix("Input ").removeprefix("Value ")
+    wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
     remedy = "correct it" + _describe(location)
     return Problem(f"{where}: {wanted[0].lower()}{wanted[1:]}", remedy, _given(given), file, line)
 

@@ -35,7 +35,7 @@ from suite.scenarios.vocabulary import Vocabulary
 MAX_CELLS = 20_000
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
 #: Equal bits are the harder to reach, the fewer bits there are to absorb another order.
-_DTYPES = {"bitwise": "float32", "fp64": "float64"}
+_DTYPES = {"bitwise": "float32", "dyadic": "float32", "fp64": "float64", "native": "float32"}
 
 
 @dataclass(frozen=True)
@@ -216,19 +216,25 @@ class _Expansion:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
 
-        meshes = [mesh for choice in axis("mesh") for mesh in _meshes(choice)]
         others = [
             axis(name)
             for name in ("implementation", "backend", "optimizer", "clip", "lane", "workload")
         ]
-        count = len(meshes) * math.prod(len(values) for values in others)
+        meshes = sum(math.prod(map(len, choice.values())) for choice in axis("mesh"))
+        count = meshes * math.prod(len(values) for values in others)
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_if_faulty()
         implementations, backends, optimizers, clips, lanes, variants = others
         tier = include.tier if include is not None else None
         product = itertools.product(
-            variants, implementations, backends, meshes, optimizers, clips, lanes
+            variants,
+            implementations,
+            backends,
+            [mesh for choice in axis("mesh") for mesh in _meshes(choice)],
+            optimizers,
+            clips,
+            lanes,
         )
         for variant, implementation, backend, mesh, optimizer, clip, lane in product:
             yield Cell(implementation, backend, mesh, optimizer, clip, lane, variant, tier)

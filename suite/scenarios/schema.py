@@ -24,7 +24,7 @@ from suite import formulas
 
 Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
-LaneName = Literal["bitwise", "fp64"]
+LaneName = Literal["bitwise", "dyadic", "fp64", "native"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="why, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]

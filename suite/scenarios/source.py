@@ -29,7 +29,7 @@ Scalar = str | int | float | bool | None
 
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {_PREFIX + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
-_WORDS = re.compile(r"(?i:on|off|yes|no|y|n)\Z")
+_WORDS = re.compile(r"(?i:on|off|yes|no)\Z")
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _FLOAT = re.compile(
     r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|\.(?i:inf)|\.(?i:nan))\Z"

@@ -1,0 +1,237 @@
+"""The command line as people meet it: exit codes, one line a fault, names that are never cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from suite.cli import main
+from suite.results import read
+
+ROOT = Path(__file__).parents[1]
+CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"}
+
+
+def shardproof(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "suite", *arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process, for commands that start no others: torch is imported once."""
+
+    def call(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        code = end.value.code
+        return subprocess.CompletedProcess(
+            arguments, code if isinstance(code, int) else 0, out, err
+        )
+
+    return call
+
+
+def test_help_teaches_by_examples_and_needs_no_torch() -> None:
+    for command in ((), ("run",), ("mutants",), ("list",), ("check-scenario",), ("report",)):
+        done = shardproof(*command, "--help")
+        assert done.returncode == 0
+        assert "shardproof " in done.stdout
+        assert done.stderr == ""
+    code = "import sys; sys.argv = ['x', 'schema']; from suite.cli import app\n"
+    code += "try:\n app()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["title"] == "Shardproof scenario"
+
+
+def test_version() -> None:
+    assert shardproof("--version").stdout.startswith("shardproof 0.")
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("impls", "reference/ddp"),
+        ("backends", "in_memory"),
+        ("scenarios", "ddp-gpt"),
+        ("mutants", "mutants/ddp_last_backward_only"),
+        ("checks", "equivalence"),
+        ("traits", "conditional_by_micro_batch"),
+        ("cases", CASE),
+    ],
+)
+def test_piped_lists_print_one_full_name_a_line(here: Command, what: str, name: str) -> None:
+    done = here("list", what)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert name in lines
+    assert all(" " not in line for line in lines)
+    assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("run", "ddp-gtp"), "unknown scenario (ddp-gtp) - did you mean ddp-gpt?"),
+        (("run", "absent.yaml"), "absent.yaml: no such file"),
+        (("run", "--impl", "reference/dpd"), "did you mean reference/ddp?"),
+        (("run", "--impl", "mutants/nothing"), "unknown implementation (mutants/nothing)"),
+        (("run", "--impl", "zzz*"), "--impl: matches nothing here (zzz*)"),
+        (("run", "--backend", "glo"), "did you mean gloo?"),
+        (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
+        (("run", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
+        (("run", "-k", "a and"), "column 6 (a and)"),
+        (("run", f"{CASE}".replace("sgd", "adam")), "no such case"),
+        (("run", "--campaign", "3", "ddp-gpt"), "leave out SCENARIO"),
+        (("run", "ddp-gpt", "--results", "README.md"), "results cannot be written"),
+        (("run", "--world", "0"), "--world matches nothing (0)"),
+        (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
+        (("list", "impls", "-k", "x"), "filters belong to `list cases`"),
+        (("report", "no-such-run"), "no such run (no-such-run)"),
+    ],
+)
+def test_bad_selections_end_with_code_2_and_one_line(
+    here: Command, arguments: tuple[str, ...], says: str
+) -> None:
+    done = here(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_scenario_tells_every_fault_of_every_file(here: Command, tmp_path: Path) -> None:
+    good = ROOT / "scenarios" / "conformance" / "plain.yaml"
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(
+        good.read_text().replace("- {label: cnn", "- {lable: cnn").replace("adamw", "adm")
+    )
+    (tmp_path / "copy.yaml").write_text(good.read_text())
+    files = [str(good), str(bad), str(tmp_path / "copy.yaml"), str(tmp_path / "absent.yaml")]
+    done = here("check-scenario", *files)
+    assert done.returncode == 2
+    assert "plain.yaml: plain, " in done.stdout
+    lines = done.stderr.splitlines()
+    assert any("unknown key matrix.workload[2].lable" in line for line in lines)
+    assert any("did you mean adamw?" in line for line in lines)
+    assert any("absent.yaml: no such file" in line for line in lines)
+    assert any("already used" in line for line in lines)
+    assert all(line.count(" - ") >= 1 for line in lines)
+    assert here("check-scenario", str(good)).returncode == 0
+
+
+def test_dry_run_prints_ids_and_writes_nothing(here: Command, tmp_path: Path) -> None:
+    done = here("run", "--dry-run", "--budget", "0.2", cwd=tmp_path)
+    assert done.returncode == 0
+    ids = done.stdout.splitlines()
+    assert all(len(name.split("::")) == 8 for name in ids)
+    assert "left out by the budget" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_id_selects_one_case_in_any_tier(here: Command) -> None:
+    for arguments in ((CASE,), ("-k", CASE), ("ddp-gpt", "--tier", "full", "-k", CASE)):
+        assert here("run", "--dry-run", *arguments).stdout.splitlines() == [CASE]
+    full = CASE.replace("sgd::noclip", "adamw::noclip").replace("quick", "full")
+    assert here("run", "--dry-run", "ddp-gpt", "-k", full).stdout.splitlines() == [full]
+    other = CASE.replace("ddp-gpt", "ddp-gpt[seed5]")
+    other = other.replace("reference/ddp+small_buckets", "mine:DDP")
+    assert here("run", "--dry-run", other).stdout.splitlines() == [other]
+
+
+def test_systems_without_scenario_take_every_cell(here: Command) -> None:
+    done = here("run", "ddp-gpt", "--impl", "mine:DDP", "--dry-run")
+    ids = done.stdout.splitlines()
+    assert ids
+    assert all(name.split("::")[1] == "mine:DDP" for name in ids)
+
+
+def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: Path) -> None:
+    selection = "replicate2 and small_buckets and sgd and fp64"
+    done = shardproof("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout
+    assert "in_memory" in done.stdout
+    assert "= formula" in done.stdout
+    [folder] = [path for path in (tmp_path / "results").iterdir() if path.is_dir()]
+    assert f"evidence: {Path('results') / folder.name}" in done.stdout
+    assert {path.name for path in folder.iterdir()} == {"run.json", "cases.jsonl", "report.html"}
+    run = read(folder)
+    assert CASE in [line["id"] for line in run.cases]
+    assert run.header["invocations"][0]["exit_code"] == 0
+    assert CASE in json.loads((tmp_path / "results" / "durations.json").read_text())
+    shown = here("report", "--format", "markdown", cwd=tmp_path)
+    assert "| reference/ddp+small_buckets |" in shown.stdout
+    page = here("report", folder.name, "--format", "html", cwd=tmp_path)
+    assert "</html>" in page.stdout
+    assert "2 judged" in here("report", str(folder), cwd=tmp_path).stdout
+
+
+def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    first = shardproof("run", CASE, "--results", str(folder), "-j", "1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = shardproof("mutants", "--impl", "ddp_never_reduces", "--results", str(folder))
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "1 faults judged (1 killed, 0 survive), 0 left out" in second.stdout
+    run = read(folder)
+    assert [line["id"] for line in run.cases] == [CASE]
+    assert [line["name"] for line in run.kills] == ["ddp_never_reduces"]
+    assert len(run.mutant_cases) == 2
+    assert [i["exit_code"] for i in run.header["invocations"]] == [0, 0]
+
+
+def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
+    selection = "in_memory and replicate2 and sgd and fp64"
+    done = shardproof(
+        "run", "ddp-gpt", "--impl", "mutants/ddp_never_reduces", "-k", selection, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "fail: ddp-gpt::mutants/ddp_never_reduces::in_memory" in done.stdout
+    assert "rerun: shardproof run ddp-gpt" in done.stdout
+
+
+def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "suite", "run", "ddp-gpt", "-j", "1", "--results", "stopped"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = tmp_path / "stopped" / "cases.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (lines.exists() and lines.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopped: " in output
+    run = read(tmp_path / "stopped")
+    assert run.cases
+    assert run.left_out
+    assert run.header["invocations"][0]["exit_code"] == 130
+    assert (tmp_path / "stopped" / "report.html").exists()

@@ -1,0 +1,330 @@
+"""Run folders survive kills, plans keep to budgets, reports say what happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from suite import report, verdicts
+from suite.budget import plan
+from suite.case import Case, WorkloadSpec
+from suite.contract import OptimizerSpec
+from suite.errors import SelectionError
+from suite.results import Durations, RunFolder, find_run, fingerprint, read
+
+
+def case(name: str = "c", implementation: str = "plain", world: int = 2, **fields: Any) -> Case:
+    values: dict[str, Any] = {
+        "backend": "in_memory",
+        "workload": WorkloadSpec("charnames_gpt"),
+        "optimizer": OptimizerSpec(),
+        "lane": "fp64",
+        "checks": ("traffic",),
+    }
+    mesh = {"replicate": world}
+    return Case(
+        id=name, scenario="s", implementation=implementation, mesh=mesh, **(values | fields)
+    )
+
+
+def result(
+    of: Case,
+    verdict: str = "pass",
+    error: float | None = 1e-16,
+    sent: str | None = "12",
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "id": of.id,
+        "case": of.to_dict(),
+        "verdict": verdict,
+        "reason": "because" if verdict != "pass" else "",
+        "checks": [],
+        "seconds": 0.25,
+        "worst_error": error,
+        "bound": 1e-12,
+        "bytes_sent": sent,
+        "bytes_expected": "12",
+        "rerun": f"shardproof run s -k '{of.id}'",
+        **more,
+    }
+
+
+def kill(name: str = "fault", killed: bool = True) -> dict[str, Any]:
+    return {
+        "name": name,
+        "parent": "reference/ddp",
+        "killed_by": ["equivalence"],
+        "failing": ["equivalence", "replicas"] if killed else ["replicas"],
+        "killed": killed,
+        "why_not": "" if killed else "survives equivalence",
+        "verdict": "fail",
+        "reason": "",
+        "lane": "fp64",
+        "margin": 5e9,
+        "seconds": 0.5,
+    }
+
+
+def fill(path: Path) -> Path:
+    with RunFolder(path, ["shardproof", "run"]) as folder:
+        folder.add(result(case("a", "reference/ddp")))
+        folder.add(result(case("b", "reference/ddp", 3), "fail", 0.5, "13"))
+        folder.add(result(case("c", "pytorch/ddp", label="view"), "skip", None, None))
+        folder.leave_out(case("d"), "no room")
+        folder.add(result(case("m")), "mutant case")
+        folder.add(kill(), "kill")
+        folder.add(kill("other", killed=False), "kill")
+        folder.close(1)
+    return path
+
+
+# ------------------------------------------------------------------------------------ folders
+
+
+def test_a_run_can_be_read_back(tmp_path: Path) -> None:
+    run = read(fill(tmp_path / "run"))
+    assert [line["id"] for line in run.cases] == ["a", "b", "c"]
+    assert [line["id"] for line in run.left_out] == ["d"]
+    assert [line["id"] for line in run.mutant_cases] == ["m"]
+    assert [line["name"] for line in run.kills] == ["fault", "other"]
+    [invocation] = run.header["invocations"]
+    assert invocation["command"] == ["shardproof", "run"]
+    assert invocation["exit_code"] == 1
+    assert invocation["packages"]["torch"]
+    assert Case.from_dict(run.cases[0]["case"]) == case("a", "reference/ddp")
+
+
+def test_invocations_append_and_the_last_line_of_a_case_counts(tmp_path: Path) -> None:
+    fill(tmp_path / "run")
+    with RunFolder(tmp_path / "run", ["again"]) as folder:
+        folder.add(result(case("b", "reference/ddp", 3)))
+        folder.add(result(case("d")))
+    run = read(tmp_path / "run")
+    assert {line["id"]: line["verdict"] for line in run.cases} == {
+        "a": "pass",
+        "b": "pass",
+        "c": "skip",
+        "d": "pass",
+    }
+    assert run.left_out == []
+    assert [i["command"] for i in run.header["invocations"]] == [["shardproof", "run"], ["again"]]
+
+
+def test_a_line_cut_off_by_a_kill_loses_itself_only(tmp_path: Path) -> None:
+    path = fill(tmp_path / "run") / "cases.jsonl"
+    content = path.read_bytes()
+    for cut in range(1, 60):
+        path.write_bytes(content[:-cut])
+        assert [line["name"] for line in read(path.parent).kills] == (
+            ["fault", "other"] if cut == 1 else ["fault"]
+        )
+    with RunFolder(path.parent, ["again"]) as folder:
+        folder.add(result(case("e")))
+    assert "e" in [line["id"] for line in read(path.parent).cases]
+
+
+def test_every_line_is_on_disk_when_add_returns(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", [])
+    folder.add(result(case("a")))
+    assert json.loads((tmp_path / "run" / "cases.jsonl").read_text())["id"] == "a"
+    folder.close(0)
+
+
+def test_lines_are_standard_json_even_for_nan(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", []) as folder:
+        folder.add(result(case("a"), "fail", math.nan, figures={"x": math.inf}))
+
+    def forbid(name: str) -> None:
+        raise AssertionError(name)
+
+    text = (tmp_path / "run" / "cases.jsonl").read_text()
+    assert json.loads(text, parse_constant=forbid)["figures"] == {"x": "inf"}
+    [row] = report.rows(read(tmp_path / "run").cases)
+    assert row.error is not None
+    assert math.isnan(row.error)
+
+
+def test_nothing_of_the_environment_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2-hunter2")
+    path = fill(tmp_path / "run")
+    (path / "report.html").write_text(report.html(read(path)))
+    for file in path.iterdir():
+        assert "hunter2" not in file.read_text()
+        assert os.uname().nodename not in file.read_text() or len(os.uname().nodename) < 5
+    assert set(fingerprint()) == {"cpu", "cores", "memory_bytes", "system", "machine"}
+
+
+def test_runs_are_found_by_folder_id_and_age(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="no run yet"):
+        find_run(None, tmp_path)
+    first, second = (fill(tmp_path / name) for name in ("one", "two"))
+    os.utime(first / "run.json", (1, 1))
+    assert find_run(None, tmp_path) == second
+    assert find_run("one", tmp_path) == find_run(str(first), Path("elsewhere")) == first
+    with pytest.raises(SelectionError, match="no such run"):
+        find_run("three", tmp_path)
+    (first / "run.json").write_text("{")
+    with pytest.raises(SelectionError, match="damaged"):
+        read(first)
+
+
+def test_new_folders_never_collide(tmp_path: Path) -> None:
+    paths = set()
+    for _ in range(4):
+        with RunFolder.create(tmp_path, []) as folder:
+            paths.add(folder.path)
+    assert len(paths) == 4
+
+
+# ------------------------------------------------------------------------------------ verdicts
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (["pass", "pass"], 0),
+        (["pass", "xfail", "skip"], 0),
+        (["pass (native only)"], 0),
+        (["pass", "fail"], 1),
+        (["pass", "xpass"], 1),
+        (["hang(rank 2 never came)", "pass"], 1),
+        (["crash(rank 1)", "undecidable"], 1),
+        (["pass", "inconclusive(7 %)"], 3),
+        (["pass", "precondition(disk)"], 3),
+        (["skip"], 3),
+        ([], 3),
+        (["no such verdict"], 3),
+    ],
+)
+def test_exit_codes(found: list[str], code: int) -> None:
+    assert verdicts.exit_code(verdicts.count({"verdict": v} for v in found)) == code
+
+
+def test_the_closing_line_counts_judged_xfailed_skipped_and_left_out() -> None:
+    counts = verdicts.count({"verdict": v} for v in ["pass", "pass", "fail", "xfail", "skip"])
+    expected = "3 judged (1 fail, 2 pass), 1 xfailed, 1 skipped, 7 left out"
+    assert verdicts.summary(counts, 7) == expected
+
+
+# ------------------------------------------------------------------------------------- budgets
+
+
+def test_a_plan_keeps_to_the_budget_and_touches_everything(tmp_path: Path) -> None:
+    known = Durations(tmp_path / "durations.json")
+    cases = [
+        case(f"{name}-{backend}-{n}", name, backend=backend)
+        for name in ("a", "b", "c")
+        for backend in ("in_memory", "gloo")
+        for n in range(20)
+    ]
+    for item in cases:
+        known.note(item.id, 2.0)
+    planned = plan(cases, known, jobs=2, minutes=0.5)
+    assert planned.seconds <= 30
+    assert len(planned.chosen) == 26
+    assert len(planned.chosen) + len(planned.left_out) == len(cases)
+    assert len({(c.implementation, c.backend) for c in planned.chosen}) == 6
+    everything = plan(cases, known, jobs=2, minutes=None)
+    assert everything.chosen == cases
+    assert everything.left_out == []
+
+
+def test_durations_are_medians_of_the_last_runs(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "durations.json"
+    known = Durations(path)
+    for seconds in (100, 100, 1, 2, 3, 4, 5):
+        known.note("a", seconds)
+    known.save()
+    assert Durations(path).estimate("a") == 3
+    assert Durations(path).estimate("b") is None
+    for damaged in ("{", "[]", '{"a": 3}', '{"a": ["x"]}'):
+        path.write_text(damaged)
+        assert Durations(path).estimate("a") is None
+
+
+# -------------------------------------------------------------------------------------- tables
+
+
+def test_rows_show_the_worst_error_and_the_bytes(tmp_path: Path) -> None:
+    cells = [row.cells() for row in report.rows(read(fill(tmp_path / "run")).cases)]
+    assert cells == [
+        ("pytorch/ddp+view", "in_memory", "2", "1 skip", "-", "-", "0.25"),
+        ("reference/ddp", "in_memory", "2", "1 pass", "1e-16 / 1e-12", "12 = formula", "0.25"),
+        ("reference/ddp", "in_memory", "3", "1 fail", "0.5 / 1e-12", "13 / 12 (x1.08)", "0.25"),
+    ]
+
+
+def test_exact_fractions_are_compared_exactly() -> None:
+    third = result(case("a"), sent="1/3", bytes_expected="1/3")
+    [row] = report.rows([third, third, third])
+    assert row.cells()[5] == "1 = formula"
+    off = result(case("a"), sent="1000000000000000000001", bytes_expected="1000000000000000000000")
+    [row] = report.rows([off])
+    assert "formula" not in row.cells()[5]
+
+
+def test_the_kill_matrix_marks_named_other_and_silent_checks() -> None:
+    columns, lines = report.kill_matrix([kill(), kill("other", killed=False)])
+    assert columns == ["equivalence", "replicas"]
+    assert lines == [("fault", ["K", "x"]), ("other", ["!", "x"])]
+
+
+def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:
+    text = report.markdown(read(fill(tmp_path / "run")))
+    assert "| reference/ddp | in_memory | 2, 3 | 1 fail, 1 pass |" in text
+    assert "2 judged (1 fail, 1 pass), 0 xfailed, 1 skipped, 1 left out." in text
+    assert "Planted faults: 1 of 2 killed" in text
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    for _ in range(2):
+        report.insert(text, readme)
+    assert readme.read_text() == f"before\n{report.BEGIN}\n{text.rstrip()}\n{report.END}\nafter\n"
+    for broken in ("nothing", f"{report.END}\n{report.BEGIN}", report.BEGIN * 2 + report.END):
+        readme.write_text(broken)
+        with pytest.raises(SelectionError, match="no markers"):
+            report.insert(text, readme)
+        assert readme.read_text() == broken
+    with pytest.raises(SelectionError, match="No such file"):
+        report.insert(text, tmp_path / "absent.md")
+
+
+def test_html_is_self_contained_and_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder(path, []) as folder:
+        folder.add(result(case("<script>x</script>"), "fail"))
+        folder.leave_out(case("left"), "no room")
+        folder.add(kill(), "kill")
+    page = report.html(read(path))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "1: no room" in page
+    assert "because" in page
+
+
+def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", []) as folder:
+        folder.close(3)
+    run = read(tmp_path / "run")
+    assert "none" in report.html(run)
+    assert "0 judged" in report.markdown(run)
+
+
+def test_terminal_tables_name_survivors(tmp_path: Path) -> None:
+    run = read(fill(tmp_path / "run"))
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    report.show(run.cases, console.print)
+    report.show_kills(run.kills, console.print)
+    text = console.export_text()
+    assert "SURVIVES other: survives equivalence" in text
+    assert "13 / 12 (x1.08)" in text
