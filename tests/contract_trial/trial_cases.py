@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
-from suite.runner import run_cases
+from suite.launch.pool import Pool
 
+#: Relative error of fp32 sums of a few hundred terms; a wrong scale or a lost rank is 1e4 times it.
+FP32_BOUND = 1e-5
 CHECKS = ("equivalence", "replicas", "norm")
 
 
@@ -34,12 +38,38 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Results in the order of ``cases``."""
-    results, left_out = run_cases(cases, 2, lambda _: None)
-    assert not left_out
-    by_id = {result["id"]: result for result in results}
-    return [by_id[c.id] for c in cases]
+def judged(cases: Sequence[Case], single_precision: bool = False) -> list[dict[str, Any]]:
+    """Results in the order of ``cases``; ``single_precision``: fp32 runs against an fp32 oracle."""
+    conduct = "trial_cases:conduct_fp32" if single_precision else "suite.runner:conduct"
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, Pool(2) as pool:
+        items = [
+            (
+                c.id,
+                {
+                    "case": c.to_dict(),
+                    "workdir": str(Path(folder) / f"case{number}"),
+                    "cache": str(Path(folder) / "oracles"),
+                },
+                c.deadline + 30,
+            )
+            for number, c in enumerate(cases)
+        ]
+        for ended in pool.run(conduct, items):
+            path = Path(ended.payload["workdir"]) / "result.json"
+            assert path.exists(), ended.output
+            results[ended.key] = json.loads(path.read_text())
+    return [results[c.id] for c in cases]
+
+
+def conduct_fp32(payload: dict[str, Any]) -> None:
+    """Judge with bounds for fp32 numbers: the tightest lane's code, an honest distance from noise."""
+    from suite.checks import equivalence, norm
+    from suite.runner import conduct
+
+    equivalence.FP64_BOUND = FP32_BOUND  # type: ignore[misc]
+    norm.BOUNDS["float32"] = FP32_BOUND
+    conduct(payload)
 
 
 def told(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
