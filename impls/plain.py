@@ -45,6 +45,7 @@ class Plain(Implementation):
         if options:
             raise Refused(f"unknown option {next(iter(options))!r}; 'plain' has no options")
         return Capabilities(
+            dtypes=("float64", "float32", "bfloat16"),
             max_world=1,
             exactness="bitwise",
             features=frozenset({"clipping", "accumulation"}),

@@ -82,7 +82,7 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
     why_not = ""
     if own is None or parent is None:
         why_not = "left out: no budget"
-    elif parent["verdict"] != "pass":
+    elif parent["verdict"] not in ("pass", "pass (native only)"):
         why_not = f"its parent is {parent['verdict']}: {parent['reason']}"
     else:
         silent = [name for name in pair.mutant.killed_by if name not in failing]

@@ -16,7 +16,7 @@ Buffers follow the declared rule:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from torch import Tensor, nn
 from suite.case import Case
 from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec
 from suite.launch import pack
+from suite.mantissa import budget
 from suite.optimizers import build_optimizer, read_slots, set_learning_rate
 from suite.workloads import Workload, make
 from suite.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
+#: From a step's number and its gradients per coordinate, in order, to the gradient that is applied.
+Fold = Callable[[int, Sequence[Tensors]], Tensors]
 
 
 def train(
@@ -40,6 +43,9 @@ def train(
     coordinates: int,
     steps: int,
     buffers_rule: BufferRule = "rank0",
+    *,
+    forced: Sequence[Tensors] = (),
+    fold: Fold | None = None,
 ) -> dict[str, Any]:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
 
@@ -52,6 +58,10 @@ def train(
       in their dtype; ``clipped``: the gradients times ``min(1, clip / (norm + 1e-6))`` or ``None``;
     * ``parameters`` and ``optimizer`` (``"<parameter>.<slot>"``) after the update;
     * ``buffers``: per coordinate, after its last micro-batch.
+
+    With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
+    of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
+    that loses precision in a declared manner (``Implementation.emulator``).
 
     A parameter that no coordinate used has no gradient and is not updated; one that only some used
     counts as 0 for the others.
@@ -92,13 +102,16 @@ def train(
                 buffers[coordinate] = _buffers(module)
                 draws[coordinate] = read_draws(module)
         losses = [loss for piece in pieces for loss in piece[0]]
-        for name, gradient in _fold([piece[1] for piece in pieces]).items():
+        parts = [piece[1] for piece in pieces]
+        for name, gradient in (fold(step, parts) if fold else left_fold(parts)).items():
             named[name].grad = gradient
         record["steps"].append(
             {"loss": sum(losses), "losses": losses}
             | _update(torch_optimizer, optimizer, step, parameters, named)
             | {"buffers": list(buffers)}
         )
+        if forced:
+            _force(parameters, forced[step])
     return record
 
 
@@ -117,7 +130,13 @@ def _accumulate(
     return [total], gradients
 
 
-def _fold(parts: Sequence[Tensors]) -> Tensors:
+def _force(parameters: dict[str, nn.Parameter], values: Tensors) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+
+def left_fold(parts: Sequence[Tensors]) -> Tensors:
     """Left fold in rank order; a part without a tensor that another has adds zeros."""
     names = dict.fromkeys(name for part in parts for name in part)
     total: Tensors = {}
@@ -223,6 +242,9 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
             path.unlink(missing_ok=True)
     workload = make(case.workload, case.dtype, case.lane)
     record = train(workload, case.optimizer, case.data_coordinates, case.steps, buffers_rule)
+    if case.lane == "dyadic":
+        exact = make(case.workload, "float64", case.lane)
+        record["budget"] = budget(exact, case.optimizer, case.steps).to_dict()
     cache_dir.mkdir(parents=True, exist_ok=True)
     pack.dump(path, record)
     return record
@@ -236,7 +258,8 @@ def _cache_key(case: Case, buffers_rule: BufferRule) -> str:
 def _code() -> str:
     """Digest of what the numbers depend on besides the case."""
     here = Path(__file__).parent
-    files = [here / "oracle.py", here / "optimizers.py", *sorted((here / "workloads").glob("*.py"))]
+    files = [here / name for name in ("oracle.py", "optimizers.py", "mantissa.py")]
+    files += sorted((here / "workloads").glob("*.py"))
     digest = hashlib.sha256(
         f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
     )

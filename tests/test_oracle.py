@@ -17,7 +17,7 @@ from suite.case import Case, WorkloadSpec
 from suite.contract import BufferRule, OptimizerSpec
 from suite.launch import pack
 from suite.oracle import load_or_train, train
-from suite.workloads import TRAITS, WORKLOADS, Workload, data, make
+from suite.workloads import TRAITS, Workload, data, make
 from suite.workloads.layers import load_state
 
 GPT, CNN = "charnames_gpt", "digits_cnn"
@@ -48,7 +48,7 @@ def without_noise(item: Workload, gradients: dict[str, Tensor]) -> dict[str, Ten
 # ---------------------------------------------------------------------------------- it is right
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", UNCUT)
 def test_the_loss_falls_visibly(name: str) -> None:
     item = workload(name)
     record = train(item, OptimizerSpec("adamw", lr=0.01, warmup_steps=4), 2, 40)
@@ -106,7 +106,7 @@ def test_one_coordinate_is_the_plain_loop(kind: Any, clip: float | None) -> None
     assert f"head.weight.{slot}" in record["steps"][0]["optimizer"]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", UNCUT)
 @pytest.mark.parametrize("trait", [(), *((t,) for t in UNCUT_TRAITS), UNCUT_TRAITS], ids="+".join)
 def test_the_gradient_does_not_depend_on_the_cut(name: str, trait: tuple[str, ...]) -> None:
     item = workload(name, *trait, params=UNCUT[name])
@@ -175,7 +175,7 @@ def test_more_coordinates_than_samples() -> None:
 # --------------------------------------------------------------------------------------- dropout
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", UNCUT)
 def test_stateful_dropouts_go_on_per_coordinate(name: str) -> None:
     """The oracle's draws are those of ranks that each seed once and never look back."""
     item = workload(name, "dropout_stateful", "unequal_micro_batches", params=UNCUT[name])

@@ -104,6 +104,7 @@ class PyTorchDDP(Implementation):
         if chosen.broadcast_buffers:
             features.add("buffer_broadcast")
         return Capabilities(
+            dtypes=("float64", "float32", "bfloat16"),
             buffers="rank0" if chosen.broadcast_buffers else "per_rank",
             features=frozenset(features),
             declines=chosen.declines(),

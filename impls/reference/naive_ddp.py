@@ -71,6 +71,7 @@ class ReferenceNaiveDDP(Engine):
         """The ``naive_ddp`` profile; buffers stay with their rank."""
         parse_options(Options, options)
         return Capabilities(
+            dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset({"clipping", "accumulation", "initial_broadcast"}),
         )

@@ -1,9 +1,12 @@
 """The numbers equal the single-process oracle's: loss, gradients, parameters, optimizer, buffers.
 
 Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; any world
-on a backend that folds in rank order, for an implementation that claims ``bitwise``); *fp64* demands
-a relative Frobenius error of at most 1e-12 per tensor.  Under AdamW parameters are never compared
-across trajectories: the update is replayed from the implementation's own state (at most 4 ULP).
+on a backend that folds in rank order, for an implementation that claims ``bitwise``); *dyadic*
+demands them everywhere, since no sum is ever rounded there (a case that exceeds the mantissa budget
+is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
+*native* allows a multiple of one device's error (``native.py``).  Under AdamW parameters are never
+compared across trajectories: the update is replayed from the implementation's own state (at most
+4 ULP).
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
@@ -20,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from suite.checks import Outcome, Worst
+from suite.checks import Outcome, Worst, native
 from suite.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
@@ -37,10 +40,11 @@ from suite.checks.numbers import (
     within_ulps,
 )
 from suite.evidence import Assembled, Evidence
+from suite.mantissa import Budget
 from suite.optimizers import build_optimizer, load_slots, read_slots, set_learning_rate
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
-LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
 @dataclass
@@ -78,14 +82,21 @@ def judge(evidence: Evidence) -> Outcome:
             "promised against the oracle (replicas are still judged bit for bit)"
         )
         return Outcome("equivalence", "skip", reason)
-    compare: Compare = bitwise if case.lane == "bitwise" else relative_frobenius(FP64_BOUND)
+    budget = evidence.oracle.get("budget")
+    if case.lane == "dyadic" and budget is not None:
+        problem = Budget(**budget).problem(case.dtype, case.world)
+        if problem:
+            return Outcome("equivalence", "precondition", problem, None, {"budget": budget})
+    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     tally = _Tally()
     try:
         _initial(evidence, tally)
+        if case.lane == "native":
+            return _native(evidence, tally)
         for step in evidence.steps:
             _loss(evidence, step, tally)
             _gradients(evidence, step, compare, tally)
-            if case.lane != "bitwise" and case.optimizer.name == "adamw":
+            if not exact(evidence) and case.optimizer.name == "adamw":
                 _replay(evidence, step, tally)
             else:
                 _trajectory(evidence, step, compare, tally)
@@ -95,6 +106,44 @@ def judge(evidence: Evidence) -> Outcome:
     if tally.compared == 0:
         return Outcome("equivalence", "undecidable", "nothing could be compared")
     return Outcome("equivalence", "pass", "", tally.worst, _figures(tally))
+
+
+def _native(evidence: Evidence, tally: _Tally) -> Outcome:
+    """Every step against fp64, by the error of one device; the update by a replay."""
+    case, regions = evidence.case, evidence.workload["zero_gradient"]
+    bound, unit = native.factor(evidence), native.round_off(case.dtype)
+    truths, singles = native.teachers(evidence)
+    for step in evidence.steps:
+        truth, single = truths[step], singles[step]
+        ratios: dict[tuple[str, str, str], float] = {}
+        silent: dict[tuple[str, str, str], float] = {}
+        for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
+            if truth[kind] is None:
+                continue
+            state = evidence.observed(step, point, "gradients")
+            _check_names(state, truth[kind], step, point)
+            found = state.first()
+            errors = native.ratios(found, single[kind], truth[kind], regions)
+            ratios |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
+            errors = native.noise(found, truth[kind], regions, unit)
+            silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
+        shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.dtype])
+        told = native.loss_ratio(sum(shares.values()), single["loss"], truth["loss"], unit)
+        ratios["loss", "forward", "all ranks"] = told
+        for (name, point, owner), error, limit in (
+            *((key, error, bound) for key, error in ratios.items()),
+            *((key, error, 1.0) for key, error in silent.items()),
+        ):
+            if not tally.add(Comparison(error, limit), name, step, point, owner):
+                raise _Failure(f"further from fp64 than {case.dtype} explains: {tally.worst}")
+        _replay(evidence, step, tally)
+    figures = _figures(tally) | {"factor": bound}
+    return Outcome("equivalence", "pass", "", tally.worst, figures)
+
+
+def exact(evidence: Evidence) -> bool:
+    """Whether this lane compares bit for bit."""
+    return evidence.case.lane in ("bitwise", "dyadic")
 
 
 def promises_bits(evidence: Evidence) -> bool:
@@ -155,7 +204,7 @@ def _compare_all(
     _check_names(state, truth, step, phase)
     regions = evidence.workload["zero_gradient"] if zeros else {}
     floor = 0.0
-    if zeros and evidence.case.lane != "bitwise":
+    if zeros and not exact(evidence):
         unit = torch.finfo(getattr(torch, evidence.case.dtype)).eps / 2
         floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
     for name, expected in truth.items():
@@ -169,7 +218,7 @@ def _compare_all(
                 )
             have, silent = split_zero(actual, parts)
             owner = _owner(state, name) + (f", replica {replica}" if replica else "")
-            if zeros and bool(expected.any()) is False and evidence.case.lane != "bitwise":
+            if zeros and bool(expected.any()) is False and not exact(evidence):
                 result = Comparison(root_mean_square([actual]), floor)
             else:
                 result = compare(have, want)
@@ -203,8 +252,17 @@ def _initial(evidence: Evidence, tally: _Tally) -> None:
 
 def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
     truth = float(evidence.oracle["steps"][step]["loss"])
-    shares: dict[int, float] = {}
     bound = LOSS_BOUNDS[evidence.case.dtype]
+    total = sum(_loss_shares(evidence, step, bound).values())
+    error = abs(total - truth) / abs(truth)
+    if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
+        raise _Failure(f"summed loss {total!r} against {truth!r}: {tally.worst}")
+
+
+def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int, float]:
+    """The loss of every data coordinate; ranks that know it agree (relative to the oracle's)."""
+    truth = float(evidence.oracle["steps"][step]["loss"])
+    shares: dict[int, float] = {}
     wanted = set()
     for record in evidence.records:
         rank, told = record["rank"], record["steps"][step]
@@ -224,9 +282,7 @@ def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
     if wanted - set(shares):
         missing = sorted(wanted - set(shares))
         raise _Failure(f"step {step}: no rank tells the loss of data coordinates {missing}")
-    error = abs(sum(shares.values()) - truth) / abs(truth)
-    if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
-        raise _Failure(f"summed loss {sum(shares.values())!r} against {truth!r}: {tally.worst}")
+    return shares
 
 
 def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
@@ -289,9 +345,7 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     ):
         _check_names(state, wanted, step, phase)
         for name, value in wanted.items():
-            compare = partial(
-                within_ulps, reference=reference.get(name, value), ulps=REPLAY_ULPS
-            )
+            compare = partial(within_ulps, reference=reference.get(name, value), ulps=REPLAY_ULPS)
             if powerless(value, evidence.case.world, partial(_flat_ulps, reference=value)):
                 tally.not_tested.add(f"{phase}: {name}")
             for replica, actual in state.tensors[name].items():

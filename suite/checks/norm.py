@@ -16,7 +16,7 @@ from suite.checks.numbers import FP64_BOUND
 from suite.evidence import Evidence
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
-BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5}
+BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
 def judge(evidence: Evidence) -> Outcome:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from suite.case import Lane, WorkloadSpec
 from suite.workloads.base import Family, Workload, resolve
 from suite.workloads.cnn import DigitsCNN
+from suite.workloads.dyadic import DyadicMLP
 from suite.workloads.gpt import CharnamesGPT
 from suite.workloads.knobs import WorkloadError, lookup
 from suite.workloads.traits import TRAITS, Trait, suggested_groups
 
-WORKLOADS: dict[str, Family] = {family.name: family for family in (CharnamesGPT(), DigitsCNN())}
+WORKLOADS: dict[str, Family] = {
+    family.name: family for family in (CharnamesGPT(), DigitsCNN(), DyadicMLP())
+}
 
 __all__ = [
     "TRAITS",
@@ -39,7 +42,7 @@ def make(
             that the workload has no form for.
     """
     family = lookup(spec.name, WORKLOADS, "workload")
-    if lane == "dyadic":
+    if lane == "dyadic" and not family.dyadic:
         raise WorkloadError(f"{spec.name} has no dyadic form: its numbers are not small integers")
     return Workload(family, spec, dtype, rounded_to)
 

@@ -60,6 +60,8 @@ class Family(ABC):
     about: str
     knobs: ClassVar[Mapping[str, Knob]]
     digest: str
+    #: Whether all its numbers are small integers over powers of two.
+    dyadic: ClassVar[bool] = False
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to add)
         """Raise :class:`WorkloadError` for knobs that do not fit together."""
@@ -86,6 +88,21 @@ class Family(ABC):
 
         ``keys`` (below 2^31, one a sample) are to travel with the inputs, for dropout.
         """
+
+    def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
+        """The initial value of the parameter or buffer ``name``, in fp64."""
+        return initial_value(seed, name, tensor, owner)
+
+    def weights(self, valid: Tensor) -> Tensor:
+        """Target weights (fp64) that sum to 1 over the global batch; 0 where not ``valid``."""
+        return valid.to(torch.float64) / int(valid.sum())
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
+        classes = outputs.shape[-1]
+        logits = outputs.reshape(-1, classes).to(micro.weights.dtype)
+        losses = F.cross_entropy(logits, micro.targets.reshape(-1), reduction="none")
+        return (micro.weights.reshape(-1) * losses).sum()
 
     def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
         """Whether one sample's gradient depends on the others in its micro-batch."""
@@ -116,7 +133,7 @@ class ModelBuild:
         seed = f"{self._workload.spec.seed}/perturbed/{self._rank}"
         with torch.no_grad():
             for name, tensor, owner in named_tensors(module):
-                value = initial_value(seed, name, tensor, owner)
+                value = self._workload.family.initial(seed, name, tensor, owner)
                 tensor.copy_(value if value.is_floating_point() else value + 1000 + self._rank)
         return module
 
@@ -127,11 +144,8 @@ class ModelBuild:
         return StackPart(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
-        classes = outputs.shape[-1]
-        logits = outputs.reshape(-1, classes).to(micro.weights.dtype)
-        losses = F.cross_entropy(logits, micro.targets.reshape(-1), reduction="none")
-        return (micro.weights.reshape(-1) * losses).sum()
+        """The family's loss: a weighted sum over the targets of ``micro``."""
+        return self._workload.family.loss(outputs, micro)
 
 
 class Workload:
@@ -184,7 +198,7 @@ class Workload:
         seed = f"{self.spec.seed}/state"
         state = {}
         for name, tensor, owner in named_tensors(self._skeleton):
-            value = initial_value(seed, name, tensor, owner)
+            value = self.family.initial(seed, name, tensor, owner)
             if value.is_floating_point():
                 value = value.to(self._narrow).to(self._dtype)
             state[name] = value
@@ -300,6 +314,12 @@ class Workload:
             batches.append(Batch(step=step, windows=tuple(windows)))
         return batches
 
+    def whole_batch(self, step: int) -> MicroBatch:
+        """The global batch of ``step`` as one micro-batch, in the order of its sample ids."""
+        samples, weights = self._global_batch(step)
+        ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
+        return MicroBatch(samples.inputs, samples.targets, weights, ids)
+
     def _window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate."""
         sizes = [self.spec.micro_batches] * self.spec.windows
@@ -355,8 +375,7 @@ class Workload:
             keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
         samples = self.family.samples(self.params, chosen, draws, flags, self._dtype, keys)
         valid = self._mask(samples.valid)
-        count = int(valid.sum())
-        weights = valid.to(torch.float64) / count
+        weights = self.family.weights(valid)
         weights = weights.to(self._round_weights).to(self._weight_dtype)
         self._cached = (step, samples, weights)
         return samples, weights

@@ -26,7 +26,7 @@ The numbers in ``conditions`` are those of docs/trigger-conditions.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -144,6 +144,15 @@ TRAITS: dict[str, Trait] = {
     ),
     "skewed_ranks": Trait("ranks sleep a little before some of their calls", (21,), "backend"),
 }
+
+#: Traits that leave a model of integers exact.
+_EXACT = (
+    *("tied_over_units", "frozen", "unequal_tokens", "one_rank_without_tokens"),
+    *("unequal_micro_batches", "incomplete_window"),
+    *("late_results", "poisoned_buffers", "skewed_ranks"),
+)
+for _name in _EXACT:
+    TRAITS[_name] = replace(TRAITS[_name], applies_to=(*TRAITS[_name].applies_to, "dyadic_mlp"))
 
 
 def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:

@@ -1,0 +1,123 @@
+"""The native lane: errors in a low precision, measured by those of one device in that precision.
+
+Truth is an fp64 run that starts from the same rounded numbers.  Both it and a one-device run in the
+case's dtype are *teacher-forced*: each step begins from the parameters that the system under test
+held, so that every step is judged alone.  For gradient tensor t
+
+    rho(t) = err(system, t) / max(err(one device, t), median over tensors of err(one device))
+
+with err the relative Frobenius error against fp64, and rho may be at most k (``numbers.py``).  The
+update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
+gross faults, not one wrong element in bf16: alone it gives ``pass (native only)``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suite import oracle
+from suite.case import DATA_AXES
+from suite.checks.numbers import (
+    NATIVE_FACTOR_DATA_PARALLEL,
+    NATIVE_FACTORS,
+    ZERO_FLOOR,
+    root_mean_square,
+    split_zero,
+)
+from suite.evidence import Evidence
+from suite.workloads import make
+
+Tensors = Mapping[str, Tensor]
+#: Zero slices in one-device runs: (start, stop) per dimension.
+Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
+
+
+def factor(evidence: Evidence) -> float:
+    """k: how many times the error of one device is allowed."""
+    case = evidence.case
+    data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)
+    if (
+        case.dtype == "bfloat16"
+        and data_parallel
+        and "fp32_reduction" in evidence.capabilities["features"]
+    ):
+        return NATIVE_FACTOR_DATA_PARALLEL
+    return NATIVE_FACTORS[case.dtype]
+
+
+def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps of the fp64 twin and of one device in the case's dtype, both forced."""
+    case = evidence.case
+    forced = [
+        evidence.observed(step, "after_update", "parameters").first() for step in evidence.steps
+    ]
+    rule = evidence.capabilities["buffers"]
+    runs = []
+    for dtype, rounded in (("float64", case.dtype), (case.dtype, None)):
+        workload = make(case.workload, dtype, case.lane, rounded)
+        runs.append(
+            oracle.train(
+                workload, case.optimizer, case.data_coordinates, case.steps, rule, forced=forced
+            )["steps"]
+        )
+    return runs[0], runs[1]
+
+
+def ratios(
+    found: Tensors, single: Tensors, truth: Tensors, regions: Regions | None = None
+) -> dict[str, float]:
+    """rho per tensor; tensors whose true value is 0 are left out (see :func:`noise`)."""
+    regions = regions or {}
+    errors = {
+        name: (
+            _error(found[name], value, regions.get(name, [])),
+            _error(single[name], value, regions.get(name, [])),
+        )
+        for name, value in truth.items()
+        if value.numel() and bool(split_zero(value, regions.get(name, []))[0].any())
+    }
+    if not errors:
+        return {}
+    middle = statistics.median(one for _, one in errors.values())
+    return {name: _ratio(many, max(one, middle)) for name, (many, one) in errors.items()}
+
+
+def noise(found: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
+    """Root mean square of what should be 0, over its floor: 100 round-offs of the model's."""
+    floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
+    result = {}
+    for name, parts in regions.items():
+        if name in truth:
+            for part in split_zero(found[name], parts)[1]:
+                result[name] = _ratio(root_mean_square([part]), floor)
+    return result
+
+
+def loss_ratio(found: float, single: float, truth: float, unit: float) -> float:
+    """rho of the loss; one device may be right by luck, so at least one round-off counts."""
+    return _ratio(abs(found - truth), max(abs(single - truth), unit * abs(truth)))
+
+
+def round_off(dtype: str) -> float:
+    """Half the distance from 1 to the next number."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+def _error(actual: Tensor, truth: Tensor, regions: list[Any]) -> float:
+    want = split_zero(truth.to(torch.float64), regions)[0]
+    have = split_zero(actual.to(torch.float64), regions)[0]
+    return float(torch.linalg.vector_norm(have - want) / torch.linalg.vector_norm(want))
+
+
+def _ratio(error: float, scale: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    if not scale:
+        return 0.0 if not error else math.inf
+    return error / scale

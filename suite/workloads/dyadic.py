@@ -1,0 +1,174 @@
+"""``dyadic_mlp``: a net in which nothing is ever rounded, so that every order of adding agrees.
+
+All numbers are integers over a power of two, and sums stay so short that they fit the mantissa
+(``suite.mantissa`` computes the budget and refuses what exceeds it).  So gradients and parameters
+are equal bit for bit in every strategy, world size, backend and dtype with room enough: any
+difference at all is a fault.
+
+* Weights are used as -1, 0 or 1 (truncated), activations as small integers (clamped, rounded down).
+  Both pass gradients straight through (Bengio et al., arXiv 1308.3432; ternary weights: Li et al.,
+  arXiv 1605.04711), so that backward multiplies by integers as well.  It is linear in the loss's
+  scale: a system that multiplies the loss by N and divides gradients by N stays exact.
+* The loss of a target is a hinge against the next letter, ``max(0, 1 + other - target)``.
+* Target weights are 1 or 2 over a power of two and sum to exactly 1.
+
+A sample is the end of a Unicode character name over 32 symbols; each position guesses the next
+letter from its own.  Use SGD with a learning rate and a momentum that are powers of two (a decay,
+too, but it costs many bits a step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from suite.contract import MicroBatch
+from suite.workloads import data
+from suite.workloads.base import Family, Samples
+from suite.workloads.knobs import Knob
+from suite.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
+
+SYMBOLS = 32
+#: Initial values are multiples of 1/16 in [-1, 1]: 2 of 33 weights are not truncated to 0.
+GRAIN = 16
+
+
+class Ternary(Linear):
+    """A linear layer whose weight counts as -1, 0 or 1; its gradient goes to the weight itself."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        weight = self.weight
+        whole = weight + (weight.clamp(-1, 1).trunc() - weight).detach()
+        return F.linear(values, whole, self.bias)
+
+
+class Head(Ternary):
+    """Whole-number scores."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return _floor(super().forward(values))
+
+
+class Levels(nn.Module):
+    """Clamped to ``[low, high]`` and rounded down; no gradient outside."""
+
+    def __init__(self, low: int, high: int) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, values: Tensor) -> Tensor:
+        return _floor(F.hardtanh(values, self.low, self.high))
+
+
+def _floor(values: Tensor) -> Tensor:
+    return values + (values.floor() - values).detach()
+
+
+class Embed(nn.Module):
+    """Symbol plus position: ``(samples, positions)`` of int64 -> ``(..., width)``."""
+
+    def __init__(self, seq: int, width: int, place: Place) -> None:
+        super().__init__()
+        self.token = Embedding(SYMBOLS, width, **place)
+        self.position = Embedding(seq, width, **place)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return 2 * self.token(tokens) + self.position(positions)
+
+
+class Block(nn.Module):
+    """``hidden + down(levels(up(levels(hidden))))`` over twice the width."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.enter, self.inner = Levels(-2, 2), Levels(-1, 3)
+        self.up = Ternary(width, 2 * width, **place)
+        self.down = Ternary(2 * width, width, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.inner(self.up(self.enter(hidden))))
+
+
+class DyadicMLP(Family):
+    """Samples are ``(positions,)`` symbols; outputs ``(samples, positions, 32)`` whole numbers."""
+
+    name = "dyadic_mlp"
+    about = "integers over powers of two: equal bits in every order (lane dyadic)"
+    digest = data.CHARACTER_NAMES_DIGEST
+    dyadic = True
+    knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2)}
+
+    def size(self) -> int:
+        """Number of names."""
+        return len(data.character_names())
+
+    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+        """The net; ``traits``: tied_over_units ties the head to the embedding."""
+        width = params["width"]
+        stack = Stack(
+            front=None,
+            embed=Embed(params["seq"], width, place),
+            blocks=[Block(width, place) for _ in range(params["layers"])],
+            norm=Levels(-4, 4),
+            final=None,
+            head=Head(width, SYMBOLS, **place),
+            tail=None,
+            flags=_flags,
+        )
+        if "tied_over_units" in traits:
+            tie(stack, "embed.token", "head")
+        if "frozen" in traits:
+            stack.get_parameter("blocks.0.down.weight").requires_grad_(False)
+        return stack
+
+    def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
+        """Multiples of 1/16 in [-1, 1], none of them 0."""
+        generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
+        size = torch.randint(1, GRAIN + 1, tensor.shape, generator=generator)
+        sign = 2 * torch.randint(2, tensor.shape, generator=generator) - 1
+        return (size * sign).to(torch.float64) / GRAIN
+
+    def weights(self, valid: Tensor) -> Tensor:
+        """1 or 2 over the next power of two, the 2s first; the sum is exactly 1."""
+        count = int(valid.sum())
+        whole = 1 << (count - 1).bit_length()
+        parts = torch.zeros(valid.shape, dtype=torch.float64)
+        parts[valid] = torch.tensor([2.0] * (whole - count) + [1.0] * (2 * count - whole)).double()
+        return parts / whole
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """``sum(weight * max(0, 1 + score of the next letter - score of the target))``."""
+        target = micro.targets.unsqueeze(-1)
+        scores = outputs.to(micro.weights.dtype)
+        other = scores.gather(-1, (target + 1) % SYMBOLS)
+        margins = 1 + other - scores.gather(-1, target)
+        return (micro.weights * F.relu(margins.squeeze(-1))).sum()
+
+    def samples(
+        self,
+        params: Mapping[str, Any],
+        chosen: Sequence[int],
+        draws: Sequence[int],
+        flags: Sequence[int],
+        dtype: torch.dtype,
+        keys: Sequence[int] | None = None,
+    ) -> Samples:
+        """The last symbols of names, so that none is like the next; 0 after the end."""
+        names, seq = data.character_names(), params["seq"]
+        inputs, targets, valid = [], [], []
+        for index in chosen:
+            text = [ord(letter) % SYMBOLS for letter in names[index][-(seq + 1) :]]
+            row = text + [0] * (seq + 1 - len(text))
+            inputs.append(row[:seq])
+            targets.append(row[1:])
+            valid.append([position < len(text) for position in range(seq)])
+        return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
+
+
+def _flags(tokens: Tensor) -> Tensor:
+    return torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
