@@ -14,7 +14,7 @@ MUTANT_BUDGET ?= 1.5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test conformance mutants report lint format clean
+.PHONY: help setup bench test conformance mutants cluster image report lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,6 +43,13 @@ conformance: setup ## the whole conformance matrix, all tiers
 
 mutants: setup ## every planted fault against every check that should see it
 	@$(BIN)/shardproof mutants -j $(JOBS)
+
+# Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
+cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local processes
+	@$(PYTHON) -m suite.cluster run ddp-gpt --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
+
+image: ## build the container images if they are missing or old
+	@$(PYTHON) -m suite.cluster build
 
 report: setup ## regenerate the results table of the README from the newest run
 	@$(BIN)/shardproof report --into README.md

@@ -33,7 +33,7 @@ SOURCES = (
     *("Dockerfile", ".dockerignore", "constraints.txt", "pyproject.toml"),
     *("suite", "impls", "scenarios", "deploy"),
 )
-HELD, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 2, 3, 130
+HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class NoCluster(RuntimeError):
@@ -209,6 +209,9 @@ def run(job: Job, results: Path) -> int:
                 os.killpg(client.pid, signal.SIGKILL)
                 client.wait()
     _tell(results, name, job, began, code)
+    if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED):
+        print(f"the head ended with code {code}: a container was stopped from outside, or died")
+        return BROKEN
     return code
 
 
