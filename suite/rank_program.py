@@ -29,6 +29,7 @@ from suite.contract import (
     MicroBatch,
     Piece,
     Point,
+    StepResult,
 )
 from suite.ledgers import phases, traffic
 from suite.workloads import Workload
@@ -41,8 +42,8 @@ KINDS_AT: dict[Point, tuple[Kind, ...]] = {
 }
 
 
-class NotObserved(RuntimeError):
-    """The implementation ended a step without the observations that the contract asks for."""
+class BrokenContract(RuntimeError):
+    """The implementation did what the contract forbids, or left out what it asks for."""
 
 
 def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class _Rank:
 
         def observe(point: Point) -> None:
             if point in observed:
-                raise NotObserved(f"step {step}: {point!r} was observed twice")
+                raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
                 observed[point] = self._holds(KINDS_AT[point])
 
@@ -184,9 +185,12 @@ class _Rank:
         first_event = log.now if log else 0
         with log.step(step) if log else nullcontext():
             result = self.implementation.step(batch, observe)
+            if not isinstance(result, StepResult):
+                what = type(result).__name__
+                raise BrokenContract(f"step {step} returned {what}, not a StepResult")
         for point in self.capabilities.points:
             if point not in observed:
-                raise NotObserved(f"step {step}: {point!r} was never observed")
+                raise BrokenContract(f"step {step}: {point!r} was never observed")
         return {
             "step": step,
             "present": True,

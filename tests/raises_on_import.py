@@ -1,0 +1,3 @@
+"""An implementation whose module cannot be imported."""
+
+raise ImportError("libfast.so: cannot open shared object file")
