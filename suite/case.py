@@ -25,7 +25,7 @@ DATA_AXES = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """Names a workload and its knobs.  ``traits`` are trigger conditions (``shardproof list traits``)."""
+    """Names a workload and its knobs; ``traits`` are those of ``shardproof list traits``."""
 
     name: str
     traits: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Case:
         return cls(**fields)
 
     def oracle_key(self, buffers: str) -> str:
-        """Digest of all that the oracle's numbers depend on; cases that share it share an oracle."""
+        """Digest of all that the oracle depends on; cases that share it share an oracle."""
         parts = {
             "workload": dataclasses.asdict(self.workload),
             "optimizer": dataclasses.asdict(self.optimizer),

@@ -69,13 +69,13 @@ class Comm:
         return dist.reduce(tensor, group_dst=root, op=_OPS[op], group=self.group, async_op=async_op)
 
     def all_gather(self, output: Tensor, shard: Tensor, async_op: bool = False) -> Any:
-        """Concatenate every rank's ``shard`` in rank order; ``output`` has ``size`` times its length."""
+        """Concatenate every rank's ``shard`` in rank order; ``output`` holds ``size`` of them."""
         return dist.all_gather_into_tensor(output, shard, group=self.group, async_op=async_op)
 
     def reduce_scatter(
         self, shard: Tensor, full: Tensor, op: Op = "sum", async_op: bool = False
     ) -> Any:
-        """Combine ``full`` over ranks; rank ``r`` receives the ``r``-th of ``size`` equal chunks."""
+        """Combine ``full`` over ranks; rank ``r`` gets the ``r``-th of ``size`` equal chunks."""
         return dist.reduce_scatter_tensor(
             shard, full, op=_OPS[op], group=self.group, async_op=async_op
         )
@@ -144,11 +144,11 @@ class Comm:
 class Mesh:
     """Ranks on a grid of named axes, the last axis innermost (neighbouring ranks).
 
-    ``Mesh({"replicate": 2, "shard": 3})`` is made by every rank of the default group, which must have
-    as many ranks as the axes multiply to.  All groups are created here, by all ranks, in one order.
-    ``joint`` names axes whose ranks together need one group, e.g. ``(("replicate", "shard"),)``.
-    ``ranks`` (default: all) are those on the grid, in its order; the others make the mesh as well,
-    because groups are made by all, but are not part of it (``coordinate`` is empty).
+    ``Mesh({"replicate": 2, "shard": 3})`` is made by every rank of the default group, which must
+    have as many ranks as the axes multiply to.  All groups are created here, by all ranks, in one
+    order. ``joint`` names axes whose ranks together need one group, e.g. ``(("replicate",
+    "shard"),)``. ``ranks`` (default: all) are those on the grid, in its order; the others make the
+    mesh as well, because groups are made by all, but are not part of it (``coordinate`` is empty).
     """
 
     def __init__(

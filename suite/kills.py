@@ -54,7 +54,8 @@ class Kill:
 def pair(mutant: Any) -> Pair:
     """Cases of ``mutant`` and of its parent that differ in the implementation only.
 
-    Mutants that are triggered by the same case share their parent's: its id is made of what it runs.
+    Mutants that are triggered by the same case share their parent's: its id is made of what it
+    runs.
     """
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}",

@@ -1,8 +1,8 @@
 """What one rank does in one case: set the implementation up, drive its steps, record what it holds.
 
-Runs inside a rank (a thread or a process).  Needs only torch and the contract, so that it also works
-under torchrun in a slim image.  Observation points copy the rank's pieces; traffic inside them is
-not counted.
+Runs inside a rank (a thread or a process).  Needs only torch and the contract, so that it also
+works under torchrun in a slim image.  Observation points copy the rank's pieces; traffic inside
+them is not counted.
 """
 
 from __future__ import annotations
