@@ -45,11 +45,6 @@ class Kill:
     margin: float | None
     seconds: float
 
-    @property
-    def lone(self) -> bool:
-        """Whether only one check sees this fault."""
-        return len(self.failing) == 1
-
 
 def pair(mutant: Any) -> Pair:
     """Cases of ``mutant`` and of its parent that differ in the implementation only.

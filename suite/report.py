@@ -192,6 +192,15 @@ def kill_matrix(kills: Sequence[Result]) -> tuple[list[str], list[tuple[str, lis
     return columns, lines
 
 
+def kill_counts(kills: Sequence[Result]) -> str:
+    """Kills by lane, and how many faults a single check sees: dropping it would lose them."""
+    lanes = Counter(str(kill["lane"]) for kill in kills if kill["killed"])
+    by_lane = ", ".join(f"{lane} {count}" for lane, count in sorted(lanes.items())) or "none"
+    lone = Counter(str(kill["failing"][0]) for kill in kills if len(kill["failing"]) == 1)
+    only = ", ".join(f"{check} {count}" for check, count in sorted(lone.items()))
+    return f"kills by lane: {by_lane}; seen by one check only: {lone.total()} ({only or 'none'})"
+
+
 # ------------------------------------------------------------------------------------ Markdown
 
 
@@ -317,11 +326,16 @@ def show_kills(kills: Sequence[Result], write: Print) -> None:
     table.add_column("fault", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="center", no_wrap=True)
+    table.add_column("lane", no_wrap=True)
+    table.add_column("error / bound", justify="right", no_wrap=True)
     for kill, (name, marks) in zip(kills, lines, strict=True):
         style = "" if kill["killed"] else "red"
-        table.add_row(Text(name, style=style), *(Text(mark, style=style) for mark in marks))
+        margin = "" if kill["margin"] is None else f"{kill['margin']:.1e}"
+        cells = (name, *marks, kill["lane"], margin)
+        table.add_row(*(Text(cell, style=style) for cell in cells))
     write(table)
     write("K killed by its named check, x fails too, ! named but silent", style="dim")
+    write(kill_counts(kills))
     for kill in kills:
         if not kill["killed"]:
             write(Text(f"SURVIVES {kill['name']}: {kill['why_not']}", style="red"))

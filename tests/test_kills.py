@@ -1,0 +1,93 @@
+"""The suite can fail: every planted fault is killed, and a survivor is reported as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from suite import registry
+from suite.kills import Kill, judge_kill, pair
+from suite.runner import run_mutants
+
+
+@pytest.fixture(scope="module")
+def kills() -> dict[str, Kill]:
+    mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
+    return {kill.name: kill for kill in run_mutants(mutants, 1, lambda result: None)}
+
+
+@pytest.mark.parametrize(
+    "name", [n.removeprefix(registry.MUTANTS) for n in registry.mutant_names()]
+)
+def test_every_planted_fault_is_killed_beside_a_passing_parent(
+    kills: dict[str, Kill], name: str
+) -> None:
+    assert kills[name].killed, kills[name].why_not
+
+
+def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:
+    mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
+    assert len(mutants) >= 30
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert mutant.killed_by and mutant.summary, mutant.name
+        assert mutant.parent in registry.names(), mutant.name
+
+
+def _result(verdict: str = "pass", **statuses: str) -> dict[str, Any]:
+    checks = [
+        {"check": name, "status": status, "worst": {"error": 2.0, "bound": 0.5}}
+        for name, status in statuses.items()
+    ]
+    return {"verdict": verdict, "reason": "because", "checks": checks, "seconds": 1.0}
+
+
+def _judge(own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+    mutant = registry.load_mutant("ddp_divides_by_world")
+    assert mutant.killed_by == ("equivalence",)
+    return judge_kill(pair(mutant), own, parent)
+
+
+def test_a_kill_needs_the_named_check_and_a_passing_parent() -> None:
+    clean = _result(equivalence="pass", replicas="pass")
+    killed = _judge(_result("fail", equivalence="fail", replicas="pass"), clean)
+    assert killed.killed and killed.margin == 4.0 and killed.failing == ("equivalence",)
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "says"),
+    [
+        (_result(equivalence="pass"), _result(equivalence="pass"), "survives equivalence"),
+        (
+            _result("fail", replicas="fail", equivalence="pass"),
+            _result(replicas="pass", equivalence="pass"),
+            "survives equivalence; failing: replicas",
+        ),
+        (_result("crash"), _result(equivalence="pass"), "survives equivalence"),
+        (
+            _result("fail", equivalence="fail"),
+            _result("fail", equivalence="fail"),
+            "its parent is fail",
+        ),
+        (
+            _result("fail", equivalence="fail"),
+            _result(equivalence="skip", replicas="pass"),
+            "does not judge the parent here",
+        ),
+        (None, _result(equivalence="pass"), "left out"),
+        (_result("fail", equivalence="fail"), None, "left out"),
+    ],
+)
+def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
+    kill = _judge(own, parent)
+    assert not kill.killed and says in kill.why_not
+
+
+def test_mutants_of_one_trigger_share_their_parents_case() -> None:
+    names = ("ddp_waits_after_each_launch", "ddp_reduces_after_backward")
+    first, second = (pair(registry.load_mutant(name)) for name in names)
+    if first.case.workload == second.case.workload and first.case.options == second.case.options:
+        assert first.parent.id == second.parent.id
+    assert first.case.id != second.case.id
+    assert first.parent.implementation == "reference/ddp"
