@@ -345,8 +345,11 @@ class Implementation(ABC):
         """All of ``kind``, gathered by the implementation itself; a thing under test."""
         raise Refused(f"{type(self).__name__} has no full_state")
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's share of the loss in evaluation mode; changes no state."""
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """The loss of this rank's data coordinate in evaluation mode; changes no state.
+
+        Called on every rank, between steps; ``None`` where this rank never learns it.
+        """
         raise Refused(f"{type(self).__name__} has no evaluate")
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Any:

@@ -168,7 +168,7 @@ class Evidence:
             index = 0
             for axis, size in self.case.mesh.items():
                 if axis in DATA_AXES:
-                    index = index * size + record["coordinate"][axis]
+                    index = index * size + record["coordinate"].get(axis, 0)
             result[record["rank"]] = index
         return result
 

@@ -24,7 +24,7 @@ def test_fragments_of_flat_partitions_equal_the_oracle() -> None:
         case(SYSTEM, {"replicate": 2}, backend="gloo", dtype="float32", optimizer=optimizer)
         for optimizer in optimizers
     ]
-    results = judged(cases, single_precision=True)
+    results = judged(cases, conduct="trial_cases:conduct_fp32")
     assert {r["verdict"] for r in results} == {"pass"}, told(results)
     assert all(compared(r) > 100 for r in results)
 

@@ -32,3 +32,20 @@ def test_schedules_equal_the_oracle(schedule: str) -> None:
     results = judged(cases)
     assert {r["verdict"] for r in results} == {"pass"}, told(results)
     assert all(compared(r) > 100 for r in results)
+
+
+def test_calls_outside_of_a_step() -> None:
+    """Evaluation in mid-run, saved and resumed stage by stage, parameters forced."""
+    (result,) = judged(
+        [case(SYSTEM, {"pipe": 2}, options={"schedule": "1f1b"})], conduct="trial_calls:conduct"
+    )
+    assert not result["error"], result["error"]
+    first, last = result["ranks"]
+    assert first["untrained"] is None
+    assert last["untrained"] == pytest.approx(result["truth"], rel=1e-12)
+    assert last["forced"] == last["untrained"]
+    assert last["trained"] < last["untrained"]
+    for rank in (first, last):
+        assert rank["resumed"]
+        assert rank["extra"] == {"step": 1}
+        assert not rank["changed_by_evaluation"]

@@ -38,9 +38,10 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], single_precision: bool = False) -> list[dict[str, Any]]:
-    """Results in the order of ``cases``; ``single_precision``: fp32 runs against an fp32 oracle."""
-    conduct = "trial_cases:conduct_fp32" if single_precision else "suite.runner:conduct"
+def judged(
+    cases: Sequence[Case], conduct: str = "suite.runner:conduct"
+) -> list[dict[str, Any]]:
+    """Results in the order of ``cases``, each from a leader that ran the task ``conduct``."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, Pool(2) as pool:
         items = [

@@ -1,0 +1,95 @@
+"""Judging a stale system: repeat, in one process, the updates that it says it made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suite.case import Case
+from suite.checks.numbers import FP64_BOUND, relative_frobenius
+from suite.contract import Event, OptimizerSpec
+from suite.evidence import assemble
+from suite.launch import pack
+from suite.launch.ranks import root_cause, run_ranks
+from suite.optimizers import build_optimizer, set_learning_rate
+from suite.rank_program import run_rank
+from suite.workloads import Workload, make
+
+
+def replay(
+    workload: Workload, spec: OptimizerSpec, shares: int, events: Sequence[Event]
+) -> list[dict[str, Tensor]]:
+    """Parameters after 0, 1, ... updates.
+
+    :raises ValueError: the events are no history: a gap, or a version from the future.
+    """
+    build = workload.build_for(0)
+    reader, writer = build(), build()
+    workload.load(reader)
+    workload.load(writer)
+    named = dict(writer.named_parameters())
+    optimizer = build_optimizer(spec, named)
+    versions = [{n: p.detach().clone() for n, p in named.items()}]
+    for place, event in enumerate(sorted(events, key=lambda e: e.order)):
+        if event.order != place or not 0 <= event.version <= place:
+            raise ValueError(f"update {place} cannot have happened: {event}")
+        with torch.no_grad():
+            for name, parameter in reader.named_parameters():
+                parameter.grad = None
+                parameter.copy_(versions[event.version][name])
+        for micro in workload.batch(event.step, shares)[event.worker].micro_batches:
+            build.loss(reader(micro.inputs), micro).backward()
+        for name, parameter in reader.named_parameters():
+            named[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        set_learning_rate(optimizer, spec, event.step)
+        optimizer.step()
+        versions.append({n: p.detach().clone() for n, p in named.items()})
+    return versions
+
+
+def conduct(payload: dict[str, Any]) -> None:
+    """Run the ranks and compare the server with a replay; leaves ``result.json``."""
+    case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
+    workdir.mkdir(parents=True)
+    workload = make(case.workload, case.dtype, case.lane)
+    program = lambda rank, world: run_rank(case, workload, rank)  # noqa: E731
+    outcomes = run_ranks(case.backend, case.world, program, workdir, case.deadline)
+    cause = root_cause(outcomes)
+    result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
+    if cause is None:
+        result |= _compare(case, workload, [pack.load(o.record) for o in outcomes if o.record])
+    (workdir / "result.json").write_text(json.dumps(result))
+
+
+def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:
+    events = [Event(**event) for record in records for event in record["history"]]
+    shares = 1 + max(event.worker for event in events)
+    versions = replay(workload, case.optimizer, shares, events)
+    compare = relative_frobenius(FP64_BOUND)
+
+    def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+        return max(compare(found[name], truth[name]).error for name in truth)
+
+    def server(at: str, step: int = 0) -> dict[str, Tensor]:
+        pieces = {
+            r["rank"]: (r if at == "final" else r["steps"][step]["observed"])[at]["parameters"]
+            for r in records
+        }
+        return assemble(pieces).first()
+
+    errors = [worst(server("final"), versions[-1])]
+    for step in range(case.steps):
+        errors.append(worst(server("after_update", step), versions[shares * (step + 1)]))
+    fresh = [Event(e.order, e.worker, e.step, e.order) for e in events]
+    return {
+        "bound": FP64_BOUND,
+        "errors": errors,
+        "stale": max(event.order - event.version for event in events),
+        "if_fresh": worst(server("final"), replay(workload, case.optimizer, shares, fresh)[-1]),
+        "losses": [r["steps"][0]["loss"] for r in records],
+    }
