@@ -3,12 +3,17 @@
 The judge never asks an implementation for a whole tensor: it assembles the pieces that the ranks
 hold and checks on the way that every element is owned exactly once per replica, that shapes agree
 and that no name was lost, renamed or invented.
+
+:class:`Evidence` holds the tensors and lives as long as a case; its :class:`Figures` are what is left
+when they are gone: digests, norms, comparisons, calls and losses.  Checks measure the first and
+decide from the second, so that a stored run is judged by the code that judged it when it ran.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -110,16 +115,20 @@ def _region(full: Tensor, count: Tensor, piece: Mapping[str, Any]) -> tuple[Any,
     return full[index], count[index], text
 
 
-class Evidence:
-    """Everything a check may look at: the case, the ranks' records and the oracle."""
+Row = dict[str, Any]
+
+
+class Figures:
+    """What a verdict is made of, as plain data: the case and everything but the tensors."""
 
     def __init__(
         self,
         case: Case,
         records: list[dict[str, Any]],
-        oracle: dict[str, Any],
+        oracle: Mapping[str, Any],
         workload: Mapping[str, Any],
         facts: Mapping[str, Any],
+        compared: dict[str, list[Row]] | None = None,
     ) -> None:
         self.case = case
         self.records = records
@@ -128,37 +137,23 @@ class Evidence:
         self.workload = workload
         #: Numbers that formulas may use, from model shapes and options only.
         self.facts = facts
+        #: Check -> what it measured, a row per comparison (see :mod:`suite.checks`).
+        self.compared = compared if compared is not None else {}
         self.capabilities: Mapping[str, Any] = records[0]["capabilities"]
-        self._assembled: dict[tuple[int, str, str], Assembled] = {}
 
     @property
     def steps(self) -> range:
         """Numbers of the steps that were run."""
         return range(self.case.steps)
 
-    def initial(self, kind: str) -> Assembled:
-        """State of ``kind`` right after ``setup``."""
-        return self._assemble(-1, "initial", kind)
-
-    def observed(self, step: int, point: str, kind: str) -> Assembled:
-        """State of ``kind`` at an observation point of ``step``."""
-        return self._assemble(step, point, kind)
+    @property
+    def tensors(self) -> list[Row]:
+        """A row per moment, kind, name and replica; see :func:`describe`."""
+        raise NotImplementedError
 
     def has(self, step: int, point: str) -> bool:
         """Whether every rank observed ``point`` in ``step``."""
         return all(point in record["steps"][step]["observed"] for record in self.records)
-
-    def _assemble(self, step: int, point: str, kind: str) -> Assembled:
-        key = (step, point, kind)
-        if key not in self._assembled:
-            per_rank = {
-                record["rank"]: (
-                    record["initial"] if step < 0 else record["steps"][step]["observed"][point]
-                ).get(kind, ())
-                for record in self.records
-            }
-            self._assembled[key] = assemble(per_rank)
-        return self._assembled[key]
 
     @cached_property
     def data_coordinate(self) -> dict[int, int]:
@@ -176,3 +171,126 @@ class Evidence:
     def loss_shares(self) -> list[list[float | None]]:
         """``loss_shares[step][rank]``: the loss that each rank reported, ``None`` if none."""
         return [[record["steps"][s]["loss"] for record in self.records] for s in self.steps]
+
+
+class StoredFigures(Figures):
+    """Figures as they were read back."""
+
+    def __init__(self, *arguments: Any, tensors: list[Row], **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._tensors = tensors
+
+    @property
+    def tensors(self) -> list[Row]:
+        """A row per moment, kind, name and replica."""
+        return self._tensors
+
+
+class Evidence(Figures):
+    """Everything a check may look at: the case, the ranks' records and the oracle."""
+
+    def __init__(
+        self,
+        case: Case,
+        records: list[dict[str, Any]],
+        oracle: dict[str, Any],
+        workload: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
+        super().__init__(case, records, oracle, workload, facts)
+        self._assembled: dict[tuple[int, str, str], Assembled] = {}
+
+    def initial(self, kind: str) -> Assembled:
+        """State of ``kind`` right after ``setup``."""
+        return self._assemble(-1, "initial", kind)
+
+    def observed(self, step: int, point: str, kind: str) -> Assembled:
+        """State of ``kind`` at an observation point of ``step``."""
+        return self._assemble(step, point, kind)
+
+    def final(self, kind: str) -> Assembled:
+        """State of ``kind`` after the last step and ``drain`` (systems judged by a replay)."""
+        return assemble({r["rank"]: r.get("final", {}).get(kind, ()) for r in self.records})
+
+    def moments(self) -> Iterator[tuple[int, str, str]]:
+        """``(step, point, kind)`` of everything that some rank observed, in program order."""
+        for kind in _kinds(record["initial"] for record in self.records):
+            yield -1, "initial", kind
+        for step in self.steps:
+            told = [record["steps"][step]["observed"] for record in self.records]
+            for point in dict.fromkeys(point for points in told for point in points):
+                for kind in _kinds(points.get(point, {}) for points in told):
+                    yield step, point, kind
+
+    @cached_property
+    def tensors(self) -> list[Row]:
+        """A row per moment, kind, name and replica; see :func:`describe`."""
+        rows: list[Row] = []
+        norms: dict[str, tuple[float, float]] = {}
+        for step, point, kind in self.moments():
+            if not all(self._holds(record, step, point) for record in self.records):
+                continue
+            state = self._assemble(step, point, kind)
+            for name, copies in state.tensors.items():
+                first: Tensor | None = None
+                for replica in sorted(copies):
+                    row = describe(copies[replica], first, rows[-1] if first is not None else {})
+                    first = copies[replica] if first is None else first
+                    if row["digest"] not in norms:
+                        norms[row["digest"]] = sizes(copies[replica])
+                    norm, largest = norms[row["digest"]]
+                    place = {"step": step, "point": point, "kind": kind, "name": name}
+                    ranks = state.owners.get(name, [])
+                    more = {"replica": replica, "owners": ranks, "norm": norm, "largest": largest}
+                    rows.append(place | more | row)
+        return rows
+
+    @staticmethod
+    def _holds(record: Mapping[str, Any], step: int, point: str) -> bool:
+        return step < 0 or point in record["steps"][step]["observed"]
+
+    def _assemble(self, step: int, point: str, kind: str) -> Assembled:
+        key = (step, point, kind)
+        if key not in self._assembled:
+            per_rank = {
+                record["rank"]: (
+                    record["initial"] if step < 0 else record["steps"][step]["observed"][point]
+                ).get(kind, ())
+                for record in self.records
+            }
+            self._assembled[key] = assemble(per_rank)
+        return self._assembled[key]
+
+
+def _kinds(states: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(kind for state in states for kind in state))
+
+
+def describe(tensor: Tensor, first: Tensor | None, before: Mapping[str, Any]) -> Row:
+    """Digest (SHA-256 of the bytes), shape and dtype of one copy; ``differs``: how many elements are
+    not those of ``first``, the lowest replica's copy (0 if it is that copy; -0 equals 0, NaN NaN).
+    ``before`` is the row above, of the same tensor.
+    """
+    plain = tensor.detach().contiguous()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    digest = hashlib.sha256(data).hexdigest()
+    differs = 0
+    if first is not None and not (digest == before["digest"] and before["differs"] == 0):
+        if first.shape != tensor.shape or first.dtype != tensor.dtype:
+            differs = max(1, tensor.numel())
+        elif not torch.equal(tensor, first):
+            differs = int((~((tensor == first) | (tensor.isnan() & first.isnan()))).sum())
+    return {
+        "digest": digest,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "differs": differs,
+    }
+
+
+def sizes(tensor: Tensor) -> tuple[float, float]:
+    """Frobenius norm and largest magnitude, both in fp64 (0 for an empty tensor)."""
+    if not tensor.numel():
+        return 0.0, 0.0
+    wide = tensor.detach().to(torch.float64)
+    return float(torch.linalg.vector_norm(wide)), float(wide.abs().max())

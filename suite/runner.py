@@ -19,6 +19,8 @@ from suite.kills import Kill, judge_kill, pair
 from suite.launch.pool import Pool
 
 Result = dict[str, Any]
+#: Called with each result and its account (:class:`suite.account.Account` as JSON).
+OnResult = Callable[[Result, dict[str, Any]], None]
 #: Seconds that a leader gets on top of its ranks' deadline to train the oracle and to judge.
 JUDGING_SECONDS = 60.0
 
@@ -26,7 +28,7 @@ JUDGING_SECONDS = 60.0
 def run_cases(
     cases: Sequence[Case],
     jobs: int,
-    on_result: Callable[[Result], None],
+    on_result: OnResult,
     stop_after: float | None = None,
 ) -> tuple[list[Result], list[Case]]:
     """Run ``cases``; ``on_result`` sees each result as it ends.
@@ -55,35 +57,44 @@ def run_cases(
 
         for ended in pool.run("suite.runner:conduct", payloads()):
             workdir = Path(ended.payload["workdir"])
-            result = _collect(by_id[ended.key], workdir, ended)
+            result, account = _collect(by_id[ended.key], workdir, ended)
             shutil.rmtree(workdir, ignore_errors=True)
             results.append(result)
-            on_result(result)
+            on_result(result, account)
     return results, [case for case in cases if case.id not in started]
 
 
 def conduct(payload: dict[str, Any]) -> None:
-    """Task of the leader: judge one case and leave ``result.json`` in its work folder."""
-    from suite.judge import judge_case
+    """Task of the leader: judge one case; its work folder then holds ``account.json`` and
+    ``result.json``.
+    """
+    from suite.judge import examine
 
     workdir = Path(payload["workdir"])
     workdir.mkdir(parents=True)
     case = Case.from_dict(payload["case"])
-    result = judge_case(case, workdir, Path(payload["cache"]))
-    partial = workdir / "result.json.partial"
-    partial.write_text(json.dumps(result))
-    partial.rename(workdir / "result.json")
+    account, result = examine(case, workdir, Path(payload["cache"]))
+    for name, told in (("account.json", account.to_dict()), ("result.json", result)):
+        partial = workdir / f"{name}.partial"
+        partial.write_text(json.dumps(told, default=str))
+        partial.rename(workdir / name)
 
 
-def _collect(case: Case, workdir: Path, ended: Any) -> Result:
+def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, Any]]:
+    """The result of a case and its account."""
     path = workdir / "result.json"
     if path.exists():
         result: Result = json.loads(path.read_text())
-        result["seconds"] = ended.seconds
-        return result
-    from suite.judge import broken_leader
+        account: dict[str, Any] = json.loads((workdir / "account.json").read_text())
+    else:
+        from suite.account import Account
+        from suite.decide import decide
 
-    return broken_leader(case, ended)
+        told = ("exit_code", "signal", "timed_out", "seconds", "output")
+        left = Account(case, leader={name: getattr(ended, name) for name in told})
+        result, account = decide(left), left.to_dict()
+    result["seconds"] = ended.seconds
+    return result, account
 
 
 class _workspace:
@@ -102,7 +113,7 @@ class _workspace:
 def run_mutants(
     mutants: Sequence[Any],
     jobs: int,
-    on_result: Callable[[Result], None],
+    on_result: OnResult,
     stop_after: float | None = None,
 ) -> list[Kill]:
     """Run every mutant beside its parent and say which were killed."""

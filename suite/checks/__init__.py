@@ -1,19 +1,26 @@
-"""Checks turn records into verdicts.  They are pure functions of the evidence: a stored run can be
-judged again.  One file each, whose docstring says what the check can and cannot see."""
+"""Checks turn records into verdicts.  One file each, whose docstring says what it can and cannot see.
+
+A check has ``decide(figures) -> Outcome``, a pure function of what is stored of a case, and, where
+it looks at tensors, ``measure(evidence) -> rows`` before it: one row per comparison with ``step``,
+``phase``, ``name``, ``owner``, ``error``, ``bound``; ``tested: False`` where a spoilt copy passed
+(``error`` is ``None``); or ``problem``, a sentence, where nothing could be compared.  The rows go
+into the run's records, so that ``shardproof verify`` decides again by the same code.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from suite.evidence import Evidence
+    from suite.evidence import Evidence, Figures, Row
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
-#: Every check and the module that holds it (``judge(evidence) -> Outcome``).
+#: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
     name: f"suite.checks.{name}"
     for name in (
@@ -61,10 +68,26 @@ class Outcome:
         return asdict(self)
 
 
-def load(name: str) -> Callable[[Evidence], Outcome]:
-    """The ``judge`` function of check ``name``."""
-    judge: Callable[[Evidence], Outcome] = importlib.import_module(CHECKS[name]).judge
-    return judge
+def measure(name: str, evidence: Evidence) -> list[Row]:
+    """What check ``name`` measures of the tensors (nothing, for most)."""
+    found: Iterable[Row] = getattr(_module(name), "measure", lambda _: ())(evidence)
+    return list(found)
+
+
+def decide(name: str, figures: Figures) -> Outcome:
+    """What check ``name`` says of figures whose ``compared`` holds what it measured."""
+    outcome: Outcome = _module(name).decide(figures)
+    return outcome
+
+
+def judge(name: str, evidence: Evidence) -> Outcome:
+    """Measure, then decide."""
+    evidence.compared[name] = measure(name, evidence)
+    return decide(name, evidence)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(CHECKS[name])
 
 
 def summaries() -> Mapping[str, str]:

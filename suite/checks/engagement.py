@@ -14,10 +14,10 @@ from suite.checks import Outcome
 from suite.checks.overlap import REDUCTIONS
 from suite.checks.traffic import step_calls
 from suite.contract import PROFILES
-from suite.evidence import Evidence
+from suite.evidence import Figures
 
 
-def judge(evidence: Evidence) -> Outcome:
+def decide(evidence: Figures) -> Outcome:
     """Compare claims with traces."""
     strategy = evidence.capabilities["strategy"]
     if strategy not in PROFILES:
@@ -27,7 +27,11 @@ def judge(evidence: Evidence) -> Outcome:
     if missing:
         lacks = ", ".join(sorted(missing))
         return Outcome("engagement", "fail", f"claims {strategy!r} but lacks: {lacks}")
-    names = set(evidence.initial("parameters").tensors)
+    names = {
+        row["name"]
+        for row in evidence.tensors
+        if row["point"] == "initial" and row["kind"] == "parameters"
+    }
     expected = set(evidence.workload["parameter_names"])
     if names != expected:
         changed = ", ".join(sorted(names ^ expected)[:4])
@@ -41,7 +45,7 @@ def judge(evidence: Evidence) -> Outcome:
     return Outcome("engagement", "pass", "", None, figures)
 
 
-def _silent_accumulation(evidence: Evidence) -> str:
+def _silent_accumulation(evidence: Figures) -> str:
     """No gradient reduction before the backward of the last micro-batch begins."""
     features = evidence.capabilities["features"]
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
@@ -69,7 +73,7 @@ def _silent_accumulation(evidence: Evidence) -> str:
     return ""
 
 
-def _buckets(evidence: Evidence, figures: dict[str, object]) -> str:
+def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     """A bucketed strategy reduces several buckets, fewer than there are parameters."""
     if evidence.capabilities["strategy"] != "ddp" or evidence.case.world == 1:
         return ""

@@ -39,7 +39,7 @@ from suite.checks.numbers import (
     take,
     within_ulps,
 )
-from suite.evidence import Assembled, Evidence
+from suite.evidence import Assembled, Evidence, Figures, Row
 from suite.mantissa import Budget
 from suite.optimizers import build_optimizer, load_slots, read_slots, set_learning_rate
 
@@ -51,16 +51,20 @@ LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0
 class _Tally:
     """What was compared so far; the first failure ends the check."""
 
-    compared: int = 0
-    not_tested: set[str] = field(default_factory=set)
+    rows: list[Row] = field(default_factory=list)
     worst: Worst | None = None
 
     def add(self, result: Comparison, name: str, step: int, phase: str, owner: str) -> bool:
-        self.compared += 1
+        place = {"step": step, "phase": phase, "name": name, "owner": owner}
+        self.rows.append(place | {"error": result.error, "bound": result.bound})
         share = _share(result)
         if self.worst is None or share > _share(Comparison(self.worst.error, self.worst.bound)):
             self.worst = Worst(name, step, phase, owner, result.error, result.bound)
         return result.ok
+
+    def not_tested(self, name: str, step: int, phase: str) -> None:
+        """A spoilt copy of this tensor would have passed."""
+        self.rows.append({"step": step, "phase": phase, "name": name, "tested": False})
 
 
 def _share(result: Comparison) -> float:
@@ -73,42 +77,100 @@ class _Failure(Exception):
     """Ends the check with its message."""
 
 
-def judge(evidence: Evidence) -> Outcome:
-    """Compare everything observed with the oracle."""
-    case = evidence.case
-    if case.lane == "bitwise" and not promises_bits(evidence):
-        reason = (
-            f"{case.backend} at {case.world} ranks adds in another order: equal bits are not "
-            "promised against the oracle (replicas are still judged bit for bit)"
-        )
-        return Outcome("equivalence", "skip", reason)
-    budget = evidence.oracle.get("budget")
-    if case.lane == "dyadic" and budget is not None:
-        problem = Budget(**budget).problem(case.dtype, case.world)
-        if problem:
-            return Outcome("equivalence", "precondition", problem, None, {"budget": budget})
-    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
+def measure(evidence: Evidence) -> list[Row]:
+    """Compare everything observed with the oracle, up to the first failure."""
+    if not_promised(evidence) or over_budget(evidence):
+        return []
     tally = _Tally()
     try:
         _initial(evidence, tally)
-        if case.lane == "native":
-            return _native(evidence, tally)
-        for step in evidence.steps:
-            _loss(evidence, step, tally)
-            _gradients(evidence, step, compare, tally)
-            if not exact(evidence) and case.optimizer.name == "adamw":
-                _replay(evidence, step, tally)
-            else:
-                _trajectory(evidence, step, compare, tally)
-            _buffers(evidence, step, compare, tally)
+        if evidence.capabilities["oracle"] == "replay":
+            _replayed(evidence, tally)
+        elif evidence.case.lane == "native":
+            _native(evidence, tally)
+        else:
+            _against_oracle(evidence, tally)
     except _Failure as failure:
-        return Outcome("equivalence", "fail", str(failure), tally.worst, _figures(tally))
-    if tally.compared == 0:
-        return Outcome("equivalence", "undecidable", "nothing could be compared")
-    return Outcome("equivalence", "pass", "", tally.worst, _figures(tally))
+        tally.rows.append({"problem": str(failure)})
+    return tally.rows
 
 
-def _native(evidence: Evidence, tally: _Tally) -> Outcome:
+def decide(figures: Figures) -> Outcome:
+    """The first comparison beyond its bound fails; so does a problem that ended the comparing."""
+    skipped, over = not_promised(figures), over_budget(figures)
+    if skipped:
+        return Outcome("equivalence", "skip", skipped)
+    if over:
+        budget = {"budget": figures.oracle["budget"]}
+        return Outcome("equivalence", "precondition", over, None, budget)
+    rows = figures.compared.get("equivalence", [])
+    tally, not_tested, problem = _Tally(), set(), ""
+    for row in rows:
+        if not row.get("tested", True):
+            not_tested.add(f"{row['phase']}: {row['name']}")
+        elif "problem" not in row:
+            result = Comparison(row["error"], row["bound"])
+            if not tally.add(result, row["name"], row["step"], row["phase"], row["owner"]):
+                problem = problem or f"differs: {tally.worst}"
+    problem = next((row["problem"] for row in rows if "problem" in row), problem)
+    told: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
+    if figures.case.lane == "native":
+        told["factor"] = native.factor(figures)
+    told |= {key: figures.oracle[key] for key in ("updates", "stale") if key in figures.oracle}
+    if problem:
+        return Outcome("equivalence", "fail", problem, tally.worst, told)
+    replay = figures.capabilities["oracle"] == "replay"
+    expected = {-1, figures.steps[-1]} if replay else {-1, *figures.steps}
+    missing = sorted(expected - {row["step"] for row in tally.rows})
+    if missing:
+        message = f"nothing could be compared at steps {missing}"
+        return Outcome("equivalence", "undecidable", message, tally.worst, told)
+    return Outcome("equivalence", "pass", "", tally.worst, told)
+
+
+def not_promised(figures: Figures) -> str:
+    """Why the bitwise lane cannot be judged here (``""``: it can)."""
+    case = figures.case
+    if case.lane != "bitwise" or promises_bits(figures):
+        return ""
+    return (
+        f"{case.backend} at {case.world} ranks adds in another order: equal bits are not "
+        "promised against the oracle (replicas are still judged bit for bit)"
+    )
+
+
+def over_budget(figures: Figures) -> str:
+    """Why sums may have been rounded in the dyadic lane (``""``: none was)."""
+    case, budget = figures.case, figures.oracle.get("budget")
+    if case.lane != "dyadic" or budget is None:
+        return ""
+    return Budget(**budget).problem(case.dtype, case.world) or ""
+
+
+def _against_oracle(evidence: Evidence, tally: _Tally) -> None:
+    """Every step's loss, gradients, update and buffers."""
+    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
+    for step in evidence.steps:
+        _loss(evidence, step, tally)
+        _gradients(evidence, step, compare, tally)
+        if not exact(evidence) and evidence.case.optimizer.name == "adamw":
+            _replay(evidence, step, tally)
+        else:
+            _trajectory(evidence, step, compare, tally)
+        _buffers(evidence, step, compare, tally)
+
+
+def _replayed(evidence: Evidence, tally: _Tally) -> None:
+    """Where the told history of updates leads is where the system ended."""
+    truth = evidence.oracle
+    if "problem" in truth:
+        raise _Failure(f"no possible history: {truth['problem']}")
+    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
+    state, last = evidence.final("parameters"), evidence.steps[-1]
+    _compare_all(evidence, state, truth["final"], compare, tally, last, "drained parameters")
+
+
+def _native(evidence: Evidence, tally: _Tally) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload["zero_gradient"]
     bound, unit = native.factor(evidence), native.round_off(case.dtype)
@@ -137,16 +199,14 @@ def _native(evidence: Evidence, tally: _Tally) -> Outcome:
             if not tally.add(Comparison(error, limit), name, step, point, owner):
                 raise _Failure(f"further from fp64 than {case.dtype} explains: {tally.worst}")
         _replay(evidence, step, tally)
-    figures = _figures(tally) | {"factor": bound}
-    return Outcome("equivalence", "pass", "", tally.worst, figures)
 
 
-def exact(evidence: Evidence) -> bool:
+def exact(evidence: Figures) -> bool:
     """Whether this lane compares bit for bit."""
     return evidence.case.lane in ("bitwise", "dyadic")
 
 
-def promises_bits(evidence: Evidence) -> bool:
+def promises_bits(evidence: Figures) -> bool:
     """Whether the policy promises equal bits between this case and the oracle."""
     case, exactness = evidence.case, evidence.capabilities["exactness"]
     if case.world == 1:
@@ -156,10 +216,6 @@ def promises_bits(evidence: Evidence) -> bool:
     if case.world == 2:
         return True
     return exactness == "bitwise" and case.backend == "in_memory"
-
-
-def _figures(tally: _Tally) -> dict[str, object]:
-    return {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
 
 
 def _check_names(
@@ -229,7 +285,7 @@ def _compare_all(
                 if not tally.add(result, f"{name} (zero slice)", step, phase, owner):
                     raise _Failure(f"true gradient is zero, but: {tally.worst}")
         if powerless(want, evidence.case.world, compare):
-            tally.not_tested.add(f"{phase}: {name}")
+            tally.not_tested(name, step, phase)
 
 
 def _declared(regions: Mapping[str, Sequence[Region]], name: str) -> Sequence[Region]:
@@ -347,7 +403,7 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
         for name, value in wanted.items():
             compare = partial(within_ulps, reference=reference.get(name, value), ulps=REPLAY_ULPS)
             if powerless(value, evidence.case.world, partial(_flat_ulps, reference=value)):
-                tally.not_tested.add(f"{phase}: {name}")
+                tally.not_tested(name, step, phase)
             for replica, actual in state.tensors[name].items():
                 owner = _owner(state, name) + (f", replica {replica}" if replica else "")
                 if not tally.add(compare(actual, value), name, step, phase, owner):

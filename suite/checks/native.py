@@ -30,7 +30,7 @@ from suite.checks.numbers import (
     root_mean_square,
     split_zero,
 )
-from suite.evidence import Evidence
+from suite.evidence import Evidence, Figures
 from suite.workloads import make
 
 Tensors = Mapping[str, Tensor]
@@ -38,7 +38,7 @@ Tensors = Mapping[str, Tensor]
 Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
 
 
-def factor(evidence: Evidence) -> float:
+def factor(evidence: Figures) -> float:
     """k: how many times the error of one device is allowed."""
     case = evidence.case
     data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)

@@ -13,13 +13,13 @@ import math
 
 from suite.checks import Outcome, Worst
 from suite.checks.numbers import FP64_BOUND
-from suite.evidence import Evidence
+from suite.evidence import Figures
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
-def judge(evidence: Evidence) -> Outcome:
+def decide(evidence: Figures) -> Outcome:
     """Compare ``StepResult.norm`` of every rank and step with the oracle's pre-clip norm."""
     limit = evidence.case.optimizer.clip_norm
     if limit is None:

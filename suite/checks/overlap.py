@@ -15,14 +15,14 @@ from typing import Any
 
 from suite.checks import Outcome
 from suite.checks.traffic import step_calls
-from suite.evidence import Evidence
+from suite.evidence import Figures
 
 #: Steps in which an implementation may still be learning the order of its gradients.
 SETTLING = 2
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-def judge(evidence: Evidence) -> Outcome:
+def decide(evidence: Figures) -> Outcome:
     """Count the reductions issued in time, for every rank and settled step."""
     if not evidence.case.ledgers:
         return Outcome("overlap", "skip", "ledgers are off")

@@ -30,7 +30,7 @@ def judge_errors(expected: str, errors: Sequence[Any]) -> Outcome:
     return Outcome("refusals", "fail", f"nothing was refused; expected {expected!r}")
 
 
-def judge(evidence: Any) -> Outcome:
+def decide(evidence: Any) -> Outcome:
     """With complete records every rank ran to its end, so nothing was refused."""
     expected = evidence.case.expect.get("refuses")
     if expected is None:

@@ -13,11 +13,11 @@ from fractions import Fraction
 from typing import Any
 
 from suite.checks import Outcome, Worst
-from suite.evidence import Evidence
+from suite.evidence import Figures
 from suite.formulas import evaluate
 
 
-def judge(evidence: Evidence) -> Outcome:
+def decide(evidence: Figures) -> Outcome:
     """Compare each step's floating-point payload with the formula named by the scenario."""
     case = evidence.case
     if not case.ledgers:
@@ -47,7 +47,7 @@ def judge(evidence: Evidence) -> Outcome:
     return Outcome("traffic", "pass", "", None, figures)
 
 
-def step_calls(evidence: Evidence, step: int, index: int) -> list[dict[str, Any]]:
+def step_calls(evidence: Figures, step: int, index: int) -> list[dict[str, Any]]:
     """Counted floating-point calls of record ``index`` in ``step`` (observation points left out)."""
     record = evidence.records[index]
     start, stop = record["steps"][step]["calls"]
@@ -58,7 +58,7 @@ def step_calls(evidence: Evidence, step: int, index: int) -> list[dict[str, Any]
     ]
 
 
-def _payload(evidence: Evidence, step: int) -> Fraction:
+def _payload(evidence: Figures, step: int) -> Fraction:
     return sum(
         (
             Fraction(call["logical_bytes"])
@@ -69,15 +69,15 @@ def _payload(evidence: Evidence, step: int) -> Fraction:
     )
 
 
-def _setup_bytes(evidence: Evidence) -> Fraction:
+def _setup_bytes(evidence: Figures) -> Fraction:
     return _sum(evidence, lambda call: call["phase"] == "setup")
 
 
-def _control_bytes(evidence: Evidence) -> Fraction:
+def _control_bytes(evidence: Figures) -> Fraction:
     return _sum(evidence, lambda call: call["phase"] != "setup" and not call["floating"])
 
 
-def _sum(evidence: Evidence, wanted: Any) -> Fraction:
+def _sum(evidence: Figures, wanted: Any) -> Fraction:
     return sum(
         (
             Fraction(call["logical_bytes"])
