@@ -7,9 +7,9 @@ communicate over and its options.  It never touches the default process group, t
 the global random generator.
 
 The promise under test: with per-token weights that sum to 1 over the *global* batch,
-``loss = sum(weight * token_loss)`` over all ranks, so the mathematically right gradient is the plain
-**sum** of what the ranks compute, whatever the world size.  A system that divides is compensated by
-its adapter.
+``loss = sum(weight * token_loss)`` over all ranks, so the mathematically right gradient is the
+plain **sum** of what the ranks compute, whatever the world size.  A system that divides is
+compensated by its adapter.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class Event:
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced"]
 
-#: What claiming a strategy implies.  A feature missing from ``Capabilities.features`` is a ``fail``.
+#: What claiming a strategy implies.  A feature missing from ``Capabilities.features`` is a
+#: ``fail``.
 PROFILES: dict[str, frozenset[str]] = {
     "single": frozenset({"clipping", "accumulation"}),
     "naive_ddp": frozenset({"clipping", "accumulation", "initial_broadcast"}),
@@ -294,7 +295,7 @@ class Implementation(ABC):
     @classmethod
     @abstractmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """What this implementation can do with ``options``.  Raise :class:`Refused` for bad ones."""
+        """What this implementation can do with ``options``; :class:`Refused` for bad ones."""
 
     @classmethod
     def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> str:
@@ -305,6 +306,18 @@ class Implementation(ABC):
         be divided into roles.
         """
         return "worker"
+
+    @classmethod
+    def emulator(
+        cls, options: Mapping[str, Any]
+    ) -> Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
+        """For ``oracle="emulated"``: what this system's reduction makes of exact gradients.
+
+        A fresh function of (step, gradients by name of each data coordinate, in order), called once
+        a step; it may keep state from step to step (error feedback).  A coordinate that did not use
+        a parameter has no gradient of it.  Gives the gradients that are applied.
+        """
+        raise Refused(f"{cls.__name__} has no emulator")
 
     @abstractmethod
     def setup(
@@ -318,8 +331,8 @@ class Implementation(ABC):
         """Build the model, its optimizer and whatever the strategy needs.
 
         ``state`` maps parameter and buffer names (of ``named_parameters``/``named_buffers``, tied
-        tensors once) to initial values.  With ``initial_state="rank0"`` it is ``None`` on every rank
-        but global rank 0, which shows a missing broadcast.
+        tensors once) to initial values.  With ``initial_state="rank0"`` it is ``None`` on every
+        rank but global rank 0, which shows a missing broadcast.
         """
 
     @abstractmethod

@@ -53,7 +53,7 @@ def execute(
     try:
         with Progress(console, len(plan.chosen), "conformance") as progress:
 
-            def note(result: dict[str, Any], account: dict[str, Any]) -> None:
+            def note(result: dict[str, Any]) -> None:
                 found.append(result)
                 folder.add(result)
                 if verdicts.kind(result["verdict"]) != "skip":
@@ -102,7 +102,7 @@ def execute_mutants(
         what = f"planted faults ({len(mutants)}) and their parents"
         with Progress(console, None, what, show_red=False) as progress:
 
-            def note(result: dict[str, Any], account: dict[str, Any]) -> None:
+            def note(result: dict[str, Any]) -> None:
                 folder.add(result, "mutant case")
                 progress.step(result)
 

@@ -20,7 +20,7 @@ from suite.launch.pool import Pool
 
 Result = dict[str, Any]
 #: Called with each result and its account (:class:`suite.account.Account` as JSON).
-OnResult = Callable[[Result, dict[str, Any]], None]
+OnAccount = Callable[[Result, dict[str, Any]], None]
 #: Seconds that a leader gets on top of its ranks' deadline to train the oracle and to judge.
 JUDGING_SECONDS = 60.0
 
@@ -28,10 +28,11 @@ JUDGING_SECONDS = 60.0
 def run_cases(
     cases: Sequence[Case],
     jobs: int,
-    on_result: OnResult,
+    on_result: Callable[[Result], None],
     stop_after: float | None = None,
+    on_account: OnAccount | None = None,
 ) -> tuple[list[Result], list[Case]]:
-    """Run ``cases``; ``on_result`` sees each result as it ends.
+    """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
     With ``stop_after`` (seconds) no further case is started once the time is used up.  Returns the
     results and the cases that were left out.
@@ -60,7 +61,9 @@ def run_cases(
             result, account = _collect(by_id[ended.key], workdir, ended)
             shutil.rmtree(workdir, ignore_errors=True)
             results.append(result)
-            on_result(result, account)
+            if on_account is not None:
+                on_account(result, account)
+            on_result(result)
     return results, [case for case in cases if case.id not in started]
 
 
@@ -113,14 +116,15 @@ class _workspace:
 def run_mutants(
     mutants: Sequence[Any],
     jobs: int,
-    on_result: OnResult,
+    on_result: Callable[[Result], None],
     stop_after: float | None = None,
+    on_account: OnAccount | None = None,
 ) -> list[Kill]:
     """Run every mutant beside its parent and say which were killed."""
     pairs = [pair(mutant) for mutant in mutants]
     cases: list[Case] = []
     for item in pairs:
         cases += [case for case in (item.parent, item.case) if case not in cases]
-    results, _ = run_cases(cases, jobs, on_result, stop_after)
+    results, _ = run_cases(cases, jobs, on_result, stop_after, on_account)
     by_id = {result["id"]: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]
