@@ -26,9 +26,7 @@ def test_members_come_and_go() -> None:
 
 
 def test_a_joiner_that_is_not_brought_up_to_date_is_found() -> None:
-    broken = case(
-        SYSTEM, {"replicate": 3}, membership=CHANGES, steps=5, options={"heal": False}
-    )
+    broken = case(SYSTEM, {"replicate": 3}, membership=CHANGES, steps=5, options={"heal": False})
     (result,) = judged([broken])
     assert result["verdict"] == "fail", told([result])
     assert "step 3" in result["reason"]

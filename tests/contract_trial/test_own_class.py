@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trial_cases import case, compared, judged, told
 
-SOURCE = '''
+SOURCE = """
 import torch
 from suite.contract import Capabilities, Implementation, Piece, StepResult
 
@@ -55,7 +55,7 @@ class SumOfRanks(Implementation):
                 for n, p in self.module.named_parameters()
             }
         return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
-'''
+"""
 
 
 @pytest.fixture
@@ -65,7 +65,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trial_package" / "training.py").write_text(SOURCE)
     installed = tmp_path / "trial_package-1.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trial-package\nVersion: 1.0\n")
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: trial-package\nVersion: 1.0\n"
+    )
     entry = "[shardproof.implementations]\nmy/sum = trial_package.training:SumOfRanks\n"
     (installed / "entry_points.txt").write_text(entry)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,6 +1,6 @@
 """FSDP2 over tensor parallelism on a 2-D mesh: axes ``shard`` (data) and ``tensor``.
 
-What is new for the contract: a parameter's local part is a block of a DTensor, in a *strided* layout
+What is new for the contract: a parameter's local part is a block of a DTensor, in *strided* layouts
 where both axes cut the same dimension; names differ in their number of copies (a norm has one per
 tensor rank, a split weight one in all); ranks of one data coordinate compute the same loss.
 """

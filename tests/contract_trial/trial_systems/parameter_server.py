@@ -1,6 +1,6 @@
 """An asynchronous parameter server: one rank serves, the others work, nobody waits for all.
 
-What is new for the contract: ranks without data, ranks without parameters of their own, no moment at
+What is new for the contract: ranks without data, ranks without parameters of their own, no time at
 which gradients are final, gradients of old versions, work in flight at the end of a step, and an
 oracle that can only repeat what the server says it did.
 """

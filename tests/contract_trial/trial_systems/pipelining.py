@@ -46,7 +46,7 @@ class Pipelining(Implementation):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """One axis; only the stage that owns a parameter has its state, so it is given everywhere."""
+        """One axis; a parameter has its state on its stage only, so state is given everywhere."""
         if options.get("schedule") not in SCHEDULES:
             raise Refused(f"option 'schedule' is one of {', '.join(SCHEDULES)}")
         return Capabilities(
