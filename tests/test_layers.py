@@ -13,7 +13,7 @@ LAYERS: list[set[str]] = [
     {"oracle", "optimizers", "workloads", "ledgers", "backends", "registry"},
     {"checks", "evidence", "kills", "scenarios", "campaign", "calibrate"},
     {"launch", "rank_program", "judge", "runner", "results"}
-    | {"budget", "gathered", "worker", "cluster", "replay", "prove", "verify", "records", "doctor"},
+    | {"budget", "gathered", "worker", "cluster", "replay", "prove", "verify", "records", "doctor", "overhead"},
     {"cli", "report", "__main__", "__init__", "catalogue", "execute", "progress", "selection"},
 ]
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.
