@@ -213,6 +213,30 @@ def mutants(
         raise typer.Exit(execute.execute_mutants(folder, chosen, workers, budget, all_must_run))
 
 
+@app.command(short_help="Measure clean runs beside the thresholds.")
+def calibrate(
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", min=1, help="clean runs of each dtype")
+    ] = 30,
+    jobs: Jobs = None,
+) -> None:
+    """Measure the errors of clean runs and write them beside the thresholds.
+
+    Writes suite/checks/calibration.json. Ends with exit code 1 if a threshold was raised above
+    policy, or if twice the clean maximum is above it.
+    """
+    from suite import calibrate as measuring
+    from suite import execute, verdicts
+
+    console = execute.make_console()
+    record = measuring.measure(seeds, jobs or execute.cores(), console.print)
+    measuring.write(record)
+    wrong = measuring.problems(record, measuring.thresholds())
+    for line in [*measuring.lines(record), *wrong]:
+        execute.tell(console, line)
+    raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
+
+
 @app.command("list")
 def list_(
     what: Annotated[What, typer.Argument(help="what to list")],
