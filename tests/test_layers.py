@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[1]
 
 #: Layers from the bottom up; a module may import from its own layer and from those below.
 LAYERS: list[set[str]] = [
-    {"version", "contract", "comm", "formulas", "errors", "case", "verdicts", "mantissa"},
-    {"oracle", "optimizers", "workloads", "ledgers", "backends", "registry"},
-    {"checks", "evidence", "kills", "scenarios", "campaign", "calibrate"},
+    {"version", "contract", "comm", "formulas", "errors", "case", "verdicts"},
+    {"oracle", "mantissa", "replay", "optimizers", "workloads", "ledgers", "backends", "registry"},
+    {"checks", "evidence", "kills", "scenarios", "campaign"},
     {"launch", "rank_program", "judge", "runner", "results"}
-    | {"budget", "gathered", "worker", "cluster", "replay", "prove", "verify", "records", "doctor", "overhead"},
+    | {"budget", "gathered", "worker", "cluster", "calibrate", "prove", "verify", "records", "doctor", "overhead"},
     {"cli", "report", "__main__", "__init__", "catalogue", "execute", "progress", "selection"},
 ]
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.
