@@ -61,10 +61,10 @@ def test_gloo(ledgers: bool, tmp_path: Path) -> None:
 
 
 def _fail(body: Any, world: int = 4, hub: Hub | None = None) -> list[BaseException | None]:
-    """The ranks' errors; failing must be quick."""
+    """The ranks' errors; they must come long before the hub's time limit of 20 s."""
     began = time.monotonic()
     _, found = threads(body, world, hub)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from suite.case import Case, WorkloadSpec
 from suite.contract import BufferRule, OptimizerSpec
 from suite.launch import pack
 from suite.oracle import load_or_train, train
-from suite.workloads import TRAITS, Workload, data, make
+from suite.workloads import TRAITS, Workload, make
 from suite.workloads.layers import load_state
 
 GPT, CNN = "charnames_gpt", "digits_cnn"
@@ -319,20 +318,3 @@ def test_training_is_deterministic(rule: BufferRule) -> None:
     item = workload(CNN)
     one = train(item, OptimizerSpec("adamw", lr=0.01), 2, 2, rule)
     assert same(one, train(workload(CNN), OptimizerSpec("adamw", lr=0.01), 2, 2, rule))
-
-
-def test_it_is_fast() -> None:
-    """3 steps of 24 samples in fp64 on one thread; aim: well below 0.2 s."""
-    data.preload()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        item = workload(GPT)
-        seconds = []
-        for _ in range(4):
-            start = time.perf_counter()
-            train(item, OptimizerSpec("adamw", clip_norm=0.1), 4, 3)
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    assert min(seconds) < 0.2
