@@ -7,11 +7,11 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from suite import verdicts
+from suite import evidence_commands, verdicts
 from suite.errors import InputError, Problem, SelectionError
 from suite.version import VERSION
 
@@ -46,6 +46,9 @@ app = typer.Typer(
               130 Ctrl-C
     """,
 )
+
+
+evidence_commands.register(app)
 
 
 class TierChoice(StrEnum):
@@ -137,6 +140,16 @@ def run(
             "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="go on with a run (default: the newest): what has no result"),
+    ] = False,
+    rerun_failed: Annotated[
+        bool, typer.Option("--rerun-failed", help="run again what did not hold in a run")
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there, too")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would run, and run nothing")
     ] = False,
@@ -150,14 +163,17 @@ def run(
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
     shardproof run --campaign 200 --seed 7              look for false alarms
+    shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
 
     A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
-    evidence: run.json, cases.jsonl, report.html.
+    evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
     """
     from suite import execute
     from suite.budget import plan
     from suite.results import Durations
 
+    kept: list[dict[str, Any]] = []
+    cases: list[Case] | None = None
     if campaign is not None:
         given = {"SCENARIO": scenarios, "--impl": impl, "--backend": backend, "--world": world}
         clash = next((name for name, value in given.items() if value), "-k" if expression else "")
@@ -165,8 +181,15 @@ def run(
             what = "--campaign draws its own cases"
             raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
         cases = execute.draw_campaign(campaign, seed or 0)
-    else:
+    elif not (resume or rerun_failed) or scenarios or impl or backend or world or expression:
         cases = _select(scenarios, impl, backend, world, expression, tier, seed)
+    if resume or rerun_failed:
+        from suite.resume import split
+        from suite.results import find_run
+
+        results = find_run(str(results) if results is not None else None, execute.RESULTS)
+        cases, kept = split(results, cases, rerun_failed)
+    assert cases is not None
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or execute.cores()
@@ -180,7 +203,7 @@ def run(
         )
         return
     with execute.open_folder(results) as folder:
-        raise typer.Exit(execute.execute(folder, planned, workers, budget, durations))
+        raise typer.Exit(execute.execute(folder, planned, workers, budget, durations, kept, junit))
 
 
 @app.command(short_help="Plant every fault and see its check catch it.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,31 +43,40 @@ def open_folder(path: Path | None) -> RunFolder:
 
 
 def execute(
-    folder: RunFolder, plan: Plan, jobs: int, budget: float | None, durations: Durations
+    folder: RunFolder,
+    plan: Plan,
+    jobs: int,
+    budget: float | None,
+    durations: Durations,
+    kept: Sequence[dict[str, Any]] = (),
+    junit_file: Path | None = None,
 ) -> int:
-    """Run the cases of ``plan``; ``budget`` is in minutes.  Returns the exit code."""
-    from suite import runner
+    """Run the cases of ``plan``; ``budget`` is in minutes.  Returns the exit code.
+
+    ``kept`` are results that the folder holds already: they count, too.
+    """
+    from suite import junit, runner
 
     console = make_console()
-    code = verdicts.INTERRUPTED
-    found: list[dict[str, Any]] = []
-    for case in plan.left_out:
-        folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-    try:
+    found = [*kept]
+
+    def body() -> int:
+        folder.plan(plan.chosen + plan.left_out)
+        for case in plan.left_out:
+            folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
         with Progress(console, len(plan.chosen), "conformance") as progress:
 
             def note(result: dict[str, Any]) -> None:
-                found.append(result)
                 folder.add(result)
+                found.append(result)
                 if verdicts.kind(result["verdict"]) != "skip":
                     durations.note(result["id"], float(result["seconds"]))
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            _, late = runner.run_cases(plan.chosen, jobs, note, stop_after=seconds)
+            _, late = runner.run_cases(plan.chosen, jobs, note, seconds, folder.keep)
         for case in late:
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
-        code = verdicts.exit_code(verdicts.count(found))
         if found:
             report.show(found, console.print)
         left_out = len(plan.left_out) + len(late)
@@ -72,22 +84,26 @@ def execute(
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]
         if medians:
             tell(console, f"median of a case: {', '.join(medians)}")
-    except KeyboardInterrupt:
-        _interrupted(folder, plan.chosen, found)
-        left_out = len(plan.left_out) + len(plan.chosen) - len(found)
+        return verdicts.exit_code(verdicts.count(found))
+
+    def interrupted() -> None:
+        done = {result["id"] for result in found}
+        for case in plan.chosen:
+            if case.id not in done:
+                folder.leave_out(case, "stopped by Ctrl-C")
+        left_out = len(plan.left_out) + len(plan.chosen) - (len(found) - len(kept))
         tell(console, f"stopped: {verdicts.summary(verdicts.count(found), left_out)}")
-    finally:
+
+    def finish() -> None:
         durations.save()
-        _finish(folder, code)
-    tell(console, f"evidence: {folder.path}")
-    return code
+        told = junit.document(read(folder.path))
+        (folder.path / "junit.xml").write_text(told, encoding="utf-8")
+        folder.seal("junit.xml")
+        if junit_file is not None:
+            junit_file.parent.mkdir(parents=True, exist_ok=True)
+            junit_file.write_text(told, encoding="utf-8")
 
-
-def _interrupted(folder: RunFolder, cases: Sequence[Case], found: Sequence[dict[str, Any]]) -> None:
-    done = {result["id"] for result in found}
-    for case in cases:
-        if case.id not in done:
-            folder.leave_out(case, "stopped by Ctrl-C")
+    return _guarded(folder, console, body, interrupted, finish)
 
 
 def execute_mutants(
@@ -97,8 +113,9 @@ def execute_mutants(
     from suite import runner
 
     console = make_console()
-    code = verdicts.INTERRUPTED
-    try:
+
+    def body() -> int:
+        folder.plan(runner.mutant_cases(mutants), [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
         with Progress(console, None, what, show_red=False) as progress:
 
@@ -107,7 +124,7 @@ def execute_mutants(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            kills = runner.run_mutants(mutants, jobs, note, stop_after=seconds)
+            kills = runner.run_mutants(mutants, jobs, note, seconds, folder.keep)
         lines = [asdict(kill) for kill in kills]
         for line in lines:
             folder.add(line, "kill")
@@ -118,16 +135,71 @@ def execute_mutants(
         survivors, left_out = len(judged) - killed, len(lines) - len(judged)
         counts = f"{killed} killed, {survivors} survive"
         tell(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
-        open_end = not judged or (left_out > 0 and all_must_run)
-        code = verdicts.NOT_DECIDED if open_end else verdicts.HELD
         if survivors:
-            code = verdicts.BROKEN
-    except KeyboardInterrupt:
-        tell(console, "stopped")
-    finally:
-        _finish(folder, code)
+            return verdicts.BROKEN
+        open_end = not judged or (left_out > 0 and all_must_run)
+        return verdicts.NOT_DECIDED if open_end else verdicts.HELD
+
+    return _guarded(folder, console, body, lambda: tell(console, "stopped"), lambda: None)
+
+
+def _guarded(
+    folder: RunFolder,
+    console: Console,
+    body: Callable[[], int],
+    interrupted: Callable[[], None],
+    finish: Callable[[], None],
+) -> int:
+    """Run ``body``; whatever ends it, what is written stays and the folder is closed.
+
+    A folder that can no longer be written ends the run with a sentence that names the file.
+    """
+    code = verdicts.INTERRUPTED
+    with _one_interrupt(console):
+        try:
+            try:
+                code = body()
+            except KeyboardInterrupt:
+                interrupted()
+            _finish(folder, code, finish)
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            where = error.filename or folder.path
+            tell(console, f"{where}: {error.strerror} - what was written is kept; make room, then")
+            tell(console, f"    shardproof run --resume --results {folder.path}")
+            red = verdicts.exit_code(verdicts.count(read(folder.path).cases)) == verdicts.BROKEN
+            code = verdicts.BROKEN if red else verdicts.NOT_DECIDED
     tell(console, f"evidence: {folder.path}")
     return code
+
+
+#: The folder is full, over quota, gone read-only, or failing.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@contextmanager
+def _one_interrupt(console: Console) -> Iterator[None]:
+    """Ctrl-C (or SIGTERM) once stops the run in order; a second one does not disturb the tidying."""
+
+    def first(number: int, frame: object) -> None:
+        for caught in before:
+            signal.signal(caught, again)
+        raise KeyboardInterrupt
+
+    def again(number: int, frame: object) -> None:
+        os.write(2, b"stopping: ranks are being ended, results kept\n")
+
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        for caught in before:
+            signal.signal(caught, first)
+    try:
+        yield
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
 
 
 def choose_mutants(patterns: Sequence[str]) -> list[Any]:
@@ -164,9 +236,11 @@ def draw_campaign(count: int, seed: int) -> list[Case]:
     return campaign.draw(count, seed, carried)
 
 
-def _finish(folder: RunFolder, code: int) -> None:
+def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
+    more()
     folder.close(code)
     (folder.path / "report.html").write_text(report.html(read(folder.path)), encoding="utf-8")
+    folder.seal("report.html")
 
 
 def make_console() -> Console:

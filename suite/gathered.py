@@ -192,21 +192,23 @@ def _end(folder: Path, rank: int) -> dict[str, Any]:
     return told
 
 
-def results_of(records: Path, cache: Path) -> Iterator[tuple[Case, dict[str, Any] | None]]:
-    """Judge every case of the plan; ``None`` for cases that no rank came to."""
-    from suite.judge import judge_case
+def results_of(
+    records: Path, cache: Path
+) -> Iterator[tuple[Case, dict[str, Any] | None, dict[str, Any]]]:
+    """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
+    from suite.judge import examine
 
     plan = read_plan(records)
     for number, case in enumerate(plan["cases"]):
         folder = case_folder(records, number)
         outcomes = outcomes_of(folder, plan["world"])
         if outcomes is None and not case.skip:
-            yield case, None
+            yield case, None, {}
             continue
-        result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        account, result = examine(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
             result["seconds"] = max(outcome.ended for outcome in outcomes)
-        yield case, result
+        yield case, result, account.to_dict()
 
 
 def judge(records: Path, results: Path, against: Path | None = None, prune: bool = False) -> int:
@@ -222,13 +224,15 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
     code = verdicts.BROKEN
     torch.set_num_threads(1)
     with RunFolder(results, sys.argv) as run, tempfile.TemporaryDirectory() as cache:
-        for case, result in results_of(records, Path(cache)):
+        run.plan(read_plan(records)["cases"])
+        for case, result, account in results_of(records, Path(cache)):
             if result is None:
                 left += 1
                 run.leave_out(case, "the ranks ended before they came to it")
                 print(f"{'left out':<10} {case.id}", flush=True)
                 continue
             counted.append(result)
+            run.keep(result, json.loads(json.dumps(account, default=str)))
             run.add(result)
             print(_line(result), flush=True)
             if prune and verdicts.kind(result["verdict"]) in verdicts.GREEN:

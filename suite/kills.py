@@ -66,10 +66,14 @@ def pair(mutant: Any) -> Pair:
         dtype=mutant.dtype,
         steps=mutant.steps,
     )
-    fields = own.to_dict() | {"id": "", "implementation": mutant.parent}
+    return Pair(mutant, own, parent_case(own, mutant.parent))
+
+
+def parent_case(own: Case, parent: str) -> Case:
+    """The case of ``parent`` that a mutant's case is compared with."""
+    fields = own.to_dict() | {"id": "", "implementation": parent}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
-    parent = replace(own, id=f"{mutant.parent}::parent-{digest}", implementation=mutant.parent)
-    return Pair(mutant, own, parent)
+    return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
 
 
 def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
@@ -123,5 +127,5 @@ def _margin(result: dict[str, Any]) -> float | None:
     for check in result["checks"]:
         worst = check["worst"]
         if check["status"] == "fail" and worst and worst["bound"]:
-            return float(worst["error"] / worst["bound"])
+            return float(worst["error"]) / float(worst["bound"])
     return None

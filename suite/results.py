@@ -1,8 +1,10 @@
 """A run's folder: evidence that survives a kill, and the durations that plan the next run.
 
-    results/<run-id>/run.json     what ran, where, with which versions; one entry an invocation
-                     cases.jsonl  one line a case, kill or left-out case, on disk as it ends
-                     report.html  written when an invocation ends
+    results/<run-id>/run.json        what ran, where, with which versions; one entry an invocation
+                     planned.jsonl   the cases that an invocation was about to run
+                     cases.jsonl     one line a case, kill or left-out case, on disk as it ends
+                     records/        what each verdict is made of, manifest.jsonl: digests of it all
+                     report.html, junit.xml   written when an invocation ends
     results/durations.json        the last few durations of every case
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
@@ -12,6 +14,7 @@ allow-list is recorded, never the environment.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -27,6 +30,7 @@ from typing import Any, Literal
 
 from suite.case import Case
 from suite.errors import Problem, SelectionError
+from suite.records import Manifest, append_line, write
 from suite.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
@@ -66,9 +70,15 @@ class RunFolder:
             "fingerprint": fingerprint(),
         }
         self._header["invocations"].append(self._invocation)
-        self._write_header()
-        self._file = (path / "cases.jsonl").open("ab")
+        self._lines = path / "cases.jsonl"
+        self._manifest = Manifest(path)
+        self._data: set[str] = set()
+        self._closed = False
+        self._lines.touch()
+        self._manifest.mend()
         self._mend_last_line()
+        self._count = self._lines.read_bytes().count(b"\n")
+        self._write_header()
 
     @classmethod
     def create(cls, root: Path, command: Sequence[str]) -> RunFolder:
@@ -88,12 +98,36 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close(None)
 
+    def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
+        """Say what is about to run, so that what is missing later is seen to be missing."""
+        self._invocation["planned"] = [case.id for case in cases]
+        self._invocation["kills"] = list(kills)
+        self._invocation["key"] = comparison_key(cases)
+        told = self.path / "planned.jsonl"
+        with told.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(case.to_dict()) + "\n" for case in cases)
+        self.seal("planned.jsonl")
+        self._write_header()
+
+    def keep(self, result: dict[str, Any], account: Mapping[str, Any]) -> None:
+        """Write the record of a case, before :meth:`add` tells its result."""
+        name, sha256 = write(self.path, account)
+        self._manifest.seal(name, sha256)
+        result["record"] = name
+        if account["data_digest"]:
+            workload = account["case"]["workload"]["name"]
+            self._data.add(f"{workload} {account['data_digest']}")
+
     def add(self, result: Mapping[str, Any], kind: LineKind = "case") -> None:
         """Append one line; on disk when this returns."""
-        line = json.dumps(_standard({"kind": kind, **result}), allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(standard({"kind": kind, **result}), allow_nan=False).encode()
+        append_line(self._lines, line)
+        self._count += 1
+        self._manifest.seal("cases.jsonl", hashlib.sha256(line).hexdigest(), self._count)
+
+    def seal(self, file: str) -> None:
+        """Note the digest of a file of this run as it is now."""
+        self._manifest.seal(file, hashlib.sha256((self.path / file).read_bytes()).hexdigest())
 
     def leave_out(self, case: Case, reason: str) -> None:
         """Record a case that was selected and not run."""
@@ -101,24 +135,44 @@ class RunFolder:
 
     def close(self, exit_code: int | None) -> None:
         """Note how the invocation ended; calling it again changes nothing."""
-        if self._file.closed:
+        if self._closed:
             return
-        self._file.close()
+        self._closed = True
         self._invocation["ended"] = _now()
         self._invocation["exit_code"] = exit_code
+        if "key" in self._invocation and self._data:
+            self._invocation["key"]["data"] = _text_digest(sorted(self._data))
         self._write_header()
 
     def _write_header(self) -> None:
         _replace(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
+        self.seal("run.json")
 
     def _mend_last_line(self) -> None:
-        """A line that a kill cut off must not swallow the next one."""
-        path = self.path / "cases.jsonl"
-        if path.stat().st_size:
-            with path.open("rb") as stream:
-                stream.seek(-1, os.SEEK_END)
-                if stream.read(1) != b"\n":
-                    self._file.write(b"\n")
+        """A line that a kill cut off must not swallow the next one; a whole one is sealed late."""
+        content = self._lines.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self._lines, content.rfind(b"\n") + 1)
+        lines = self._lines.read_bytes().splitlines()
+        sealed = self._manifest.read()
+        if lines and sealed and ("cases.jsonl", len(lines)) not in sealed:
+            digest = hashlib.sha256(lines[-1]).hexdigest()
+            self._manifest.seal("cases.jsonl", digest, len(lines))
+
+
+def comparison_key(cases: Sequence[Case]) -> dict[str, Any]:
+    """What two runs must share to be compared, whatever they judge: version, cells, data sets.
+
+    ``data`` is known at the end only.
+    """
+    judged = ("id", "implementation", "label", "options")
+    cells = [{k: v for k, v in case.to_dict().items() if k not in judged} for case in cases]
+    told = sorted({json.dumps(cell, sort_keys=True) for cell in cells})
+    return {"suite": VERSION, "scenarios": _text_digest(told), "data": None}
+
+
+def _text_digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read(path: Path) -> Run:
@@ -161,12 +215,12 @@ def find_run(name: str | None, root: Path = Path("results")) -> Path:
     raise SelectionError(Problem("no such run", "name a folder or an id under results/", name))
 
 
-def _standard(value: Any) -> Any:
+def standard(value: Any) -> Any:
     """``value`` as JSON has it; numbers that are not finite become ``"nan"`` or ``"inf"``."""
     if isinstance(value, Mapping):
-        return {str(key): _standard(item) for key, item in value.items()}
+        return {str(key): standard(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_standard(item) for item in value]
+        return [standard(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

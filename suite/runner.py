@@ -6,7 +6,9 @@ a kill loses at most the running cases.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -101,16 +103,53 @@ def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, A
 
 
 class _workspace:
-    """A temporary folder in memory where there is one; removed on every path."""
+    """A temporary folder in memory where there is one; removed on every path.
+
+    A runner that is killed cannot remove its own: the next one does, as the lock is then free.
+    """
 
     def __enter__(self) -> Path:
-        memory = Path("/dev/shm")
-        base = str(memory) if memory.is_dir() else None
-        self._path = Path(tempfile.mkdtemp(prefix="shardproof-", dir=base))
+        base = workspace_base()
+        sweep(base)
+        self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        self._lock = (self._path / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self._path
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
+        self._lock.close()
+
+
+PREFIX, LOCK = "shardproof-", ".lock"
+
+
+def workspace_base() -> Path:
+    """Where work folders are made: in memory, if that can be written."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove work folders whose runner is dead; returns them."""
+    removed = []
+    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            with lock.open() as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue  # in use, or another user's
+        removed.append(lock.parent)
+    return removed
+
+
+def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
+    """Every parent's case once, before those of its mutants."""
+    cases: list[Case] = []
+    for item in (pair(mutant) for mutant in mutants):
+        cases += [case for case in (item.parent, item.case) if case not in cases]
+    return cases
 
 
 def run_mutants(
@@ -122,9 +161,6 @@ def run_mutants(
 ) -> list[Kill]:
     """Run every mutant beside its parent and say which were killed."""
     pairs = [pair(mutant) for mutant in mutants]
-    cases: list[Case] = []
-    for item in pairs:
-        cases += [case for case in (item.parent, item.case) if case not in cases]
-    results, _ = run_cases(cases, jobs, on_result, stop_after, on_account)
+    results, _ = run_cases(mutant_cases(mutants), jobs, on_result, stop_after, on_account)
     by_id = {result["id"]: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

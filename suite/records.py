@@ -1,0 +1,305 @@
+"""Records: the account of each case as one Parquet file, and the manifest that seals a run's files.
+
+    results/<run-id>/records/<case>.parquet   rows of eight sections, told apart by ``section``:
+        tensor       one a moment, kind, name and replica: SHA-256, shape, dtype, norms, owners
+        comparison   one a comparison of a check: error against bound; what a spoilt copy passed
+        step         one a rank and step: loss, norm, and the ranges of its calls and events
+        call, event  one a call to a process group, one an entry of the program-order log
+        whole        copies of tensors that failed, byte for byte
+        timing       seconds of the case's parts
+                     what is no table (the case, claims, how ranks ended) is JSON in the metadata
+    results/<run-id>/manifest.jsonl           SHA-256 of each line of cases.jsonl and of each file
+
+Errors: :class:`RecordError` names the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOLDER = "records"
+_META = b"shardproof"
+_COLUMNS: dict[str, dict[str, str]] = {
+    "tensor": {
+        "step": "int32",
+        "point": "string",
+        "kind": "string",
+        "name": "string",
+        "replica": "int32",
+        "owners": "ranks",
+        "digest": "string",
+        "shape": "shape",
+        "dtype": "string",
+        "differs": "int64",
+        "norm": "float64",
+        "largest": "float64",
+    },
+    "comparison": {
+        "check": "string",
+        "step": "int32",
+        "phase": "string",
+        "name": "string",
+        "owner": "string",
+        "error": "float64",
+        "bound": "float64",
+        "tested": "bool",
+        "problem": "string",
+        "broke": "string",
+    },
+    "step": {
+        "rank": "int32",
+        "step": "int32",
+        "loss": "float64",
+        "norm": "float64",
+        "detail": "string",
+    },
+    "call": {
+        "rank": "int32",
+        "sequence": "int64",
+        "operation": "string",
+        "group": "ranks",
+        "axis": "string",
+        "dtype": "string",
+        "payload_bytes": "int64",
+        "logical_bytes": "string",
+        "phase": "string",
+        "inside_backward": "bool",
+        "units_before": "int64",
+        "issued": "int64",
+        "waited": "int64",
+        "floating": "bool",
+    },
+    "event": {"rank": "int32", "number": "int64", "kind": "string", "name": "string"},
+    "whole": {
+        "step": "int32",
+        "point": "string",
+        "kind": "string",
+        "name": "string",
+        "owner": "string",
+        "dtype": "string",
+        "shape": "shape",
+        "data": "binary",
+    },
+    "timing": {"name": "string", "seconds": "float64"},
+}
+
+
+class RecordError(ValueError):
+    """A record that cannot be read; the message names the file."""
+
+
+def file_name(case_id: str) -> str:
+    """The file of a case: readable, and different for different ids."""
+    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", case_id)[:120]
+    return f"{slug}-{hashlib.sha256(case_id.encode()).hexdigest()[:8]}"
+
+
+def write(folder: Path, account: Mapping[str, Any]) -> tuple[str, str]:
+    """Write ``account`` (JSON form) under ``folder``: the file's name there and its SHA-256.
+
+    A case that ran before keeps its file; the new one gets a number.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rest, sections = _split(account)
+    tables = [_table(section, rows) for section, rows in sections.items()]
+    table = pa.concat_tables(tables, promote_options="default")
+    table = table.replace_schema_metadata({_META: json.dumps(rest).encode()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_statistics=False)
+    content = sink.getvalue().to_pybytes()
+    (folder / FOLDER).mkdir(exist_ok=True)
+    stem = f"{FOLDER}/{file_name(account['case']['id'])}"
+    name, count = f"{stem}.parquet", 1
+    while (folder / name).exists():
+        count += 1
+        name = f"{stem}-{count}.parquet"
+    partial = folder / f"{name}.partial"
+    try:
+        partial.write_bytes(content)
+        partial.replace(folder / name)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = error.filename or str(folder / name)
+        raise
+    return name, hashlib.sha256(content).hexdigest()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The account (JSON form) in ``path``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        rest = json.loads(table.schema.metadata[_META])
+        return _join(rest, table)
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: no readable record: {error}") from None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _types() -> dict[str, pa.DataType]:
+    import pyarrow as pa
+
+    named = {
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "bool": pa.bool_(),
+        "binary": pa.binary(),
+    }
+    return named | {
+        "string": pa.string(),
+        "ranks": pa.list_(pa.int32()),
+        "shape": pa.list_(pa.int64()),
+    }
+
+
+def _table(section: str, rows: list[dict[str, Any]]) -> pa.Table:
+    import pyarrow as pa
+
+    types = _types()
+    columns = {
+        name: pa.array([row.get(name) for row in rows], types[kind])
+        for name, kind in _COLUMNS[section].items()
+    }
+    return pa.table({"section": pa.array([section] * len(rows), pa.string())} | columns)
+
+
+def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """What is no table, and the rows of each section."""
+    rows: dict[str, list[dict[str, Any]]] = {section: [] for section in _COLUMNS}
+    rest = {k: v for k, v in account.items() if k not in ("whole", "timings", "figures")}
+    rows["timing"] = [{"name": k, "seconds": v} for k, v in account["timings"].items()]
+    rows["whole"] = [w | {"data": base64.b64decode(w["data"])} for w in account["whole"]]
+    figures = account["figures"]
+    if figures is None:
+        return rest | {"figures": None}, rows
+    rows["tensor"] = figures["tensors"]
+    rows["comparison"] = [
+        {"check": check} | row for check, found in figures["compared"].items() for row in found
+    ]
+    records = []
+    for record in figures["records"]:
+        rank = record["rank"]
+        records.append({k: v for k, v in record.items() if k not in ("steps", "traffic", "events")})
+        for step in record["steps"]:
+            detail = {k: v for k, v in step.items() if k not in ("step", "loss", "norm")}
+            rows["step"].append(
+                {"rank": rank, "detail": json.dumps(detail)}
+                | {k: step[k] for k in ("step", "loss", "norm")}
+            )
+        rows["call"] += [{"rank": rank} | call for call in record["traffic"]]
+        rows["event"] += [
+            {"rank": rank, "number": number, "kind": kind, "name": name}
+            for number, kind, name in record["events"]
+        ]
+    kept = {k: v for k, v in figures.items() if k not in ("tensors", "compared", "records")}
+    checks = list(figures["compared"])
+    return rest | {"figures": kept | {"records": records, "checks": checks}}, rows
+
+
+def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
+    """The inverse of :func:`_split`."""
+    import pyarrow.compute as pc
+
+    def rows(section: str) -> list[dict[str, Any]]:
+        part = table.filter(pc.equal(table["section"], section))
+        found: list[dict[str, Any]] = part.select(list(_COLUMNS[section])).to_pylist()
+        return found
+
+    timings = {row["name"]: row["seconds"] for row in rows("timing")}
+    whole = [w | {"data": base64.b64encode(w["data"]).decode()} for w in rows("whole")]
+    account = rest | {"timings": timings, "whole": whole}
+    kept = rest["figures"]
+    if kept is None:
+        return account
+    compared: dict[str, list[dict[str, Any]]] = {check: [] for check in kept.pop("checks")}
+    for row in rows("comparison"):
+        compared[row.pop("check")].append({k: v for k, v in row.items() if v is not None})
+    by_rank = {
+        record["rank"]: record | {"steps": [], "traffic": [], "events": []}
+        for record in kept["records"]
+    }
+    for row in rows("step"):
+        step = {k: row[k] for k in ("step", "loss", "norm")}
+        by_rank[row["rank"]]["steps"].append(step | json.loads(row["detail"]))
+    for row in rows("call"):
+        by_rank[row.pop("rank")]["traffic"].append(row)
+    for row in rows("event"):
+        told = [row["number"], row["kind"], row["name"]]
+        by_rank[row["rank"]]["events"].append(told)
+    records = list(by_rank.values())
+    figures = kept | {"records": records, "compared": compared, "tensors": rows("tensor")}
+    return account | {"figures": figures}
+
+
+# ------------------------------------------------------------------------------------ manifest
+
+
+class Manifest:
+    """Appends to ``manifest.jsonl``; of several entries for one file or line the last counts."""
+
+    NAME = "manifest.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.NAME
+
+    def seal(self, file: str, sha256: str, line: int | None = None) -> None:
+        """Note the digest of a file of the run, or of one line of it (from 1)."""
+        entry = {"file": file, "line": line, "sha256": sha256}
+        append_line(self._path, json.dumps(entry).encode())
+
+    def read(self) -> dict[tuple[str, int | None], str]:
+        """(file, line or ``None``) -> SHA-256.
+
+        :raises RecordError: a damaged manifest.
+        """
+        found = {}
+        for number, raw in enumerate(_raw_lines(self._path), 1):
+            try:
+                entry = json.loads(raw)
+                found[entry["file"], entry["line"]] = entry["sha256"]
+            except (ValueError, KeyError, TypeError):
+                raise RecordError(f"{self._path}: line {number} is damaged") from None
+        return found
+
+    def mend(self) -> None:
+        """Drop a last line that a kill cut off."""
+        if self._path.exists():
+            content = self._path.read_bytes()
+            os.truncate(self._path, content.rfind(b"\n") + 1)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line, on disk when this returns; what cannot be written whole is taken back."""
+    with path.open("ab", buffering=0) as stream:
+        before = stream.seek(0, os.SEEK_END)
+        try:
+            view = memoryview(line + b"\n")
+            while view:
+                view = view[stream.write(view) or 0 :]
+            os.fsync(stream.fileno())
+        except OSError as error:
+            stream.truncate(before)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _raw_lines(path: Path) -> Iterable[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else ()

@@ -1,0 +1,158 @@
+"""``shardproof verify RUN``: is the evidence whole, unchanged, and does it still give the verdicts?
+
+Three questions, each answered from the run's folder alone: does every file and line have the digest
+that the manifest gives it; has every planned case a line (a verdict, or why it was left out) and
+every verdict a record; and does :func:`suite.decide.decide` make the same result of the record?
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from suite import records
+from suite.account import Account
+from suite.case import Case
+from suite.decide import decide
+from suite.kills import Pair, judge_kill, parent_case
+from suite.records import Manifest, RecordError
+from suite.results import Run, read, standard
+
+#: What must come out again; the rest is time and names of files.
+_JUDGED = ("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` found: ``problems`` are sentences that name case and file."""
+
+    cases: int
+    kills: int
+    left_out: int
+    problems: list[str]
+
+    def sentence(self) -> str:
+        """One line for people."""
+        if self.problems:
+            return f"not verified: {len(self.problems)} problem(s)"
+        kills = f", {self.kills} kills" if self.kills else ""
+        return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
+
+
+def verify(path: Path) -> Verified:
+    """Check the run in ``path``.
+
+    :raises SelectionError: there is no run.
+    """
+    run = read(path)
+    problems = [*_changed(path), *_missing(run)]
+    results = [*run.cases, *run.mutant_cases]
+    for result in results:
+        problems += _judged_again(path, result)
+    for line in run.kills:
+        problems += _killed_again(line, results)
+    return Verified(len(results), len(run.kills), len(run.left_out), problems)
+
+
+def _changed(path: Path) -> Iterator[str]:
+    """Files and lines that are not what the manifest says."""
+    try:
+        sealed = Manifest(path).read()
+    except RecordError as error:
+        yield str(error)
+        return
+    if not sealed:
+        yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
+        return
+    lines = (path / "cases.jsonl").read_bytes().split(b"\n")
+    ended = lines.pop()
+    for number, line in enumerate(lines, 1):
+        known = sealed.get(("cases.jsonl", number))
+        if known is None:
+            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) is not in the manifest"
+        elif known != hashlib.sha256(line).hexdigest():
+            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) was changed"
+    if ended:
+        yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
+    for file, place in sealed:
+        if place is not None:
+            if place > len(lines):
+                yield f"{path / file}: line {place} is missing"
+        elif not (path / file).is_file():
+            yield f"{path / file}: missing"
+        elif records.digest(path / file) != sealed[file, None]:
+            yield f"{path / file}: was changed"
+
+
+def _id(line: bytes) -> str:
+    try:
+        told = json.loads(line)
+        return str(told.get("id") or told.get("name"))
+    except (ValueError, AttributeError):
+        return "unreadable"
+
+
+def _missing(run: Run) -> Iterator[str]:
+    """Planned cases and kills that have no line."""
+    there = {line["id"] for line in (*run.cases, *run.mutant_cases, *run.left_out)}
+    kills = {line["name"] for line in run.kills}
+    for invocation in run.header["invocations"]:
+        ended = invocation.get("exit_code") is not None
+        for name in invocation.get("planned", ()):
+            # What a budget kept from running is told by the kill that it leaves open.
+            if name not in there and not (invocation["kills"] and ended):
+                yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
+        for name in invocation.get("kills", ()):
+            if name not in kills:
+                yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
+
+
+def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
+    """Judge the record of ``result``; what comes out differently."""
+    name = result.get("record")
+    if not name:
+        yield f"{path / 'cases.jsonl'}: {result['id']} has no record"
+        return
+    try:
+        account = Account.from_dict(records.read(path / name))
+        again = json.loads(json.dumps(standard(decide(account))))
+    except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
+        yield f"{path / name}: the record of {result['id']} cannot be judged: {error!r}"
+        return
+    if again["id"] != result["id"] or again["case"] != result["case"]:
+        yield f"{path / name}: is the record of {again['id']}, not of {result['id']}"
+        return
+    for key in _JUDGED:
+        if again[key] != result[key]:
+            told = f"{path / name}: {result['id']}: the record gives {key} {_short(again[key])}, "
+            yield f"{told}cases.jsonl says {_short(result[key])}"
+            return
+
+
+def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:
+    """Compare a mutant's result with its parent's again."""
+    by_id = {result["id"]: result for result in results}
+    implementation = f"mutants/{line['name']}"
+    own = next((r for r in results if r["case"]["implementation"] == implementation), None)
+    if own is None:
+        if line["verdict"] != "left out":
+            yield f"cases.jsonl: fault {line['name']} is {line['verdict']}, but its case is missing"
+        return
+    case = Case.from_dict(own["case"])
+    parent = parent_case(case, line["parent"])
+    mutant = SimpleNamespace(
+        name=line["name"], parent=line["parent"], killed_by=tuple(line["killed_by"])
+    )
+    again = asdict(judge_kill(Pair(mutant, case, parent), own, by_id.get(parent.id)))
+    if again["killed"] != line["killed"]:
+        yield f"cases.jsonl: fault {line['name']}: its results give killed={again['killed']}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

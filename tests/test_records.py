@@ -1,0 +1,171 @@
+"""Evidence that can be judged again: records, verify, resume, JUnit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from suite import execute, junit, records
+from suite.account import Account
+from suite.budget import plan
+from suite.case import Case
+from suite.kills import pair
+from suite.records import Manifest
+from suite.registry import load_mutant
+from suite.results import Durations, RunFolder, find_run, read
+from suite.resume import split
+from suite.verify import verify
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a clean case, of a failing one, of one that crashes, and of one that is skipped."""
+    path = tmp_path_factory.mktemp("results") / "run"
+    with RunFolder(path, ["test"]) as folder:
+        chosen = plan(_cases(), Durations(path.parent / "durations.json"), 2, None)
+        code = execute.execute(folder, chosen, 2, None, Durations(path.parent / "durations.json"))
+    assert code == 1
+    return path
+
+
+def _cases() -> list[Case]:
+    made = pair(load_mutant("ddp_never_reduces"))
+    crashing = pair(load_mutant("ddp_swallows_exception")).case
+    skipped = Case.from_dict(made.parent.to_dict() | {"id": "skipped", "skip": "not today"})
+    return [made.parent, made.case, crashing, skipped]
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_every_verdict_comes_out_of_the_records_again(made: Path) -> None:
+    found = verify(made)
+    assert found.problems == []
+    assert found.cases == 4
+    assert [r["verdict"] for r in read(made).cases if r["id"] == "skipped"] == ["skip"]
+
+
+def test_a_record_holds_figures_and_whole_tensors_of_failures_only(made: Path) -> None:
+    accounts = {r["id"]: records.read(made / r["record"]) for r in read(made).cases}
+    clean, broken = (accounts[case.id] for case in _cases()[:2])
+    rows = clean["figures"]["tensors"]
+    assert {row["kind"] for row in rows} >= {"parameters", "gradients", "optimizer"}
+    assert all(len(row["digest"]) == 64 and row["norm"] >= 0 for row in rows)
+    assert clean["figures"]["compared"]["equivalence"]
+    assert clean["figures"]["records"][0]["traffic"] and clean["figures"]["records"][0]["events"]
+    assert clean["timings"]["ranks"] > 0
+    assert not clean["whole"]
+    assert {told["owner"] for told in broken["whole"]} >= {"oracle", "replica 0"}
+    again = Account.from_dict(broken).to_dict()
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps(broken))
+
+
+def test_a_changed_byte_is_found_wherever_it_is(run: Path) -> None:
+    for file in sorted(path for path in run.rglob("*") if path.is_file()):
+        content = bytearray(file.read_bytes())
+        kept = bytes(content)
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        problems = _problems(run)
+        assert problems and str(run) in "".join(problems), file
+        file.write_bytes(kept)
+    assert verify(run).problems == []
+
+
+def _problems(run: Path) -> list[str]:
+    from suite.errors import SelectionError
+
+    try:
+        return verify(run).problems
+    except SelectionError as error:
+        return [str(error)]
+
+
+def test_a_missing_case_is_named(run: Path) -> None:
+    lines = (run / "cases.jsonl").read_bytes().splitlines(keepends=True)
+    lost = json.loads(lines[-1])["id"]
+    (run / "cases.jsonl").write_bytes(b"".join(lines[:-1]))
+    _seal_again(run)
+    assert [p for p in verify(run).problems if lost in p and "missing" in p]
+
+
+def test_a_verdict_that_the_record_does_not_give_is_named(run: Path) -> None:
+    """Even with every digest made right again."""
+    lines = [json.loads(line) for line in (run / "cases.jsonl").read_bytes().splitlines()]
+    line = next(line for line in lines if line["verdict"] == "fail")
+    line |= {"verdict": "pass", "reason": ""}
+    (run / "cases.jsonl").write_text("".join(json.dumps(told) + "\n" for told in lines))
+    _seal_again(run)
+    [problem] = verify(run).problems
+    assert line["id"] in problem and line["record"] in problem and "verdict 'fail'" in problem
+
+
+def test_a_missing_record_is_named(run: Path) -> None:
+    record = read(run).cases[0]["record"]
+    (run / record).unlink()
+    assert [p for p in verify(run).problems if record in p and "missing" in p]
+
+
+def _seal_again(run: Path) -> None:
+    """Forge the manifest of cases.jsonl."""
+    kept = [
+        line
+        for line in (run / Manifest.NAME).read_text().splitlines(keepends=True)
+        if json.loads(line)["file"] not in ("cases.jsonl", "report.html", "junit.xml")
+    ]
+    (run / Manifest.NAME).write_text("".join(kept))
+    for number, line in enumerate((run / "cases.jsonl").read_bytes().splitlines(), 1):
+        Manifest(run).seal("cases.jsonl", hashlib.sha256(line).hexdigest(), number)
+
+
+def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> None:
+    again, kept = split(run, None, failed=True)
+    assert {case.id for case in again} == {case.id for case in _cases()[1:3]}
+    assert len(kept) == 2
+    assert split(run, None, failed=False)[0] == []
+    lines = (run / "cases.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "cases.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:40])
+    left, kept = split(run, None, failed=False)
+    assert [case.id for case in left] == [json.loads(lines[-1])["id"]]
+    durations = Durations(run.parent / "durations.json")
+    with RunFolder(run, ["test", "--resume"]) as folder:
+        code = execute.execute(folder, plan(left, durations, 1, None), 1, None, durations, kept)
+    assert code == 1
+    assert verify(run).problems == []
+    assert len(read(run).cases) == 4
+
+
+def test_runs_of_the_same_cells_share_a_key(made: Path, tmp_path: Path) -> None:
+    key = read(made).header["invocations"][0]["key"]
+    assert key["suite"] and key["data"] and len(key["scenarios"]) == 64
+    other: dict[str, Any] = {}
+    for name in ("a", "b"):
+        with RunFolder(tmp_path / name, ["test"]) as folder:
+            folder.plan(_cases()[:1] if name == "a" else _cases()[1:2])
+        other[name] = read(tmp_path / name).header["invocations"][0]["key"]["scenarios"]
+    assert other["a"] == other["b"], "the same cell of a mutant and of its parent"
+
+
+def test_junit_tells_every_case(made: Path) -> None:
+    told = ElementTree.fromstring((made / "junit.xml").read_text())[0]
+    assert (told.get("tests"), told.get("skipped")) == ("4", "1")
+    assert int(told.get("failures", 0)) + int(told.get("errors", 0)) == 2
+    failure = told.find("testcase/failure")
+    assert failure is not None and "rerun: shardproof run" in (failure.text or "")
+    run = read(made)
+    run.cases[0]["reason"] = "control \x00 and \ud800"
+    run.cases[0]["verdict"] = "fail"
+    ElementTree.fromstring(junit.document(run))
+
+
+def test_the_newest_run_is_found(made: Path) -> None:
+    assert find_run(None, made.parent) == made
