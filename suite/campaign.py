@@ -25,6 +25,9 @@ IMPLEMENTATIONS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("pytorch/ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
 )
 CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
+#: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
+LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "native")
+DYADIC = "dyadic_mlp"
 LARGEST_WORLD = 5
 MOST_TRAITS = 3
 
@@ -42,31 +45,48 @@ def _case(
     world = 1 if name == "plain" else source.randint(1, LARGEST_WORLD)
     backend = source.choice(("in_memory", "gloo"))
     workload = source.choice(sorted(traits))
-    optimizer: Literal["sgd", "adamw"] = "sgd" if source.random() < 0.5 else "adamw"
-    clip = source.choice((None, 0.05))
-    lane: Lane = "bitwise" if clip is None and source.random() < 0.4 else "fp64"
+    lane, dtype = _lane(source, workload)
+    optimizer = _optimizer(source, lane)
     spec = _workload(source, workload, sorted(traits[workload]))
-    clipped = "noclip" if clip is None else "clip"
+    clipped = "noclip" if optimizer.clip_norm is None else "clip"
     return Case(
         id=f"campaign-{seed}::{number:04d}::{name}::{backend}::replicate{world}::{workload}"
-        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer}::{clipped}::{lane}",
+        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer.name}::{clipped}::{lane}-{dtype}",
         scenario="campaign",
         implementation=name,
         options=dict(options),
         backend=backend,
         mesh={"replicate": world},
         workload=spec,
-        optimizer=OptimizerSpec(
-            name=optimizer,
-            lr=0.1 if optimizer == "sgd" else 1e-3,
-            weight_decay=source.choice((0.0, 0.1)),
-            warmup_steps=source.choice((0, 2)),
-            clip_norm=clip,
-        ),
+        optimizer=optimizer,
         lane=lane,
-        dtype="float32" if lane == "bitwise" else "float64",
+        dtype=dtype,
         checks=CHECKS,
         steps=source.choice((3, 4)),
+    )
+
+
+def _lane(source: random.Random, workload: str) -> tuple[Lane, str]:
+    """A lane that ``workload`` has a form for, and a dtype in which it is judged."""
+    if workload == DYADIC:
+        return "dyadic", source.choice(("float32", "float64"))
+    lane: Lane = source.choice(LANES)
+    if lane == "native":
+        return lane, source.choice(("float32", "bfloat16"))
+    return lane, "float32" if lane == "bitwise" else "float64"
+
+
+def _optimizer(source: random.Random, lane: Lane) -> OptimizerSpec:
+    """SGD or AdamW; equal bits need clipping off, exact sums need powers of two."""
+    if lane == "dyadic":
+        return OptimizerSpec(lr=0.125, momentum=0.0)
+    name: Literal["sgd", "adamw"] = "sgd" if source.random() < 0.5 else "adamw"
+    return OptimizerSpec(
+        name=name,
+        lr=0.1 if name == "sgd" else 1e-3,
+        weight_decay=source.choice((0.0, 0.1)),
+        warmup_steps=source.choice((0, 2)),
+        clip_norm=None if lane == "bitwise" else source.choice((None, 0.05)),
     )
 
 

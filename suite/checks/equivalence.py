@@ -310,7 +310,8 @@ def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
     truth = float(evidence.oracle["steps"][step]["loss"])
     bound = LOSS_BOUNDS[evidence.case.dtype]
     total = sum(_loss_shares(evidence, step, bound).values())
-    error = abs(total - truth) / abs(truth)
+    # A hinge loss can be exactly zero; then so must be the sum of shares.
+    error = abs(total - truth) / (abs(truth) or 1.0)
     if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
         raise _Failure(f"summed loss {total!r} against {truth!r}: {tally.worst}")
 
