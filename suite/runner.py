@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,69 @@ OnAccount = Callable[[Result, dict[str, Any]], None]
 JUDGING_SECONDS = 60.0
 
 
+class Session:
+    """Leaders, a work folder and cached oracles for any number of runs; a context manager."""
+
+    def __init__(self, jobs: int) -> None:
+        self._space = _workspace()
+        self._pool = Pool(jobs, preload=("suite.judge",))
+        self._made = 0
+
+    def __enter__(self) -> Session:
+        self._path = self._space.__enter__()
+        (self._path / "oracles").mkdir()
+        try:
+            self._pool.__enter__()
+        except BaseException:
+            self._space.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._pool.__exit__()
+        finally:
+            self._space.__exit__()
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        on_result: Callable[[Result], None],
+        stop_after: float | None = None,
+        on_account: OnAccount | None = None,
+    ) -> tuple[list[Result], list[Case]]:
+        """As :func:`run_cases`."""
+        results: list[Result] = []
+        by_id = {case.id: case for case in cases}
+        if len(by_id) != len(cases):
+            raise ValueError("two cases share one id")
+        started: set[str] = set()
+        begin = time.monotonic()
+        cache = str(self._path / "oracles")
+
+        def payloads() -> Iterator[tuple[str, dict[str, Any], float]]:
+            for case in cases:
+                if stop_after is not None and time.monotonic() - begin > stop_after:
+                    return
+                started.add(case.id)
+                self._made += 1
+                workdir = self._path / f"case{self._made}"
+                payload = {"case": case.to_dict(), "workdir": str(workdir), "cache": cache}
+                yield case.id, payload, case.deadline + JUDGING_SECONDS
+
+        # Closed by hand: an error in a callback must end the running leaders now, not some day.
+        with closing(self._pool.run("suite.runner:conduct", payloads())) as ends:
+            for ended in ends:
+                workdir = Path(ended.payload["workdir"])
+                result, account = _collect(by_id[ended.key], workdir, ended)
+                shutil.rmtree(workdir, ignore_errors=True)
+                results.append(result)
+                if on_account is not None:
+                    on_account(result, account)
+                on_result(result)
+        return results, [case for case in cases if case.id not in started]
+
+
 def run_cases(
     cases: Sequence[Case],
     jobs: int,
@@ -39,34 +103,8 @@ def run_cases(
     With ``stop_after`` (seconds) no further case is started once the time is used up.  Returns the
     results and the cases that were left out.
     """
-    results: list[Result] = []
-    by_id = {case.id: case for case in cases}
-    if len(by_id) != len(cases):
-        raise ValueError("two cases share one id")
-    started: set[str] = set()
-    begin = time.monotonic()
-    with _workspace() as space, Pool(jobs, preload=("suite.judge",)) as pool:
-        cache = space / "oracles"
-        cache.mkdir()
-
-        def payloads() -> Iterable[tuple[str, dict[str, Any], float]]:
-            for number, case in enumerate(cases):
-                if stop_after is not None and time.monotonic() - begin > stop_after:
-                    return
-                started.add(case.id)
-                workdir = space / f"case{number}"
-                payload = {"case": case.to_dict(), "workdir": str(workdir), "cache": str(cache)}
-                yield case.id, payload, case.deadline + JUDGING_SECONDS
-
-        for ended in pool.run("suite.runner:conduct", payloads()):
-            workdir = Path(ended.payload["workdir"])
-            result, account = _collect(by_id[ended.key], workdir, ended)
-            shutil.rmtree(workdir, ignore_errors=True)
-            results.append(result)
-            if on_account is not None:
-                on_account(result, account)
-            on_result(result)
-    return results, [case for case in cases if case.id not in started]
+    with Session(jobs) as session:
+        return session.run(cases, on_result, stop_after, on_account)
 
 
 def conduct(payload: dict[str, Any]) -> None:

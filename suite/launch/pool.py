@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class Pool:
         """The zygote that leaders are forked from at the moment."""
         return self._zygote
 
-    def run(self, task: str, items: Iterable[Item]) -> Iterator[Ended]:
+    def run(self, task: str, items: Iterable[Item]) -> Generator[Ended, None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
         ``task`` is ``package.module:function``.  ``items`` is drawn from only when a leader can

@@ -1,0 +1,3 @@
+"""``pytest scenarios/`` runs scenario files; ``pytest tests`` does not notice."""
+
+pytest_plugins = ["suite.pytest_plugin"]
