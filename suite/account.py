@@ -1,8 +1,8 @@
 """The account of a case: all that its verdict is made of, as plain data without tensors.
 
 A leader writes it, the run's records keep it (:mod:`suite.records`), and :mod:`suite.decide`
-makes the verdict from it, when the case ran and whenever the run is verified.  Whole tensors are kept only
-where a check failed: the copies of the tensor that it names, and the oracle's.
+makes the verdict from it, when the case ran and whenever the run is verified.  Whole tensors are
+kept only where a check failed: the copies of the tensor that it names, and the oracle's.
 """
 
 from __future__ import annotations

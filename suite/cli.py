@@ -184,8 +184,8 @@ def run(
     elif not (resume or rerun_failed) or scenarios or impl or backend or world or expression:
         cases = _select(scenarios, impl, backend, world, expression, tier, seed)
     if resume or rerun_failed:
-        from suite.resume import split
         from suite.results import find_run
+        from suite.resume import split
 
         results = find_run(str(results) if results is not None else None, execute.RESULTS)
         cases, kept = split(results, cases, rerun_failed)
@@ -404,6 +404,18 @@ def _select(
         seed=seed,
     )
     return selection.cases(installed())
+
+
+@app.command(
+    short_help="Run a scenario on several containers.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def cluster(context: typer.Context) -> None:
+    """Run a scenario on several containers and compare with local processes."""
+    from suite.cluster import main as run_cluster
+
+    raise typer.Exit(run_cluster(context.args))
 
 
 def _version(wanted: bool) -> None:

@@ -51,8 +51,6 @@ def examine(results: Path) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version = sys.version.split()[0]
-    if sys.version_info < (3, 11):
-        return Finding("python", "bad", version, "use Python 3.11 or newer")
     return Finding("python", "good", version)
 
 

@@ -180,7 +180,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 @contextmanager
 def _one_interrupt(console: Console) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) once stops the run in order; a second one does not disturb the tidying."""
+    """Ctrl-C (or SIGTERM) stops the run in order; a second one does not disturb the tidying."""
 
     def first(number: int, frame: object) -> None:
         for caught in before:

@@ -13,7 +13,18 @@ LAYERS: list[set[str]] = [
     {"oracle", "mantissa", "replay", "optimizers", "workloads", "ledgers", "backends", "registry"},
     {"checks", "evidence", "kills", "scenarios", "campaign"},
     {"launch", "rank_program", "judge", "runner", "results"}
-    | {"budget", "gathered", "worker", "cluster", "calibrate", "prove", "verify", "records", "doctor", "overhead"},
+    | {
+        "budget",
+        "gathered",
+        "worker",
+        "cluster",
+        "calibrate",
+        "prove",
+        "verify",
+        "records",
+        "doctor",
+        "overhead",
+    },
     {"cli", "report", "__main__", "__init__", "catalogue", "execute", "progress", "selection"},
 ]
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.

@@ -66,7 +66,8 @@ class RankFuture(torch.futures.Future):
             self._error = error
         else:
             super().set_result(value)
-        # The future and its handle point at each other: let go, or buckets live until the collector.
+        # The future and its handle point at each other: let go, or buckets live until the
+        # collector.
         del self._complete
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

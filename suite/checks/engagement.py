@@ -2,8 +2,8 @@
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 and, for data parallelism, at the calls: gradients travel in buckets (fewer than parameters, as
-many as the scenario expects with ``expect.buckets``), and accumulation stays silent until the last micro-batch.  A silent fall-back to
-something simpler is a ``fail``, however right its numbers.
+many as the scenario expects with ``expect.buckets``), and accumulation stays silent until the last
+micro-batch.  A silent fall-back to something simpler is a ``fail``, however right its numbers.
 
 *Cannot see* features that leave no trace in calls, names or capabilities.
 """

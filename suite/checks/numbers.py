@@ -1,4 +1,4 @@
-"""Comparing tensors: one function per tolerance of the written policy, each with its own power test.
+"""Comparing tensors: one function per tolerance of the written policy, each with a power test.
 
 Source: the policy of docs/tolerances.md.  A comparison is only worth something if it can fail, so
 :func:`powerless` tries the same comparison on spoilt copies of the truth: rolled by one element,
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run seen,
-#: 50,000 x below the weakest planted fault.
+#: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
+#: seen, 50,000 x below the weakest planted fault.
 FP64_BOUND = 1e-12
 #: Native lane, by dtype: how many times the error of one device in the same precision is allowed.
 #: Clean maxima are measured by ``shardproof calibrate`` (``calibration.json`` beside this file).

@@ -3,7 +3,8 @@
 A bucket's reduction must be *issued* while backward still has units to compute and *waited for*
 only after some of that computing.  Counts, not clocks: the log numbers every call, every wait and
 every unit whose backward starts.  One unused parameter early in the order can silently stop all
-buckets from being launched inside backward; numbers and traffic stay right, only this count shows it.
+buckets from being launched inside backward; numbers and traffic stay right, only this count shows
+it.
 
 *Cannot see* whether the hardware overlaps anything, nor steps before the bucket order is settled:
 steps 0 and 1 are left out.
@@ -65,16 +66,16 @@ def decide(evidence: Figures) -> Outcome:
                 )
             if exposed:
                 return _fail(
-                    f"rank {rank}, step {step}: {len(exposed)} of {len(early)} reductions issued in "
-                    "time are waited for before any further unit computes",
+                    f"rank {rank}, step {step}: {len(exposed)} of {len(early)} reductions issued "
+                    "in time are waited for before any further unit computes",
                     total,
                     inside,
                     hidden,
                 )
             if len(calls) > 2 and not early:
                 return _fail(
-                    f"rank {rank}, step {step}: none of {len(calls)} reductions is issued before the "
-                    "last unit's backward",
+                    f"rank {rank}, step {step}: none of {len(calls)} reductions is issued before "
+                    "the last unit's backward",
                     total,
                     inside,
                     hidden,

@@ -1,7 +1,7 @@
 """Bytes sent equal the closed formula: exact rationals, summed over ranks, tolerance 0, every step.
 
-Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update; not
-at observation points), by the collective model of ground truth (logical bytes, not bytes on the
+Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
+not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
 wire).  Set-up and control traffic (integers, objects, barriers) stand in rows of their own.
 
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
@@ -48,7 +48,7 @@ def decide(evidence: Figures) -> Outcome:
 
 
 def step_calls(evidence: Figures, step: int, index: int) -> list[dict[str, Any]]:
-    """Counted floating-point calls of record ``index`` in ``step`` (observation points left out)."""
+    """Counted floating-point calls of record ``index`` in ``step``, observation points left out."""
     record = evidence.records[index]
     start, stop = record["steps"][step]["calls"]
     return [

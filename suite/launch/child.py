@@ -130,7 +130,8 @@ def run_threads(plan: Plan, parent: int) -> NoReturn:
         sys.stdout = _PerRank(files, sys.stdout)
         sys.stderr = _PerRank(files, sys.stderr)
         hub = plan.link.hub(plan.world, plan.timeout_s)
-        # A fork leaves torch's thread pool to be made anew by its first user; ranks would race for it.
+        # A fork leaves torch's thread pool to be made anew by its first user; ranks would race for
+        # it.
         torch.set_num_threads(1)
         threads = [
             threading.Thread(target=_live, args=(plan, rank, hub), name=f"rank{rank}", daemon=True)

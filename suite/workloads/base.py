@@ -63,7 +63,7 @@ class Family(ABC):
     #: Whether all its numbers are small integers over powers of two.
     dyadic: ClassVar[bool] = False
 
-    def check(self, params: Mapping[str, Any]) -> None:  # noqa: B027 (most have nothing to add)
+    def check(self, params: Mapping[str, Any]) -> None:
         """Raise :class:`WorkloadError` for knobs that do not fit together."""
 
     @abstractmethod

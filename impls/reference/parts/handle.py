@@ -27,10 +27,10 @@ class Handle(ABC):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
 
-    def before_step(self) -> None:  # noqa: B027
+    def before_step(self) -> None:
         """Before the first forward of a step."""
 
-    def accumulate(self, is_last: bool) -> None:  # noqa: B027
+    def accumulate(self, is_last: bool) -> None:
         """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
 
     @abstractmethod
@@ -58,10 +58,10 @@ class Handle(ABC):
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """The piece that ``tensor``, an optimizer slot of parameter ``name``, is."""
 
-    def drain(self) -> None:  # noqa: B027
+    def drain(self) -> None:
         """Finish work in flight."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release hooks and buffers."""
 
 
