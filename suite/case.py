@@ -59,6 +59,10 @@ class Case:
     membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deadline: float = 60.0
     ledgers: bool = True
+    #: Set in the second run of a relation only: which share of the batch (as an index) each
+    #: data coordinate gets (empty: its own), and what every loss weight is multiplied by.
+    shares: tuple[int, ...] = ()
+    loss_scale: float = 1.0
     xfail: str | None = None
     skip: str | None = None
 
@@ -85,6 +89,7 @@ class Case:
         fields["workload"] = WorkloadSpec(**workload)
         fields["optimizer"] = optimizer_from_dict(fields["optimizer"])
         fields["checks"] = tuple(fields["checks"])
+        fields["shares"] = tuple(fields.get("shares", ()))
         members = fields.get("membership", {})
         fields["membership"] = {step: tuple(ranks) for step, ranks in members.items()}
         return cls(**fields)

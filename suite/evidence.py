@@ -199,6 +199,9 @@ class Evidence(Figures):
     ) -> None:
         super().__init__(case, records, oracle, workload, facts)
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
+        #: The second run of a relation, or what went wrong in it; ``unrelated``: why there is none.
+        self.related: Evidence | str | None = None
+        self.unrelated = ""
 
     def initial(self, kind: str) -> Assembled:
         """State of ``kind`` right after ``setup``."""

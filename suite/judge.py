@@ -16,6 +16,7 @@ from typing import Any
 from suite import backends, checks, oracle, registry, replay, workloads
 from suite.account import Account, strip, whole_tensors
 from suite.case import Case
+from suite.checks import relations
 from suite.contract import Implementation, Refused
 from suite.decide import decide, declared_away, outside_profile
 from suite.evidence import Evidence
@@ -84,12 +85,13 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     workload = workloads.make(case.workload, case.dtype, case.lane)
     account.data_digest = workload.digest
     began = time.monotonic()
+    twice = "relations" in case.checks
     outcomes = run(
         case.backend,
         case.world,
         lambda rank, world: run_rank(case, workload, rank),
         workdir,
-        case.deadline,
+        case.deadline / 2 if twice else case.deadline,
         case.ledgers,
         weather=backends.weather_of(case.workload.traits),
     )
@@ -101,7 +103,41 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     began = time.monotonic()
     truth = _truth(case, implementation, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
-    return Evidence(case, records, truth, facts_for_judge(workload), facts_of(case))
+    evidence = Evidence(case, records, truth, facts_for_judge(workload), facts_of(case))
+    if twice:
+        began = time.monotonic()
+        _relate(evidence, workdir, run)
+        account.timings["ranks"] += time.monotonic() - began
+    return evidence
+
+
+def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
+    """Run the case that a relation derives from this one, and put its records beside them."""
+    if run is not run_ranks:
+        evidence.unrelated = "these ranks were started elsewhere: they cannot run a second time"
+        return
+    case, evidence.unrelated = relations.derive(evidence)
+    if case is None:
+        return
+    workload = workloads.make(case.workload, case.dtype, case.lane)
+    folder = workdir / "derived"
+    folder.mkdir()
+    outcomes = run_ranks(
+        case.backend,
+        case.world,
+        lambda rank, world: run_rank(case, workload, rank),
+        folder,
+        case.deadline / 2,
+        case.ledgers,
+        weather=backends.weather_of(case.workload.traits),
+    )
+    cause = root_cause(outcomes)
+    if cause is not None:
+        what = " ".join(filter(None, (cause.status, cause.error_type)))
+        evidence.related = f"in the second run rank {cause.rank} {what}: {cause.message}"
+        return
+    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    evidence.related = Evidence(case, records, {}, evidence.workload, {})
 
 
 def _truth(

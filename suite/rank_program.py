@@ -152,7 +152,10 @@ class _Rank:
         if self.rank not in shares:
             return Batch(step, ()), None
         coordinate = shares[self.rank]
-        return self.workload.batch(step, max(shares.values()) + 1)[coordinate], coordinate
+        if self.case.shares:
+            coordinate = self.case.shares[coordinate]
+        batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
+        return _weighted(batch, self.case.loss_scale), coordinate
 
     def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
         assert self.implementation is not None
@@ -202,6 +205,17 @@ class _Rank:
             "calls": [first_call, len(ledger.calls) if ledger else 0],
             "events": [first_event, log.now if log else 0],
         }
+
+
+def _weighted(batch: Batch, factor: float) -> Batch:
+    """``batch`` with every loss weight times ``factor``."""
+    if factor == 1.0:
+        return batch
+    windows = tuple(
+        tuple(dataclasses.replace(micro, weights=micro.weights * factor) for micro in window)
+        for window in batch.windows
+    )
+    return dataclasses.replace(batch, windows=windows)
 
 
 def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str, Any]:

@@ -31,6 +31,7 @@ CHECKS: dict[str, str] = {
         "overlap",
         "engagement",
         "refusals",
+        "relations",
     )
 }
 

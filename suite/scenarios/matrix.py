@@ -240,7 +240,16 @@ class _Expansion:
             yield Cell(implementation, backend, mesh, optimizer, clip, lane, variant, tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
+        judged = "relations" in self.scenario.checks
         for cell in cells:
+            if judged != ("relation" in self._expect(cell)):
+                self._add(
+                    ["checks"],
+                    "expect.relation and the check `relations` belong together",
+                    "give both or neither: split, permute, world1 or scale",
+                    " ".join(cell.key),
+                )
+                return
             if cell.lane == "bitwise" and cell.clip is not None:
                 self._add(
                     ["matrix", "lane"],
@@ -274,9 +283,17 @@ class _Expansion:
     def _workload(self, variant: WorkloadChoice | None) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()
         if variant is not None:
-            own = variant.model_dump(exclude={"label"}, exclude_none=True)
+            own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
             values |= {**own, "params": {**values["params"], **own.get("params", {})}}
         return WorkloadSpec(**{**values, "traits": tuple(values["traits"])})
+
+    def _expect(self, cell: Cell) -> dict[str, Any]:
+        """The scenario's expectations, overridden by the implementation's and the variant's."""
+        expect = self.scenario.expect.model_dump(exclude_none=True)
+        for own in (cell.implementation.expect, cell.workload and cell.workload.expect):
+            if own is not None:
+                expect |= own.model_dump(exclude_none=True)
+        return expect
 
     def _optimizer(
         self, choice: OptimizerChoice, clip: float | None, traits: Iterable[str]
@@ -303,9 +320,6 @@ class _Expansion:
         if not several_clips:
             clip = "noclip" if cell.clip is None else "clip"
         workload = self._workload(cell.workload)
-        expect = scenario.expect.model_dump(exclude_none=True)
-        if choice.expect is not None:
-            expect |= choice.expect.model_dump(exclude_none=True)
         name = f"{scenario.name}{variant}"
         return Case(
             id="::".join((name, system, backend, mesh, optimizer, clip, lane, tier)),
@@ -322,7 +336,7 @@ class _Expansion:
             dtype=_DTYPES[cell.lane],
             steps=scenario.steps,
             tier=tier,  # type: ignore[arg-type]
-            expect=expect,
+            expect=self._expect(cell),
             deadline=scenario.deadline,
             skip=skip,
             xfail=xfail,

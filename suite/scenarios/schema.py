@@ -74,10 +74,13 @@ class Expect(Model):
     refuses: str | None = Field(
         None, min_length=1, description="words that the implementation's refusal must contain"
     )
+    relation: Literal["split", "permute", "world1", "scale"] | None = Field(
+        None, description="what a second run must agree with: see the check `relations`"
+    )
 
 
 def _no_expectation() -> Expect:
-    return Expect(traffic=None, buckets=None, refuses=None)
+    return Expect(traffic=None, buckets=None, refuses=None, relation=None)
 
 
 class ImplementationChoice(Model):
@@ -142,6 +145,7 @@ class WorkloadChoice(Model):
     micro_batches: int | None = Field(None, ge=1, le=64)
     windows: int | None = Field(None, ge=1, le=16)
     params: dict[str, Any] | None = None
+    expect: Expect | None = Field(None, description="overrides the implementation's expect")
 
 
 Implementations = Annotated[
