@@ -60,15 +60,16 @@ def execute(
     console = make_console()
     found = [*kept]
 
-    def body() -> int:
+    def body(interrupts: Interrupts) -> int:
         folder.plan(plan.chosen + plan.left_out)
         for case in plan.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
         with Progress(console, len(plan.chosen), "conformance") as progress:
 
             def note(result: dict[str, Any]) -> None:
-                folder.add(result)
-                found.append(result)
+                with interrupts.held():  # a line on disk and a result that counts are one thing
+                    folder.add(result)
+                    found.append(result)
                 if verdicts.kind(result["verdict"]) != "skip":
                     durations.note(result["id"], float(result["seconds"]))
                 progress.step(result)
@@ -114,13 +115,14 @@ def execute_mutants(
 
     console = make_console()
 
-    def body() -> int:
+    def body(interrupts: Interrupts) -> int:
         folder.plan(runner.mutant_cases(mutants), [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
         with Progress(console, None, what, show_red=False) as progress:
 
             def note(result: dict[str, Any]) -> None:
-                folder.add(result, "mutant case")
+                with interrupts.held():
+                    folder.add(result, "mutant case")
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
@@ -146,7 +148,7 @@ def execute_mutants(
 def _guarded(
     folder: RunFolder,
     console: Console,
-    body: Callable[[], int],
+    body: Callable[[Interrupts], int],
     interrupted: Callable[[], None],
     finish: Callable[[], None],
 ) -> int:
@@ -155,10 +157,10 @@ def _guarded(
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
     code = verdicts.INTERRUPTED
-    with _one_interrupt(console):
+    with Interrupts() as interrupts:
         try:
             try:
-                code = body()
+                code = body(interrupts)
             except KeyboardInterrupt:
                 interrupted()
             _finish(folder, code, finish)
@@ -178,28 +180,44 @@ def _guarded(
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
-@contextmanager
-def _one_interrupt(console: Console) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) stops the run in order; a second one does not disturb the tidying."""
+class Interrupts:
+    """Ctrl-C (or SIGTERM) once stops a run in order; a second one does not disturb the tidying."""
 
-    def first(number: int, frame: object) -> None:
-        for caught in before:
-            signal.signal(caught, again)
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+        self._holding = self._pending = self._came = False
 
-    def again(number: int, frame: object) -> None:
-        os.write(2, b"stopping: ranks are being ended, results kept\n")
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
 
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-        for caught in before:
-            signal.signal(caught, first)
-    try:
-        yield
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: object) -> None:
+        if self._came:
+            os.write(2, b"stopping: ranks are being ended, results kept\n")
+            return
+        self._came = True
+        if self._holding:
+            self._pending = True
+        else:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is inside is done whole; an interrupt comes after it."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self._pending:
+                self._pending = False
+                raise KeyboardInterrupt
 
 
 def choose_mutants(patterns: Sequence[str]) -> list[Any]:

@@ -1,9 +1,9 @@
 """``pytest scenarios/``: scenario files are test modules, their cases are tests.
 
 The repository's ``conftest.py`` loads this; elsewhere write ``pytest_plugins =
-"suite.pytest_plugin"`` into your own.  Options: ``--impl``, ``--backend``, ``--tier``; ``-k`` selects
-by case id, and ``-n``, ``--junitxml`` and the rest are pytest's.  Each pytest process runs one case
-at a time in a leader of its own, so a case that hangs or kills its ranks costs itself only.
+"suite.pytest_plugin"`` into your own.  Options: ``--impl``, ``--backend``, ``--tier``; ``-k`` is by
+case id, and ``-n``, ``--junitxml`` and the rest are pytest's.  Each pytest process runs one case at
+a time in a leader of its own, so a case that hangs or kills its ranks costs itself only.
 """
 
 from __future__ import annotations

@@ -67,10 +67,13 @@ class _Server:
             signal.signal(signum, self._on_signal)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._ending = False
+        self._importing = False
 
     def _on_signal(self, signum: int, _: object) -> None:
         # SIGHUP also comes when merely the *thread* that started us ends: the loop looks further.
         self._ending = self._ending or signum == signal.SIGTERM
+        if self._importing and os.getppid() != self._parent:
+            raise SystemExit  # torch takes seconds: nobody is left to wait for it
 
     def run(self) -> None:
         """Serve until the parent goes; then end everything."""
@@ -94,12 +97,14 @@ class _Server:
             procs.end_adopted((), within_s=END_SECONDS)
 
     def _load(self) -> None:
+        self._importing = True
         try:
             _import_all()
             _check_threads("torch")
         except Exception:
             self._send({"failed": traceback.format_exc()})
             raise
+        self._importing = False
         self._send({"ready": os.getpid()})
 
     def _handle(self, message: dict[str, Any]) -> None:
@@ -114,10 +119,12 @@ class _Server:
 
     def _preload(self, module: str) -> None:
         """A module that cannot be imported fails in the leaders that need it, with its message."""
+        self._importing = True
         try:
             importlib.import_module(module)
         except Exception:  # noqa: BLE001 - told by the leader
             traceback.print_exc()
+        self._importing = False
         _settle_memory()
         try:
             _check_threads(module)
