@@ -4,9 +4,9 @@ The judge never asks an implementation for a whole tensor: it assembles the piec
 hold and checks on the way that every element is owned exactly once per replica, that shapes agree
 and that no name was lost, renamed or invented.
 
-:class:`Evidence` holds the tensors and lives as long as a case; its :class:`Figures` are what is left
-when they are gone: digests, norms, comparisons, calls and losses.  Checks measure the first and
-decide from the second, so that a stored run is judged by the code that judged it when it ran.
+:class:`Evidence` holds the tensors and lives as long as a case; its :class:`Figures` are what is
+left when they are gone: digests, norms, comparisons, calls and losses.  Checks measure the first
+and decide from the second, so that a stored run is judged by the code that judged it when it ran.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _merge(
 
 
 def _region(full: Tensor, count: Tensor, piece: Mapping[str, Any]) -> tuple[Any, Any, str]:
-    """Views of the part of ``full`` and ``count`` that ``piece`` covers (``None``: out of range)."""
+    """Views of the part of ``full`` and ``count`` that ``piece`` covers (None: out of range)."""
     if piece.get("flat_range") is not None:
         start, stop = piece["flat_range"]
         text = f"flat range {start}:{stop}"
@@ -270,9 +270,9 @@ def _kinds(states: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def describe(tensor: Tensor, first: Tensor | None, before: Mapping[str, Any]) -> Row:
-    """Digest (SHA-256 of the bytes), shape and dtype of one copy; ``differs``: how many elements are
-    not those of ``first``, the lowest replica's copy (0 if it is that copy; -0 equals 0, NaN NaN).
-    ``before`` is the row above, of the same tensor.
+    """Digest (SHA-256 of the bytes), shape and dtype of one copy; ``differs``: how many elements
+    are not those of ``first``, the lowest replica's copy (0 if it is that copy; -0 equals 0, NaN
+    equals NaN). ``before`` is the row above, of the same tensor.
     """
     plain = tensor.detach().contiguous()
     data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
