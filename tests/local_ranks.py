@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -72,20 +73,25 @@ def processes(body: Body, world: int, folder: Path, ledgers: bool, timeout_s: fl
     codes: dict[int, int] = {}
     while len(codes) < world:
         for pid in children:
-            if pid not in codes and os.waitpid(pid, os.WNOHANG)[0]:
-                codes[pid] = 0
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = status
         if time.monotonic() > deadline:
             for pid in children:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
                     codes[pid] = os.waitpid(pid, 0)[1]
         time.sleep(0.005)
-    answers = []
+    answers, broken = [], []
     for rank in range(world):
         path = folder / f"answer{rank}"
-        assert path.exists(), f"rank {rank} left no answer"
-        answers.append(json.loads(path.read_text()))
-    broken = [answer["error"] for answer in answers if answer["error"]]
+        if path.exists():
+            answers.append(json.loads(path.read_text()))
+            broken += [answers[-1]["error"]] if answers[-1]["error"] else []
+        else:
+            stacks = (folder / f"stacks{rank}").read_text()
+            broken.append(f"rank {rank}: wait status {codes[children[rank]]}\n{stacks}")
     assert not broken, "\n".join(broken)
     return [answer["result"] for answer in answers]
 
@@ -95,6 +101,7 @@ def _child(
 ) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     answer: dict[str, Any] = {"result": None, "error": ""}
+    faulthandler.dump_traceback_later(60, file=(folder / f"stacks{rank}").open("w"))
     try:
         backends.join("gloo", rank, world, folder / "meeting", timeout_s, ledgers)
         answer["result"] = body(rank, world)
