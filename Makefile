@@ -14,7 +14,7 @@ MUTANT_BUDGET ?= 1.5
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test conformance mutants cluster image report lint format clean
+.PHONY: help setup bench test slow conformance mutants cluster image report lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,7 +36,10 @@ bench: setup ## the main job: quick conformance on every backend, then the plant
 	echo "evidence: $$run"; exit $$worst
 
 test: setup ## tests of the judge itself
-	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow"
+
+slow: setup ## the tests that take long or need a container engine
+	@$(BIN)/pytest tests -m slow
 
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)

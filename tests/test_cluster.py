@@ -192,6 +192,7 @@ def _inside(target: str, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_images_are_slim_and_without_rights(engine: None) -> None:
     size = subprocess.run(
@@ -213,6 +214,7 @@ def test_images_are_slim_and_without_rights(engine: None) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_containers_compute_the_bits_of_local_processes(engine: None, tmp_path: Path) -> None:
     job = cluster.Job(("ddp-gpt",), 2, 2, "full", "small_buckets and (quick or bitwise) and sgd")
@@ -226,6 +228,7 @@ def test_containers_compute_the_bits_of_local_processes(engine: None, tmp_path: 
     assert not cluster.leftovers(facts["run"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupt_leaves_nothing(engine: None, tmp_path: Path) -> None:
     process = subprocess.Popen(
