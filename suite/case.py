@@ -58,6 +58,8 @@ class Case:
     #: Step (as text) -> ranks that take part from that step on; empty: all ranks, always.
     membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deadline: float = 60.0
+    #: Resident memory that one rank process may take, torch's own 0.3 GiB included.
+    memory_gib: float = 8.0
     ledgers: bool = True
     #: Set in the second run of a relation only: which share of the batch (as an index) each
     #: data coordinate gets (empty: its own), and what every loss weight is multiplied by.

@@ -141,16 +141,22 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
     if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
         return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
     if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
-        calls = "; ".join(f"rank {o.rank}: {o.last_call}" for o in outcomes if o.last_call)
-        return "hang", f"{cause.message}" + (f" [last calls: {calls}]" if calls else "")
+        return "hang", cause.message + _last_calls(outcomes)
     text = f"rank {cause.rank} {cause.status}"
     if cause.error_type:
         text += f" {cause.error_type}"
     if cause.message:
         text += f": {cause.message}"
-    if cause.last_call:
+    if len({outcome.last_call for outcome in outcomes}) > 1:
+        text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on
+    elif cause.last_call:
         text += f" [its last call: {cause.last_call}]"
     return "crash", text
+
+
+def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
+    calls = "; ".join(f"rank {o.rank}: {o.last_call}" for o in outcomes if o.last_call)
+    return f" [last calls: {calls}]" if calls else ""
 
 
 def _expected(

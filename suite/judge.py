@@ -94,6 +94,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         case.deadline / 2 if twice else case.deadline,
         case.ledgers,
         weather=backends.weather_of(case.workload.traits),
+        memory_bytes=int(case.memory_gib * 2**30),
     )
     account.timings["ranks"] = time.monotonic() - began
     account.outcomes = [dataclasses.asdict(outcome) | {"record": None} for outcome in outcomes]

@@ -338,6 +338,7 @@ class _Expansion:
             tier=tier,  # type: ignore[arg-type]
             expect=self._expect(cell),
             deadline=scenario.deadline,
+            memory_gib=scenario.memory_gib,
             skip=skip,
             xfail=xfail,
         )

@@ -270,6 +270,7 @@ class Scenario(Model):
         default_factory=list, description="cells of the quick tier; the others are `full`"
     )
     deadline: float = Field(60.0, gt=0, le=3600, description="seconds until a case is stopped")
+    memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
