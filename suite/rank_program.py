@@ -8,6 +8,7 @@ them is not counted.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -29,6 +30,7 @@ from suite.contract import (
     MicroBatch,
     Piece,
     Point,
+    Refused,
     StepResult,
 )
 from suite.ledgers import phases, traffic
@@ -80,7 +82,11 @@ class _Rank:
             for step in range(self.case.steps):
                 if step and self._members(step) != self.mesh.ranks:
                     self._change_seats(self._members(step))
+                if step and step == self.case.steps - 1 and self._judged_between_steps():
+                    record["evaluation"] = self._evaluation(step)
                 record["steps"].append(self._step(step))
+            if self._judged_between_steps():
+                record["full_state"] = self._full_state()
             if self.implementation is not None:
                 self.implementation.drain()
                 if self.capabilities.oracle == "replay":
@@ -161,6 +167,37 @@ class _Rank:
         assert self.implementation is not None
         return {kind: _pieces(self.implementation.local_state(kind)) for kind in kinds}
 
+    def _judged_between_steps(self) -> bool:
+        """Whether state between steps is one that others can tell: all ranks, always, in step."""
+        plain = self.capabilities.oracle == "plain" and "after_update" in self.capabilities.points
+        return plain and not self.case.membership and self.implementation is not None
+
+    def _evaluation(self, step: int) -> dict[str, Any] | None:
+        """Two evaluations of the batch of ``step``, and what they changed (``None``: refused)."""
+        assert self.implementation is not None
+        batch, share = self._batch(step)
+        kinds: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+        with self.log.observe("evaluation") if self.log else nullcontext():
+            before = self._holds(kinds)
+            try:
+                told = [self.implementation.evaluate(batch) for _ in range(2)]
+            except Refused:
+                return None
+            after = self._holds(kinds)
+        losses = [None if loss is None else _number(loss) for loss in told]
+        changed = [kind for kind in kinds if _differ(before[kind], after[kind])]
+        return {"step": step, "share": share, "losses": losses, "changed": changed}
+
+    def _full_state(self) -> dict[str, Any] | None:
+        """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""
+        assert self.implementation is not None
+        with self.log.observe("full_state") if self.log else nullcontext():
+            try:
+                state = self.implementation.full_state("parameters")
+            except Refused:
+                return None
+        return {name: tensor_digest(tensor) for name, tensor in state.items()}
+
     def _step(self, step: int) -> dict[str, Any]:
         if self.implementation is None:
             return {
@@ -224,6 +261,30 @@ def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str,
     fields["features"] = sorted(capabilities.features)
     fields["declines"] = dict(capabilities.declines)
     return {"strategy": cls.strategy, **fields}
+
+
+def _differ(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether two lists of copied pieces differ in any name, place or bit."""
+    if len(before) != len(after):
+        return True
+    for one, other in zip(before, after, strict=True):
+        if any(one[key] != other[key] for key in one if key != "tensor"):
+            return True
+        first, second = tensor_digest(one["tensor"]), tensor_digest(other["tensor"])
+        if first != second:
+            return True
+    return False
+
+
+def tensor_digest(tensor: Tensor) -> dict[str, Any]:
+    """SHA-256 of the bytes, shape and dtype, as :func:`suite.evidence.describe` tells them."""
+    plain = tensor.detach().cpu().contiguous()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return {
+        "digest": hashlib.sha256(data).hexdigest(),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
 
 
 def _number(value: Tensor | float) -> float:

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from suite.checks import Outcome, Worst, native
+from suite.checks import Outcome, Worst, between, native
 from suite.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
@@ -90,6 +90,7 @@ def measure(evidence: Evidence) -> list[Row]:
             _native(evidence, tally)
         else:
             _against_oracle(evidence, tally)
+        tally.rows += between.measure(evidence, LOSS_BOUNDS[evidence.case.dtype])
     except _Failure as failure:
         tally.rows.append({"problem": str(failure)})
     return tally.rows

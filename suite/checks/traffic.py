@@ -2,7 +2,8 @@
 
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
-wire).  Set-up and control traffic (integers, objects, barriers) stand in rows of their own.
+wire).  Set-up and control traffic (integers, objects, barriers) stand in rows of their own; for
+data parallelism a step's control traffic is bounded: gradients can travel disguised as integers.
 
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
 """
@@ -15,6 +16,10 @@ from typing import Any
 from suite.checks import Outcome, Worst
 from suite.evidence import Figures
 from suite.formulas import evaluate
+
+#: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
+CONTROL_BYTES = 4096
+CONTROL_BYTES_A_NAME = 64
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -44,6 +49,9 @@ def decide(evidence: Figures) -> Outcome:
             )
             figures["bytes_sent"] = str(value)
             return Outcome("traffic", "fail", message, worst, figures)
+    problem = _too_much_control(evidence)
+    if problem:
+        return Outcome("traffic", "fail", problem, None, figures)
     return Outcome("traffic", "pass", "", None, figures)
 
 
@@ -67,6 +75,24 @@ def _payload(evidence: Figures, step: int) -> Fraction:
         ),
         Fraction(0),
     )
+
+
+def _too_much_control(evidence: Figures) -> str:
+    """Data parallelism agrees on a few integers per parameter, buffer and rank, not per element."""
+    if evidence.capabilities["strategy"] not in ("ddp", "naive_ddp"):
+        return ""
+    names = {row["name"] for row in evidence.tensors if row["kind"] in ("parameters", "buffers")}
+    limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
+    for step in evidence.steps:
+        spent = Fraction(0)
+        for record in evidence.records:
+            start, stop = record["steps"][step]["calls"]
+            for call in record["traffic"][start:stop]:
+                if not call["floating"] and call["phase"] in ("forward", "backward", "update"):
+                    spent += Fraction(call["logical_bytes"])
+        if spent > limit:
+            return f"step {step} sends {_text(spent)} bytes that are no floats, at most {limit:,}"
+    return ""
 
 
 def _setup_bytes(evidence: Figures) -> Fraction:
