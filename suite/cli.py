@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -278,6 +279,7 @@ def list_(
     shardproof list cases --tier quick -k 'tied and gloo'
     shardproof list traits
     """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
     if what is What.cases:
         cases = _select(scenarios, impl, backend, world, expression, tier, seed)
         rows = [(case.id, "") for case in cases]

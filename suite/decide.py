@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -136,6 +137,10 @@ def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     return _expected(case, *verdict_of([outcome]), [outcome])
 
 
+#: A frame of a formatted traceback.
+_FRAME = re.compile(r'^ +File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
 def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
     """Verdict and sentence for ranks that did not end well."""
     if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
@@ -147,6 +152,10 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
         text += f" {cause.error_type}"
     if cause.message:
         text += f": {cause.message}"
+    found = _FRAME.findall(cause.traceback)
+    if cause.status == "raised" and found:
+        file, line, function = found[-1]
+        text += f" ({file}:{line} in {function})"
     if len({outcome.last_call for outcome in outcomes}) > 1:
         text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on
     elif cause.last_call:

@@ -23,7 +23,7 @@ def verify(
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     Ends with exit code 1 and a sentence that names the case and the file if a planned case is
-    missing, a byte was changed, or a record gives another verdict.
+    missing, a byte was changed, or a record gives another verdict; with 3 if nothing was judged.
 
     \b
     shardproof verify
@@ -37,7 +37,10 @@ def verify(
     for problem in found.problems:
         typer.echo(problem)
     typer.echo(found.sentence())
-    raise typer.Exit(verdicts.BROKEN if found.problems else verdicts.HELD)
+    if found.problems:
+        raise typer.Exit(verdicts.BROKEN)
+    judged = found.cases + found.kills
+    raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 
 def doctor() -> None:

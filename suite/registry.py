@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -70,11 +71,17 @@ def mutant_names() -> list[str]:
 def check(name: str) -> None:
     """Raise :class:`UnknownImplementation` if no such thing exists; imports nothing.
 
-    Of ``package.module:Class`` only the form is checked: importing it is the rank's business.
+    Of ``package.module:Class`` the form is checked and that the package exists: importing it is the
+    rank's business.
     """
     if ":" in name:
         if not _OWN_CLASS.fullmatch(name):
             raise UnknownImplementation(name, "write package.module:Class")
+        package = name.partition(":")[0].partition(".")[0]
+        _find_local_modules()
+        if importlib.util.find_spec(package) is None:
+            remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
+            raise UnknownImplementation(name, remedy)
     elif name.startswith(MUTANTS):
         if name not in mutant_names():
             raise UnknownImplementation(name, nearest(name, mutant_names(), "mutants"))
@@ -166,14 +173,24 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
 
 
 def _import(name: str, module: str, local: bool = False) -> Any:
-    if local and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    if local:
+        _find_local_modules()
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
+        ]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
         raise BrokenImplementation(
-            name, f"cannot be imported: {type(error).__name__}: {error}"
+            name, f"cannot be imported: {type(error).__name__}: {error}{where}"
         ) from error
+
+
+def _find_local_modules() -> None:
+    """Modules in the working folder count, as for ``python -m``."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 def _attribute(name: str, module: Any, attribute: str) -> Any:
