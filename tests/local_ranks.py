@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -13,10 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from suite import backends
 from suite.backends.errors import CommError
 
 Body = Callable[[int, int], Any]
+
+#: What torch imports at first use: once in the server instead of in every rank.
+LAZY = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 
 
 def threads(
@@ -61,13 +76,65 @@ def succeed(body: Body, world: int, **options: Any) -> list[Any]:
     return results
 
 
-def processes(body: Body, world: int, folder: Path, ledgers: bool, timeout_s: float = 20.0) -> Any:
-    """Run ``body`` on forked gloo ranks; what each returned (JSON); raises on any failure."""
+def processes(
+    body: Callable[..., Any], world: int, folder: Path, ledgers: bool, *arguments: Any
+) -> list[Any]:
+    """Run ``body(rank, world, *arguments)`` on gloo processes; what each returned (all as JSON).
+
+    ``body`` is a module's own function.  The ranks are forked from a server that never ran a
+    thread: a child of a process whose rank threads computed may hang in its first matrix product.
+    Raises ``AssertionError`` with what the ranks raised, or with the stacks of one that hung.
+    """
+    request = [body.__module__, body.__qualname__, world, str(folder), ledgers, list(arguments)]
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    line = server.stdout.readline()
+    assert line, "the server of rank processes died"
+    answers = json.loads(line)
+    broken = [answer["error"] for answer in answers if answer["error"]]
+    assert not broken, "\n".join(broken)
+    return [answer["result"] for answer in answers]
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Started once; ends by itself when this process does, for then its input ends."""
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print must not mix with the answers
+    torch.set_num_threads(1)
+    for name in LAZY:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        module, name, world, folder, ledgers, arguments = json.loads(line)
+        body = getattr(importlib.import_module(module), name)
+        found = _fork(functools.partial(_apply, body, arguments), world, Path(folder), ledgers)
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def _apply(body: Callable[..., Any], arguments: list[Any], rank: int, world: int) -> Any:
+    return body(rank, world, *arguments)
+
+
+def _fork(body: Body, world: int, folder: Path, ledgers: bool) -> list[dict[str, Any]]:
     children = []
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            _child(body, rank, world, folder, ledgers, timeout_s)
+            _child(body, rank, world, folder, ledgers)
         children.append(pid)
     deadline = time.monotonic() + 90
     codes: dict[int, int] = {}
@@ -83,27 +150,23 @@ def processes(body: Body, world: int, folder: Path, ledgers: bool, timeout_s: fl
                     os.kill(pid, signal.SIGKILL)
                     codes[pid] = os.waitpid(pid, 0)[1]
         time.sleep(0.005)
-    answers, broken = [], []
-    for rank in range(world):
+    answers = []
+    for rank, pid in enumerate(children):
         path = folder / f"answer{rank}"
         if path.exists():
             answers.append(json.loads(path.read_text()))
-            broken += [answers[-1]["error"]] if answers[-1]["error"] else []
         else:
             stacks = (folder / f"stacks{rank}").read_text()
-            broken.append(f"rank {rank}: wait status {codes[children[rank]]}\n{stacks}")
-    assert not broken, "\n".join(broken)
-    return [answer["result"] for answer in answers]
+            text = f"rank {rank}: wait status {codes[pid]}\n{stacks}"
+            answers.append({"result": None, "error": text})
+    return answers
 
 
-def _child(
-    body: Body, rank: int, world: int, folder: Path, ledgers: bool, timeout_s: float
-) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
+def _child(body: Body, rank: int, world: int, folder: Path, ledgers: bool) -> None:
     answer: dict[str, Any] = {"result": None, "error": ""}
     faulthandler.dump_traceback_later(60, file=(folder / f"stacks{rank}").open("w"))
     try:
-        backends.join("gloo", rank, world, folder / "meeting", timeout_s, ledgers)
+        backends.join("gloo", rank, world, folder / "meeting", 20.0, ledgers)
         answer["result"] = body(rank, world)
     except BaseException:  # noqa: BLE001 - handed to the test
         answer["error"] = f"rank {rank}:\n{traceback.format_exc()}"
@@ -118,3 +181,7 @@ def _child(
                 break
             time.sleep(0.002)
         os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

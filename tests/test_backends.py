@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from pathlib import Path
@@ -36,25 +35,23 @@ def test_in_memory(name: str, world: int) -> None:
     succeed({**NEUTRAL, **STRICTER}[name], world)
 
 
+def every_neutral_check(rank: int, world: int, ledgers: bool) -> str:
+    group = dist.group.WORLD
+    assert (type(group) is dist.ProcessGroup) is not ledgers
+    assert dist.get_backend() == "gloo"
+    for name, check in NEUTRAL.items():
+        try:
+            check(rank, world)
+        except BaseException:  # noqa: BLE001 - reported by name; the ranks are out of step now
+            return f"{name}: {traceback.format_exc()}"
+    return ""
+
+
 @pytest.mark.parametrize("ledgers", [True, False], ids=["logged", "native"])
 def test_gloo(ledgers: bool, tmp_path: Path) -> None:
     """All neutral checks in one launch of three processes, with and without the wrapper."""
-
-    def body(rank: int, world: int) -> dict[str, str]:
-        group = dist.group.WORLD
-        assert (type(group) is dist.ProcessGroup) is not ledgers
-        assert dist.get_backend() == "gloo"
-        failed = {}
-        for name, check in NEUTRAL.items():
-            try:
-                check(rank, world)
-            except BaseException:  # noqa: BLE001 - reported by name
-                failed[name] = traceback.format_exc()
-                break  # ranks are out of step now
-        return failed
-
-    for failed in processes(body, 3, tmp_path, ledgers):
-        assert not failed, json.dumps(failed).replace("\\n", "\n")
+    failed = processes(every_neutral_check, 3, tmp_path, ledgers, ledgers)
+    assert not any(failed), "\n".join(failed)
 
 
 # ------------------------------------------------------------------------- failures on in_memory
@@ -342,21 +339,20 @@ def test_requests_can_be_changed_on_their_way() -> None:
     assert seen == ["all_reduce(sum, float32[1])"] * 3
 
 
-def test_ledgers_off_installs_nothing(tmp_path: Path) -> None:
-    def in_thread(rank: int, _: int) -> None:
-        dist.all_reduce(torch.ones(1))
-        module = nn.Linear(2, 2)
-        phases.watch(module)
-        assert traffic.current() is None
-        assert phases.current() is None
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
-
-    def in_process(rank: int, world: int) -> None:
-        in_thread(rank, world)
+def nothing_is_installed(rank: int, _: int, process: bool = False) -> None:
+    dist.all_reduce(torch.ones(1))
+    module = nn.Linear(2, 2)
+    phases.watch(module)
+    assert traffic.current() is None
+    assert phases.current() is None
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+    if process:
         assert type(dist.group.WORLD) is dist.ProcessGroup
         assert type(dist.new_group()) is dist.ProcessGroup
         assert dist.distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
 
-    succeed(in_thread, 2)
-    processes(in_process, 2, tmp_path, ledgers=False)
+
+def test_ledgers_off_installs_nothing(tmp_path: Path) -> None:
+    succeed(nothing_is_installed, 2)
+    processes(nothing_is_installed, 2, tmp_path, False, True)

@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from suite.ledgers import phases, traffic
 
-Body = Callable[[int, int], Any]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Any:
@@ -30,15 +28,13 @@ def one_thread() -> Any:
 
 
 @pytest.fixture(params=["in_memory", "gloo"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Body, int], list[Any]]:
-    """Run a body with ledgers on; its result must be JSON."""
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run a module's function with ledgers on; arguments and result must be JSON."""
 
-    def launch(body: Body, world: int) -> list[Any]:
+    def launch(body: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
         if request.param == "in_memory":
-            return succeed(body, world, ledgers=True)
-        folder = tmp_path / str(world)
-        folder.mkdir()
-        return processes(body, world, folder, ledgers=True)
+            return succeed(lambda rank, n: body(rank, n, *arguments), world, ledgers=True)
+        return processes(body, world, tmp_path, True, *arguments)
 
     return launch
 
@@ -68,26 +64,27 @@ def total(records: list[list[dict[str, Any]]], **wanted: Any) -> Fraction:
     )
 
 
+def one_of_each(rank: int, n: int) -> Any:
+    one, full = data(rank, 6), data(rank, 6 * n)
+    dist.all_reduce(one)
+    dist.all_gather_into_tensor(full, one)
+    dist.reduce_scatter_tensor(one, full)
+    dist.broadcast(one, n - 1)
+    dist.reduce(one, 0)
+    dist.gather(one, [torch.empty_like(one) for _ in range(n)] if rank == 0 else None)
+    dist.scatter(one, [data(r, 6) for r in range(n)] if rank == 0 else None)
+    dist.all_to_all_single(full.clone(), full)
+    if n > 1 and rank == 0:
+        dist.send(one, 1)
+    if n > 1 and rank == 1:
+        dist.recv(one, 0)
+    dist.barrier()
+    return ledger().to_dicts()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_each_collective_sends_what_the_model_says(run: Any, world: int) -> None:
-    def body(rank: int, n: int) -> Any:
-        one, full = data(rank, 6), data(rank, 6 * n)
-        dist.all_reduce(one)
-        dist.all_gather_into_tensor(full, one)
-        dist.reduce_scatter_tensor(one, full)
-        dist.broadcast(one, n - 1)
-        dist.reduce(one, 0)
-        dist.gather(one, [torch.empty_like(one) for _ in range(n)] if rank == 0 else None)
-        dist.scatter(one, [data(r, 6) for r in range(n)] if rank == 0 else None)
-        dist.all_to_all_single(full.clone(), full)
-        if n > 1 and rank == 0:
-            dist.send(one, 1)
-        if n > 1 and rank == 1:
-            dist.recv(one, 0)
-        dist.barrier()
-        return ledger().to_dicts()
-
-    records, size = run(body, world), 6 * 8
+    records, size = run(one_of_each, world), 6 * 8
     expected = {
         "all_reduce": 2 * (world - 1) * size,
         "all_gather": (world - 1) * world * size,
@@ -110,26 +107,27 @@ def test_each_collective_sends_what_the_model_says(run: Any, world: int) -> None
     assert shares == {f"{share.numerator}/{share.denominator}"}
 
 
+def three_ddp_steps(rank: int, _: int) -> Any:
+    built = model()
+    phases.watch(built, ["first", "inner", "last"])
+    wrapped = DistributedDataParallel(built, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    bounds = []
+    for step in range(3):
+        first = len(ledger().calls)
+        with log().step(step):
+            x, y = inputs(rank, step)
+            nn.functional.mse_loss(wrapped(x), y).backward()
+            with log().observe("gradients_final"):
+                dist.all_reduce(torch.ones(1000))
+            optimizer.step()
+        bounds.append((first, len(ledger().calls)))
+    return {"calls": ledger().to_dicts(), "bounds": bounds, "events": log().events}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_native_ddp_sends_its_closed_form(run: Any, world: int) -> None:
-    def body(rank: int, _: int) -> Any:
-        built = model()
-        phases.watch(built, ["first", "inner", "last"])
-        wrapped = DistributedDataParallel(built, bucket_cap_mb=1e-4)
-        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-        bounds = []
-        for step in range(3):
-            first = len(ledger().calls)
-            with log().step(step):
-                x, y = inputs(rank, step)
-                nn.functional.mse_loss(wrapped(x), y).backward()
-                with log().observe("gradients_final"):
-                    dist.all_reduce(torch.ones(1000))
-                optimizer.step()
-            bounds.append((first, len(ledger().calls)))
-        return {"calls": ledger().to_dicts(), "bounds": bounds, "events": log().events}
-
-    answers = run(body, world)
+    answers = run(three_ddp_steps, world)
     bytes_ = sum(p.numel() for p in model().parameters()) * 8
     for step in range(3):
         records = [a["calls"][slice(*a["bounds"][step])] for a in answers]
@@ -152,28 +150,29 @@ def test_native_ddp_sends_its_closed_form(run: Any, world: int) -> None:
         assert reductions[0]["units_before"] < reductions[-1]["units_before"]
 
 
+def two_fsdp2_steps(rank: int, world: int, reshard: bool) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    built = model()
+    units = ["first", "inner", "last"]
+    phases.watch(built, units)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for name in units:
+        fully_shard(built.get_submodule(name), mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(built, mesh=mesh, reshard_after_forward=reshard)
+    for step in range(2):
+        first = len(ledger().calls)
+        with log().step(step):
+            x, y = inputs(rank, step)
+            nn.functional.mse_loss(built(x), y).backward()
+    kinds = [[kind, name] for _, kind, name in log().events]
+    return {"calls": ledger().to_dicts()[first:], "events": kinds}
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_sends_its_closed_form(run: Any, reshard: bool) -> None:
-    def body(rank: int, world: int) -> Any:
-        from torch.distributed.fsdp import fully_shard
-
-        built = model()
-        units = ["first", "inner", "last"]
-        phases.watch(built, units)
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-        for name in units:
-            fully_shard(built.get_submodule(name), mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(built, mesh=mesh, reshard_after_forward=reshard)
-        for step in range(2):
-            first = len(ledger().calls)
-            with log().step(step):
-                x, y = inputs(rank, step)
-                nn.functional.mse_loss(built(x), y).backward()
-        kinds = [[kind, name] for _, kind, name in log().events]
-        return {"calls": ledger().to_dicts()[first:], "events": kinds}
-
     world = 2  # every first dimension but the last layer's 5 divides: that one is padded to 6
-    answers = run(body, world)
+    answers = run(two_fsdp2_steps, world, reshard)
     units = [(6 + 1) * 8, (8 + 1) * 12 + (12 + 1) * 8, (8 + 1) * 6]
     padded = sum(units) * 8
     records = [a["calls"] for a in answers]
@@ -189,52 +188,55 @@ def test_fsdp2_sends_its_closed_form(run: Any, reshard: bool) -> None:
     assert ["backward", "inner"] in seen
 
 
-def test_sub_groups_are_logged_by_axis(run: Any) -> None:
-    def body(rank: int, world: int) -> Any:
-        mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
-        dist.all_reduce(torch.ones(3), group=mesh.get_group("replicate"))
-        group = dist.new_group([0, 1])
-        if rank < 2:
-            dist.all_reduce(torch.ones(3), group=group)
-        ledger().name_group((0, 1), "pair")
-        return ledger().to_dicts()
+def calls_on_sub_groups(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))
+    dist.all_reduce(torch.ones(3), group=mesh.get_group("replicate"))
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(3), group=group)
+    ledger().name_group((0, 1), "pair")
+    return ledger().to_dicts()
 
-    records = run(body, 3)
+
+def test_sub_groups_are_logged_by_axis(run: Any) -> None:
+    records = run(calls_on_sub_groups, 3)
     assert total(records, group=[0, 1]) == 2 * 12
     assert {c["axis"] for c in records[2] if c["group"] == [2]} == {"replicate"}
     assert {c["axis"] for c in records[1] if c["group"] == [0, 1]} == {"pair"}
 
 
-def test_waits_are_numbered_in_program_order(run: Any) -> None:
-    def body(rank: int, world: int) -> Any:
-        a, b, c = torch.ones(1), torch.ones(1), torch.ones(1)
-        first = dist.all_reduce(a, async_op=True)
-        second = dist.all_reduce(b, async_op=True)
-        second.wait()
-        first.wait()
-        first.wait()
-        never = dist.all_reduce(c, async_op=True)
-        dist.barrier()
-        numbers = [[call.issued, call.waited] for call in ledger().calls]
-        never.wait()
-        return numbers
+def waits_out_of_order(rank: int, world: int) -> Any:
+    a, b, c = torch.ones(1), torch.ones(1), torch.ones(1)
+    first = dist.all_reduce(a, async_op=True)
+    second = dist.all_reduce(b, async_op=True)
+    second.wait()
+    first.wait()
+    first.wait()
+    never = dist.all_reduce(c, async_op=True)
+    dist.barrier()
+    numbers = [[call.issued, call.waited] for call in ledger().calls]
+    never.wait()
+    return numbers
 
-    assert run(body, 2) == [[[0, 3], [1, 2], [4, None], [5, 6]]] * 2
+
+def test_waits_are_numbered_in_program_order(run: Any) -> None:
+    assert run(waits_out_of_order, 2) == [[[0, 3], [1, 2], [4, None], [5, 6]]] * 2
+
+
+def functional_and_coalesced(rank: int, world: int) -> Any:
+    import torch.distributed._functional_collectives as fc
+
+    assert dist.group.WORLD is not None
+    fc.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD) + 0
+    with dist.distributed_c10d._coalescing_manager():
+        for k in range(3):
+            dist.all_reduce(torch.ones(k + 1))
+    dist.all_gather_object([None] * world, rank)
+    return ledger().to_dicts()
 
 
 def test_functional_and_coalesced_calls_are_logged(run: Any) -> None:
-    def body(rank: int, world: int) -> Any:
-        import torch.distributed._functional_collectives as fc
-
-        assert dist.group.WORLD is not None
-        fc.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD) + 0
-        with dist.distributed_c10d._coalescing_manager():
-            for k in range(3):
-                dist.all_reduce(torch.ones(k + 1))
-        dist.all_gather_object([None] * world, rank)
-        return ledger().to_dicts()
-
-    records = run(body, 2)
+    records = run(functional_and_coalesced, 2)
     first, coalesced = records[0][:2]
     assert (first["operation"], first["payload_bytes"]) == ("all_gather", 32)
     assert first["waited"] is not None
