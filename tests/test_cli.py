@@ -157,15 +157,15 @@ def test_a_whole_id_selects_one_case_in_any_tier(here: Command) -> None:
     full = CASE.replace("sgd::noclip", "adamw::noclip").replace("quick", "full")
     assert here("run", "--dry-run", "ddp-gpt", "-k", full).stdout.splitlines() == [full]
     other = CASE.replace("ddp-gpt", "ddp-gpt[seed5]")
-    other = other.replace("reference/ddp+small_buckets", "mine:DDP")
+    other = other.replace("reference/ddp+small_buckets", "impls.plain:Plain")
     assert here("run", "--dry-run", other).stdout.splitlines() == [other]
 
 
 def test_systems_without_scenario_take_every_cell(here: Command) -> None:
-    done = here("run", "ddp-gpt", "--impl", "mine:DDP", "--dry-run")
+    done = here("run", "ddp-gpt", "--impl", "impls.plain:Plain", "--dry-run")
     ids = done.stdout.splitlines()
     assert ids
-    assert all(name.split("::")[1] == "mine:DDP" for name in ids)
+    assert all(name.split("::")[1] == "impls.plain:Plain" for name in ids)
 
 
 def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: Path) -> None:
