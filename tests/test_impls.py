@@ -209,24 +209,24 @@ def test_late_results_and_poisoned_buffers_change_nothing() -> None:
     assert worst(records, truth, spec) <= BOUND
 
 
-def test_processes_over_gloo(tmp_path: Path) -> None:
+def error_over_gloo(rank: int, size: int) -> float:
+    """Error of this rank; the loss is checked on threads."""
     work, spec = workload(*MIXED), CLIPPED
-    truth = oracle.train(work, spec, 2, 3)
+    truth = oracle.train(work, spec, size, 3)
+    record = drive("reference/ddp", work, spec, rank, size)
+    found = 0.0
+    for seen, true in zip(record["steps"], truth["steps"], strict=True):
+        for moment, wanted in (
+            ("gradients_final gradients", true["gradients"]),
+            ("after_update parameters", true["parameters"]),
+        ):
+            assert set(seen[moment]) == set(wanted)
+            found = max(found, *(error(seen[moment][n], t) for n, t in wanted.items()))
+    return found
 
-    def body(rank: int, size: int) -> float:
-        """Error of this rank; the loss is checked on threads."""
-        record = drive("reference/ddp", work, spec, rank, size)
-        found = 0.0
-        for seen, true in zip(record["steps"], truth["steps"], strict=True):
-            for moment, wanted in (
-                ("gradients_final gradients", true["gradients"]),
-                ("after_update parameters", true["parameters"]),
-            ):
-                assert set(seen[moment]) == set(wanted)
-                found = max(found, *(error(seen[moment][n], t) for n, t in wanted.items()))
-        return found
 
-    assert max(processes(body, 2, tmp_path, ledgers=False)) <= BOUND
+def test_processes_over_gloo(tmp_path: Path) -> None:
+    assert max(processes(error_over_gloo, 2, tmp_path, ledgers=False)) <= BOUND
 
 
 def test_evaluation_and_full_state() -> None:
