@@ -100,6 +100,7 @@ def _torchrun(world: int, *arguments: str, cwd: Path = ROOT) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_two_launches_agree_bit_for_bit_and_are_judged(tmp_path: Path) -> None:
     chosen = ["ddp-gpt", "--tier", "full", "-k", "small_buckets and bitwise and sgd"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -125,6 +126,7 @@ def test_two_launches_agree_bit_for_bit_and_are_judged(tmp_path: Path) -> None:
     assert f"rank 1 {key}" in row.sentence()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_spoils_its_case_only(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "from suite import registry\n"
