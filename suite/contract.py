@@ -227,29 +227,38 @@ class Event:
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced"]
 
+_ACCUMULATES = frozenset({"clipping", "accumulation"})
+_DDP = _ACCUMULATES | {
+    "accumulation_without_communication",
+    "initial_broadcast",
+    "buffer_broadcast",
+    "frozen_parameters",
+    "overlap",
+}
+_ZERO = _ACCUMULATES | {"initial_broadcast", "frozen_parameters"}
+#: What ZeRO's stages shard: stage n the first n of them.
+_STAGES = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
+
 #: What claiming a strategy implies.  A feature missing from ``Capabilities.features`` is a
 #: ``fail``.
 PROFILES: dict[str, frozenset[str]] = {
-    "single": frozenset({"clipping", "accumulation"}),
-    "naive_ddp": frozenset({"clipping", "accumulation", "initial_broadcast"}),
-    "ddp": frozenset(
-        {
-            "clipping",
-            "accumulation",
-            "accumulation_without_communication",
-            "initial_broadcast",
-            "buffer_broadcast",
-            "frozen_parameters",
-            "overlap",
-        }
-    ),
-    "zero1": frozenset({"clipping", "accumulation", "initial_broadcast", "sharded_optimizer"}),
-    "pipeline": frozenset({"clipping", "accumulation", "stages"}),
-    "fsdp_tensor": frozenset(
-        {"clipping", "accumulation", "sharded_parameters", "sharded_optimizer", "tensor"}
-    ),
+    "single": _ACCUMULATES,
+    "naive_ddp": _ACCUMULATES | {"initial_broadcast"},
+    "ddp": _DDP,
+    "zero_redundancy_optimizer": _DDP | {"sharded_optimizer"},
+    **{f"zero{stage}": _ZERO | frozenset(_STAGES[:stage]) for stage in (1, 2)},
+    "zero3": _ZERO | frozenset(_STAGES) | {"overlap"},
+    "fsdp": _ZERO | {"wrapped_units", "overlap"},
+    "fsdp2": _ZERO | {"wrapped_units", "overlap"},
+    **{
+        # DeepSpeed reduces when it likes, and has no units of its own to order.
+        f"deepspeed_zero{stage}": _ACCUMULATES | {"initial_broadcast"} | frozenset(_STAGES[:stage])
+        for stage in range(4)
+    },
+    "pipeline": _ACCUMULATES | {"stages"},
+    "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
-    "elastic_ddp": frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
+    "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }
 
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.

@@ -40,7 +40,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 class DeepSpeedZero1(Implementation):
     """Option ``bucket`` (elements) cuts the reduction into pieces."""
 
-    strategy = "zero1"
+    strategy = "deepspeed_zero1"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
