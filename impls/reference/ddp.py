@@ -58,16 +58,19 @@ from suite.contract import Capabilities, Kind, Refused
 
 @dataclass(frozen=True)
 class Options:
-    """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave."""
+    """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
+    ``recompute_every`` is the engine's (parts/recompute.py)."""
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
     broadcast_buffers: bool = True
     join: bool = False
+    recompute_every: int = 0
 
     def __post_init__(self) -> None:
         at_least("bucket_bytes", self.bucket_bytes, 1)
         at_least("first_bucket_bytes", self.first_bucket_bytes, 1)
+        at_least("recompute_every", self.recompute_every, 0)
         if self.join:
             raise Refused("option 'join' = True: ranks that run out of data are not supported")
 

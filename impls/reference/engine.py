@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from impls.reference.parts.handle import Handle
 from impls.reference.parts.norm import clip_factor, total_norm
 from impls.reference.parts.optimizer import build_optimizer, set_learning_rate, slot_pieces
+from impls.reference.parts.recompute import recompute_units
 from impls.reference.parts.state import load_state
 from suite.comm import Mesh
 from suite.contract import (
@@ -56,6 +57,7 @@ class Engine(Implementation):
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
+        recompute_units(module, build.units, options.get("recompute_every", 0))
         self.build, self.spec, self.mesh = build, optimizer, mesh
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
