@@ -50,9 +50,11 @@ class Comm:
     visible.  Otherwise the call returns when the result is there.  Tensors must be contiguous.
     """
 
-    def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, axis: str, device: str = "cpu") -> None:
         self.group = group
         self.axis = axis
+        #: Where tensors that the group sends must lie, those of control messages too.
+        self.device = device
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
@@ -175,11 +177,11 @@ class Mesh:
         self._comms: dict[tuple[str, ...], Comm] = {}
         if self.coordinate:
             for axis in self.axes:
-                self._comms[(axis,)] = Comm(self.device_mesh.get_group(axis), axis)
+                self._comms[(axis,)] = Comm(self.device_mesh.get_group(axis), axis, device)
         for names in dict.fromkeys(names for names in joint if len(names) > 1):
             group = self._joint_group(names)
             if group is not None:
-                self._comms[names] = Comm(group, "+".join(names))
+                self._comms[names] = Comm(group, "+".join(names), device)
 
     def size(self, *axes: str) -> int:
         """Number of ranks along ``axes`` (absent axes count 1)."""

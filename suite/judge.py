@@ -7,9 +7,10 @@ implementation itself.  What it leaves is judged by :func:`suite.decide.decide`.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         account.refused = [type(error).__name__, str(error)]
         return None
     claims = account.claims = describe(implementation, capabilities)
-    account.missing = backends.BACKENDS[case.backend].available() or ""
+    account.missing = (
+        backends.BACKENDS[case.backend].available(case.world) or _lacking(capabilities.packages) or ""
+    )
     if outside_profile(claims) or declared_away(case, claims, account.missing):
         return None
     workload = workloads.make(case.workload, case.dtype, case.lane)
@@ -110,6 +113,14 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         _relate(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
+
+
+def _lacking(packages: Sequence[str]) -> str:
+    """Which of ``packages`` is not installed here; empty if none."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            return f"the optional package {name!r} is not installed: see docs/install-extras.md"
+    return ""
 
 
 def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from suite import registry
+from suite import backends, registry
 from suite.case import DATA_AXES, Case, data_shares
 from suite.comm import Mesh
 from suite.contract import (
@@ -141,7 +141,8 @@ class _Rank:
                 raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
             axes = dict.fromkeys(axes, len(members))
         joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
-        return Mesh(axes, joint=joint, ranks=members)
+        device = backends.BACKENDS[self.case.backend].device
+        return Mesh(axes, joint=joint, device=device, ranks=members)
 
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
         self.implementation = self.cls()
@@ -161,7 +162,7 @@ class _Rank:
         if self.case.shares:
             coordinate = self.case.shares[coordinate]
         batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
-        return _weighted(batch, self.case.loss_scale), coordinate
+        return _placed(batch, self.mesh.device, self.case.loss_scale), coordinate
 
     def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
         assert self.implementation is not None
@@ -244,14 +245,16 @@ class _Rank:
         }
 
 
-def _weighted(batch: Batch, factor: float) -> Batch:
-    """``batch`` with every loss weight times ``factor``."""
-    if factor == 1.0:
+def _placed(batch: Batch, device: str, factor: float) -> Batch:
+    """``batch`` on ``device``, with every loss weight times ``factor``."""
+    if factor == 1.0 and device == "cpu":
         return batch
-    windows = tuple(
-        tuple(dataclasses.replace(micro, weights=micro.weights * factor) for micro in window)
-        for window in batch.windows
-    )
+
+    def place(micro: MicroBatch) -> MicroBatch:
+        tensors = (micro.inputs, micro.targets, micro.weights * factor, micro.sample_ids)
+        return MicroBatch(*(tensor.to(device) for tensor in tensors))
+
+    windows = tuple(tuple(place(micro) for micro in window) for window in batch.windows)
     return dataclasses.replace(batch, windows=windows)
 
 

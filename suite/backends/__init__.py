@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import Store
 
-from suite.backends import gloo, in_memory
+from suite.backends import gloo, in_memory, nccl
 from suite.backends.base import listen
 from suite.backends.in_memory import Hub
 from suite.backends.weather import Weather, weather_of
@@ -22,15 +23,20 @@ class Backend:
 
     name: str
     threads: bool
+    #: Where tensors lie: ranks make their models and batches there.
+    device: str = "cpu"
 
-    def available(self) -> str | None:
-        """``None`` if it can be used on this machine, else the reason why not."""
+    def available(self, world: int = 1) -> str | None:
+        """``None`` if ``world`` ranks can use it on this machine, else the reason why not."""
+        if self.name == "nccl":
+            return nccl.available(world)
         return gloo.available() if self.name == "gloo" else None
 
 
 BACKENDS: dict[str, Backend] = {
     "in_memory": Backend("in_memory", threads=True),
     "gloo": Backend("gloo", threads=False),
+    "nccl": Backend("nccl", threads=False, device="cuda"),
 }
 
 
@@ -61,13 +67,16 @@ def join(
     if chosen.threads and hub is not None:
         in_memory.join(rank, hub, weather)
     else:
-        gloo.join(rank, world, rendezvous, timeout_s, ledgers, weather)
+        native = nccl if chosen.name == "nccl" else gloo
+        native.join(rank, world, rendezvous, timeout_s, ledgers, weather)
 
 
 def leave() -> None:
     """Destroy this rank's process groups.  Its ledgers stay readable until the next ``join``."""
     if in_memory.is_rank():
         in_memory.leave()
+    elif dist.is_initialized() and dist.get_backend() in ("nccl", "logged_nccl"):
+        nccl.leave()
     else:
         gloo.leave()
 

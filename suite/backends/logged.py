@@ -1,0 +1,154 @@
+"""A native backend with a ledger: a Python group hands every call on to torch's own, unchanged.
+
+torch builds its groups from names in ``distributed_c10d`` (``ProcessGroupGloo``,
+``ProcessGroupNCCL``); while ledgers are on such a name means a subclass of :class:`Logged`.  So the
+default group, ``new_group``, device meshes and an explicit ``backend=`` all pass through here, and
+DDP's C++ reducer and functional collectives reach the log through torch's trampolines.  With
+ledgers off nothing is installed.  Results, order, threads and failures are the backend's own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from suite.backends.base import GroupBase, Handle
+from suite.backends.request import OLD_NAMES, Request
+from suite.backends.weather import Weather, poison
+
+
+class _Handle(Handle):
+    """Wraps the backend's own handle."""
+
+    def __init__(self, request: Request, work: Any) -> None:
+        super().__init__(request)
+        self._work = work
+
+    def _settle(self, timeout: float | None) -> None:
+        if timeout:
+            self._work.wait(timedelta(seconds=timeout))
+        else:
+            self._work.wait()
+
+    def _future(self) -> Any:
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
+
+
+class Logged(GroupBase):
+    """Delegates to the native group ``backend``, which a subclass makes."""
+
+    #: The backend's name in torch, and torch's number for it.
+    torch_name: ClassVar[str]
+    kind: ClassVar[Any]
+    weather: ClassVar[Weather | None] = None
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: Any) -> None:
+        super().__init__(rank, size, timeout)
+        self.backend = backend
+        # The same two storeys as torch builds: calls go through its dispatcher to the backend.
+        self.native: Any = dist.ProcessGroup(store, rank, size)
+        self.native._set_default_backend(self.kind)
+        for device in dist.Backend.backend_capability[self.torch_name]:
+            self.native._register_backend(torch.device(device), self.kind, self.backend)
+        if self.weather is not None:
+            self.transform = self.weather.skew(rank)
+
+    @property
+    def options(self) -> Any:
+        """The backend's options; torch writes the global ranks into them."""
+        return self.backend.options
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        ranks = tuple(self.backend.options.global_ranks_in_group)
+        return ranks or tuple(range(self._size))
+
+    def _start(self, request: Request) -> Handle:
+        if self.weather is not None and self.weather.poison:
+            poison(request, self._rank, keep_inputs=False)
+        method = getattr(self.native, request.method, None)
+        if method is None:
+            method = getattr(self.native, OLD_NAMES[request.method])
+        return _Handle(request, method(*request.args))
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> Any:
+        """gloo's barrier that names the missing rank."""
+        return self.native.monitored_barrier(*args, **options)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self.backend._set_default_timeout(timeout)
+
+    _set_timeout = set_timeout
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self.native._set_group_name(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        super()._set_group_desc(description)
+        self.native._set_group_desc(description)
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.backend._set_sequence_number_for_group()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self.backend._get_sequence_number_for_group())
+
+    def _get_backend(self, device: Any) -> Any:
+        return self.backend
+
+    def abort(self) -> None:
+        """Cut all connections."""
+        self.native.abort()
+
+    def shutdown(self) -> None:
+        """Close the group."""
+        self.native.shutdown()
+
+
+def initialise(
+    name: str,
+    rank: int,
+    world: int,
+    rendezvous: Path | dist.Store,
+    timeout_s: float,
+    group_type: tuple[str, Any],
+) -> None:
+    """Make the default group of torch backend ``name``.
+
+    ``group_type`` is the name in ``distributed_c10d`` that torch builds groups from, and what it is
+    to mean until :func:`destroy` restores it.
+    """
+    limit = timedelta(seconds=timeout_s)
+    # Groups made later (new_group, DeviceMesh) take these instead of their own 10 to 30 minutes.
+    c10d.default_pg_timeout = limit
+    if hasattr(c10d, "default_pg_nccl_timeout"):
+        c10d.default_pg_nccl_timeout = limit
+    setattr(c10d, *group_type)
+    if isinstance(rendezvous, Path):
+        rendezvous = dist.FileStore(str(rendezvous), world)
+    dist.init_process_group(name, rank=rank, world_size=world, store=rendezvous, timeout=limit)
+
+
+def destroy(group_type: tuple[str, Any]) -> None:
+    """Destroy all groups of this process and give torch its own class back."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    setattr(c10d, *group_type)

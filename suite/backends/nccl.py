@@ -1,0 +1,73 @@
+"""NCCL, with a ledger where one is wanted: see :mod:`suite.backends.logged`.
+
+One GPU a rank: rank ``r`` of a case computes on GPU ``r`` of this machine, because NCCL refuses two
+ranks on one GPU.  Payloads are counted as for every backend, before NCCL picks its algorithm.
+Times of calls are not: a call returns when it is queued on a stream.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from suite.backends import logged
+from suite.backends.weather import Weather
+
+_NAME = "ProcessGroupNCCL"
+_NATIVE: Any = getattr(c10d, _NAME, None)
+
+
+class LoggedNccl(logged.Logged):
+    """Constructed by torch in place of ``ProcessGroupNCCL``."""
+
+    # Not "nccl": torch's C++ looks for a native NCCL group behind that name.
+    backend_name = "logged_nccl"
+    torch_name = "nccl"
+    kind = dist.ProcessGroup.BackendType.NCCL
+    # Attributes that torch looks up on the class.
+    Options = getattr(_NATIVE, "Options", None)
+    NCCLConfig = getattr(_NATIVE, "NCCLConfig", None)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        native = _NATIVE(store, rank, size, options)
+        timeout = getattr(options, "_timeout", timedelta(minutes=10))
+        super().__init__(store, rank, size, timeout, native)
+
+
+def available(world: int = 1) -> str | None:
+    """Why ``world`` ranks cannot use NCCL here, ``None`` if they can.
+
+    Asks NVML where torch can, so that the processes forked afterwards may still use CUDA.
+    """
+    if _NATIVE is None or not dist.is_nccl_available():
+        return "this torch is built without NCCL"
+    gpus = torch.cuda.device_count()
+    if gpus < world:
+        found = "no GPU" if gpus == 0 else f"{gpus} GPU{'s' if gpus > 1 else ''}"
+        return f"NCCL needs a GPU for each of {world} rank(s), this machine has {found}"
+    return None
+
+
+def join(
+    rank: int,
+    world: int,
+    rendezvous: Path | dist.Store,
+    timeout_s: float,
+    ledgers: bool,
+    weather: Weather | None = None,
+) -> None:
+    """Take GPU ``rank`` and join the default group; see :func:`suite.backends.gloo.join`."""
+    LoggedNccl.weather = weather
+    torch.cuda.set_device(rank)
+    chosen = (_NAME, LoggedNccl if ledgers else _NATIVE)
+    logged.initialise("nccl", rank, world, rendezvous, timeout_s, chosen)
+
+
+def leave() -> None:
+    """Destroy all groups of this process."""
+    logged.destroy((_NAME, _NATIVE))
