@@ -309,7 +309,7 @@ def test_new_use_is_agreed_anew() -> None:
 def test_a_gradient_after_its_bucket_was_sent_is_an_error() -> None:
     def body(rank: int, size: int) -> None:
         handle = DDP(nn.Linear(2, 2), Mesh({"replicate": size}).comm("replicate"), Options())
-        handle.before_step()
+        handle.before_step(1)
         handle.accumulate(is_last=True)
         handle.module(torch.ones(1, 2)).sum().backward()
         with pytest.raises(RuntimeError, match="after its bucket had been sent"):
@@ -323,7 +323,7 @@ def test_frozen_model_takes_its_steps() -> None:
         module = nn.Linear(2, 2).requires_grad_(False)
         handle = DDP(module, Mesh({"replicate": size}).comm("replicate"), Options())
         for _ in range(2):
-            handle.before_step()
+            handle.before_step(1)
             handle.finish()
             assert handle.norm_parts() == []
             handle.after_step()

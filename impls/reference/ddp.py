@@ -117,7 +117,7 @@ class DDP(Replicated):
 
     # -------------------------------------------------------------------------------------- a step
 
-    def before_step(self) -> None:
+    def before_step(self, micro_batches: int) -> None:
         """Start from rank 0's buffers."""
         self.start_step()
         if self.options.broadcast_buffers:

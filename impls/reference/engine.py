@@ -6,7 +6,7 @@ The loop that every reference strategy shares: accumulate, finish, observe, norm
            for each micro-batch: accumulate(is_last) -> forward -> loss -> backward
            finish                      observe("gradients_final")
            norm -> clip                observe("after_clip")
-           learning rate -> update     observe("after_update")
+           learning rate -> update -> after_update     observe("after_update")
            after_step
 """
 
@@ -69,7 +69,7 @@ class Engine(Implementation):
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """One optimizer step over all micro-batches of all windows."""
-        self.handle.before_step()
+        self.handle.before_step(len(batch.micro_batches))
         loss = self.backward(batch)
         self.handle.finish()
         observe("gradients_final")
@@ -80,6 +80,7 @@ class Engine(Implementation):
             observe("after_clip")
         set_learning_rate(self.optimizer, self.spec, batch.step)
         self.optimizer.step()
+        self.handle.after_update()
         observe("after_update")
         self.handle.after_step()
         return StepResult(loss=loss, norm=norm)

@@ -27,8 +27,8 @@ class Handle(ABC):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
 
-    def before_step(self) -> None:
-        """Before the first forward of a step."""
+    def before_step(self, micro_batches: int) -> None:
+        """Before the first forward of a step, in which this rank runs ``micro_batches`` (or 0)."""
 
     def accumulate(self, is_last: bool) -> None:
         """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
@@ -45,8 +45,11 @@ class Handle(ABC):
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the scalar ``factor``, in place."""
 
+    def after_update(self) -> None:
+        """Right after the optimizer's update, before anybody looks: whole parameters are whole."""
+
     def after_step(self) -> None:
-        """After the optimizer's update: gradients are cleared, parameters made ready for use."""
+        """The end of a step: gradients are cleared."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
