@@ -15,6 +15,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from suite.case import Case
+from suite.formulas import CaseFacts
+from suite.promises import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +69,7 @@ def strip(figures: Figures) -> dict[str, Any]:
         "oracle": _strip_oracle(figures.oracle),
         "workload": dict(figures.workload),
         "facts": {name: str(value) for name, value in figures.facts.items()},
+        "plan": figures.facts.plan.to_dict() if isinstance(figures.facts, CaseFacts) else None,
         "compared": figures.compared,
         "tensors": figures.tensors,
     }
@@ -76,12 +79,14 @@ def restore(case: Case, stripped: Mapping[str, Any]) -> Figures:
     """Figures as :func:`strip` left them."""
     from suite.evidence import StoredFigures
 
+    numbers = {name: Fraction(value) for name, value in stripped["facts"].items()}
+    plan = stripped["plan"]
     return StoredFigures(
         case,
         stripped["records"],
         stripped["oracle"],
         stripped["workload"],
-        {name: Fraction(value) for name, value in stripped["facts"].items()},
+        numbers if plan is None else CaseFacts(numbers, Plan.from_dict(plan)),
         compared=stripped["compared"],
         tensors=stripped["tensors"],
     )

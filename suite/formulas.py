@@ -24,6 +24,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from suite.errors import nearest, shorten
+from suite.promises import PROMISES, Promise, memory_ratio
+from suite.promises.plan import ITEMSIZE, Plan, plan_of
 
 if TYPE_CHECKING:
     from suite.case import Case
@@ -51,7 +53,18 @@ FACTS: dict[str, str] = {
     "frozen_bytes": "parameters that are not trained",
     "float_buffer_bytes": "floating-point buffers",
     "float_buffers": "number of floating-point buffers",
+    "clipped": "1 if gradients are clipped, else 0",
+    "rounds": "micro-batches of the data coordinate that has most in one optimizer step",
 }
+
+
+class CaseFacts(dict[str, int | Fraction]):
+    """The facts of a case, and the plan that the named formulas are computed from."""
+
+    def __init__(self, numbers: Mapping[str, int | Fraction], plan: Plan) -> None:
+        super().__init__(numbers)
+        self.plan = plan
+
 
 MAX_TEXT = 500
 MAX_DEPTH = 32
@@ -75,43 +88,40 @@ class Formula:
     source: str
 
 
-def _single_payload(facts: Facts) -> Fraction:
-    return Fraction(0)
+def plan_in(facts: Facts) -> Plan:
+    """The plan that ``facts`` were taken from.
+
+    :raises KeyError: numbers without a plan.
+    """
+    if not isinstance(facts, CaseFacts):
+        raise KeyError("these facts come from no case: a strategy's formula needs its shapes")
+    return facts.plan
 
 
-def _ddp_payload(facts: Facts) -> Fraction:
-    others = Fraction(facts["replicate"]) - 1
-    return 2 * others * facts["trainable_bytes"] + others * facts["float_buffer_bytes"]
-
-
-def _all_reduce_payload(facts: Facts) -> Fraction:
-    return 2 * (Fraction(facts["replicate"]) - 1) * facts["trainable_bytes"]
+def _promised(name: str, promise: type[Promise], ask: Callable[[Promise], int | Fraction]) -> Term:
+    return lambda facts: Fraction(ask(promise(plan_in(facts))))
 
 
 _PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
-_ALL_REDUCE = (
-    "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
-    "payload a rank, as in nccl-tests doc/PERFORMANCE.md"
-)
+_PER_RANK = "bytes on the rank that holds most, once all state exists"
+#: What can be asked of every strategy: suffix -> (unit, question).
+_QUESTIONS: dict[str, tuple[str, Callable[[Promise], int | Fraction]]] = {
+    "payload_bytes": (_PER_STEP, lambda promise: promise.payload()),
+    "parameter_bytes": (_PER_RANK, lambda promise: promise.held("parameters")),
+    "master_bytes": (_PER_RANK, lambda promise: promise.held("masters")),
+    "gradient_bytes": (_PER_RANK, lambda promise: promise.held("gradients")),
+    "optimizer_bytes": (_PER_RANK, lambda promise: promise.held("optimizer_state")),
+    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", Promise.total),
+    "memory_ratio": ("times less than whole copies, same options", memory_ratio),
+}
 
+#: Named formulas: every question to every strategy that makes a promise.
 FORMULAS: dict[str, Formula] = {
-    formula.name: formula
-    for formula in (
-        Formula("single.payload_bytes", _single_payload, _PER_STEP, "one process sends nothing"),
-        Formula(
-            "naive_ddp.payload_bytes",
-            _all_reduce_payload,
-            _PER_STEP,
-            f"gradients once a step, whatever the number of micro-batches. {_ALL_REDUCE}",
-        ),
-        Formula(
-            "ddp.payload_bytes",
-            _ddp_payload,
-            _PER_STEP,
-            "gradients as naive_ddp; floating-point buffers are broadcast once a step, N-1 copies: "
-            f"torch DistributedDataParallel, broadcast_buffers. {_ALL_REDUCE}",
-        ),
+    f"{strategy}.{suffix}": Formula(
+        f"{strategy}.{suffix}", _promised(strategy, promise, ask), unit, promise.source
     )
+    for strategy, promise in PROMISES.items()
+    for suffix, (unit, ask) in _QUESTIONS.items()
 }
 
 
@@ -131,7 +141,7 @@ def parse(text: str) -> Term:
     return _Parser(text).parse()
 
 
-def facts_of(case: Case) -> dict[str, int | Fraction]:
+def facts_of(case: Case) -> CaseFacts:
     """The facts of ``case``: shapes of its workload and sizes of its mesh (imports torch)."""
     from suite import workloads
 
@@ -143,7 +153,8 @@ def facts_of(case: Case) -> dict[str, int | Fraction]:
     trainable_bytes = sum(p.nbytes for p in trainable)
     frozen_bytes = sum(p.nbytes for p in frozen)
     axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
-    return {
+    plan = plan_of(case, workload, model)
+    numbers = {
         "world": case.world,
         **axes,
         "data_coordinates": case.data_coordinates,
@@ -151,7 +162,7 @@ def facts_of(case: Case) -> dict[str, int | Fraction]:
         "micro_batches": case.workload.micro_batches,
         "windows": case.workload.windows,
         "global_batch": case.workload.global_batch,
-        "itemsize": {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[case.dtype],
+        "itemsize": ITEMSIZE[case.dtype],
         "parameter_bytes": trainable_bytes + frozen_bytes,
         "trainable_bytes": trainable_bytes,
         "trainable_elements": sum(p.numel() for p in trainable),
@@ -159,7 +170,10 @@ def facts_of(case: Case) -> dict[str, int | Fraction]:
         "frozen_bytes": frozen_bytes,
         "float_buffer_bytes": sum(b.nbytes for b in buffers),
         "float_buffers": len(buffers),
+        "clipped": int(plan.clipped),
+        "rounds": plan.rounds,
     }
+    return CaseFacts(numbers, plan)
 
 
 # ----------------------------------------------------------------------------------- the grammar

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 #: Layers from the bottom up, one a line; a module may import from its own and from those below.
 _LAYERS = """
-version contract comm formulas errors case verdicts
+version contract comm formulas promises errors case verdicts
 oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
 launch rank_program decide judge runner results records budget calibrate \
@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [set(line.split()) for line in _LAYERS.strip().splitlin
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.
 EXCEPTIONS = {
     ("formulas", "workloads"),  # facts_of(case) asks the workload for its shapes
+    ("promises", "workloads"),  # so does plan_of(case, workload, model)
     ("oracle", "launch"),  # its cache is written in the ranks' own packing format
 }
 ALLOWED_FOR_IMPLEMENTATIONS = ("suite.contract", "suite.comm")

@@ -243,6 +243,12 @@ class Workload:
         """Whether a rank may leave a trainable parameter without gradient in some step."""
         return "unused" in self.traits or not self.traits.isdisjoint(FLAGS)
 
+    def first_use(self, name: str) -> int | None:
+        """The first step in which some rank uses trainable ``name``; ``None``: none ever does."""
+        if name in self.unused:
+            return None
+        return 1 if ".conditional_late_step." in f".{name}" else 0
+
     @property
     def depends_on_cut(self) -> bool:
         """Whether gradients depend, by definition, on how the global batch is cut."""
@@ -319,6 +325,13 @@ class Workload:
         samples, weights = self._global_batch(step)
         ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
         return MicroBatch(samples.inputs, samples.targets, weights, ids)
+
+    def micro_batch_counts(self, coordinates: int) -> list[int]:
+        """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
+        return [
+            min(size, sum(self._window_sizes(coordinate)))
+            for coordinate, size in enumerate(split(self.spec.global_batch, coordinates))
+        ]
 
     def _window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate."""

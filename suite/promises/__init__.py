@@ -1,0 +1,39 @@
+"""What every strategy costs, in closed form, from shapes, options, mesh, optimizer and precision.
+
+A promise is never asked of the implementation that is judged: it is computed from a
+:class:`~suite.promises.plan.Plan`.  ``base`` has the words, ``layout`` the arithmetic of buckets
+and units, ``replicated``, ``sharded`` and ``native`` the strategies, ``accounting`` the ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from suite.promises.base import Bound, Flow, Local, Promise
+from suite.promises.plan import Plan
+from suite.promises.replicated import DDP, NaiveDDP, Single
+from suite.promises.sharded import Zero1, Zero2, Zero3
+
+#: Strategy -> its promise.
+PROMISES: dict[str, type[Promise]] = {
+    promise.strategy: promise for promise in (Single, NaiveDDP, DDP, Zero1, Zero2, Zero3)
+}
+
+__all__ = ["PROMISES", "Bound", "Flow", "Local", "Plan", "Promise", "memory_ratio", "promise_of"]
+
+
+def promise_of(strategy: str, plan: Plan | None) -> Promise | None:
+    """The promise of ``strategy`` for ``plan``; ``None`` where there is none."""
+    if plan is None or strategy not in PROMISES:
+        return None
+    return PROMISES[strategy](plan)
+
+
+def memory_ratio(promise: Promise) -> Fraction:
+    """How many times less ``promise`` holds than whole copies of the same model do.
+
+    Judged classes once all state exists; the rank that holds most counts.
+    """
+    whole = replace(promise.plan, axes={"replicate": promise.plan.world})
+    return Fraction(DDP(whole).total(), promise.total() or 1)

@@ -1,0 +1,144 @@
+"""The words of a promise: flows of bytes, bytes by class, and their bounds.
+
+A :class:`Promise` answers from a :class:`~suite.promises.plan.Plan` alone.  What it does not
+promise it leaves ``None``, and the checks then say so instead of passing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+#: The classes that a memory promise is about; the other classes of the ledger are not judged.
+JUDGED = ("parameters", "masters", "gradients", "optimizer_state")
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Calls of one kind along one axis in one optimizer step, summed over all ranks.
+
+    ``calls`` is exact, a range, or ``None`` where no number is promised; groups of one rank send
+    nothing and are not counted.  ``bytes`` are logical (see :mod:`suite.ledgers.traffic`).
+    """
+
+    axis: str
+    operation: Operation
+    bytes: Fraction
+    calls: int | tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the peak of a class must lie in, bytes of one rank, both ends included."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank holds, in elements: for the check that the feature is really on.
+
+    ``parameters`` and ``optimizer`` map a name to the elements of its pieces on this rank (names
+    that it holds nothing of are left out).
+    """
+
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    optimizer: Mapping[str, int] = field(default_factory=dict)
+
+
+class Promise(ABC):
+    """What a strategy costs for one plan.  ``source`` says where the formulas are published."""
+
+    strategy: ClassVar[str]
+    source: ClassVar[str]
+    #: What bytes per parameter tend to for many ranks and one-dtype models, in units of
+    #: (parameters, gradients, optimizer): which of the three the world size divides.
+    divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @abstractmethod
+    def flows(self) -> list[Flow]:
+        """Floating-point traffic of one optimizer step."""
+
+    @abstractmethod
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by judged class on ``rank`` at the observation points of ``step``.
+
+        ``updated`` is the last step whose update has been made (-1: none yet).
+        """
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Bounds of the largest bytes of a class (or ``communication``) in a phase of ``step``."""
+        return {}
+
+    def host(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
+        return {}
+
+    @abstractmethod
+    def local(self, rank: int) -> Local:
+        """Elements by name on ``rank`` after the last step."""
+
+    # ------------------------------------------------------------------------------ for formulas
+
+    def payload(self) -> Fraction:
+        """Bytes sent in one step, all axes together."""
+        return sum((flow.bytes for flow in self.flows()), Fraction(0))
+
+    def held(self, kind: str) -> int:
+        """Bytes of class ``kind`` on the rank that holds most, when all state exists."""
+        last = self.plan.steps - 1
+        return max(self.resident(rank, last, last)[kind] for rank in range(self.plan.world))
+
+    def total(self) -> int:
+        """Bytes of all judged classes on the rank that holds most, when all state exists."""
+        last = self.plan.steps - 1
+        return max(sum(self.resident(rank, last, last).values()) for rank in range(self.plan.world))
+
+
+def flow(
+    plan: Plan, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
+) -> list[Flow]:
+    """The flow of one call per payload (bytes), made ``times`` times by every rank.
+
+    The payload is the whole output of an all-gather and the whole input of a reduce-scatter.
+    """
+    size, sizes = plan.size(axis), list(payloads)
+    if size == 1 or not sizes or not times:
+        return []
+    factor = 2 * (size - 1) if operation == "all_reduce" else size - 1
+    groups = plan.world // size
+    total = Fraction(factor * sum(sizes) * groups * times)
+    return [Flow(axis, operation, total, len(sizes) * times * plan.world)]
+
+
+def norm_flow(plan: Plan, axis: str) -> list[Flow]:
+    """The global norm's float64 scalar, where gradients are clipped and lie in shards."""
+    return flow(plan, axis, "all_reduce", [8] if plan.clipped else [])
+
+
+def state_bytes(
+    plan: Plan, parts: Iterable[tuple[TensorPlan, int]], step: int, dtype: str | None = None
+) -> int:
+    """Bytes of an element-wise optimizer's state over ``(tensor, elements)`` after ``step``.
+
+    Slots in ``dtype`` (``None``: as built) and one step counter per part, for those that had a
+    gradient by then.
+    """
+    ready = {t.name for t in used(plan.parameters, step)}
+    return sum(
+        slots(plan) * count * ITEMSIZE[dtype or tensor.dtype] + counter_bytes(plan)
+        for tensor, count in parts
+        if tensor.name in ready
+    )

@@ -1,0 +1,201 @@
+"""What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
+
+A :class:`Plan` is made from the case and the model on the meta device, never from the
+implementation that is judged; it travels with the facts of a case, so that a stored run is judged
+from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from suite.case import Case
+    from suite.workloads import Workload
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A parameter or buffer; tied parameters once, under their first name.
+
+    ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
+    rank gives it a gradient (``None``: none ever does).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    owners: tuple[str, ...] = ()
+    first_use: int | None = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as built."""
+        return self.numel * ITEMSIZE.get(self.dtype, 8)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case, as far as its costs depend on it.
+
+    ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
+    ``micro_batches`` counts those of each data coordinate in one step.
+    """
+
+    axes: Mapping[str, int]
+    options: Mapping[str, Any]
+    parameters: tuple[TensorPlan, ...]
+    buffers: tuple[TensorPlan, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = (1,)
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    clipped: bool = False
+    steps: int = 1
+
+    # --------------------------------------------------------------------------------- the mesh
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis`` (1 if absent)."""
+        return self.axes.get(axis, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of global ``rank`` on the mesh, the last axis innermost."""
+        found = {}
+        for axis, size in reversed(list(self.axes.items())):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    @property
+    def rounds(self) -> int:
+        """Forward and backward passes that the group makes in a step: those of its busiest rank."""
+        return max(self.micro_batches, default=0)
+
+    # --------------------------------------------------------------------------- the tensors
+
+    @property
+    def trainable(self) -> tuple[TensorPlan, ...]:
+        """Parameters that are trained, in registration order."""
+        return tuple(p for p in self.parameters if p.trainable)
+
+    @property
+    def float_buffer_bytes(self) -> int:
+        """Floating-point buffers."""
+        return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
+
+    # ----------------------------------------------------------------------------- the options
+
+    def option(self, name: str, default: Any) -> Any:
+        """The option ``name`` of the implementation."""
+        value = self.options.get(name)
+        return default if value is None else value
+
+    def precision(self, name: str) -> str | None:
+        """The dtype that ``precision.<name>`` names; ``None``: as built."""
+        chosen = self.options.get("precision") or {}
+        value = chosen.get(name)
+        return None if value is None else str(value)
+
+    def compute(self, dtype: str) -> str:
+        """What a parameter built as ``dtype`` is computed and sent with."""
+        return self.precision("parameters") or dtype
+
+    def reduction(self, dtype: str) -> str:
+        """What its gradient is summed in."""
+        return self.precision("reduce") or self.compute(dtype)
+
+    # --------------------------------------------------------------------------- as plain data
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that :meth:`to_dict` described."""
+        fields = dict(data)
+        for name in ("parameters", "buffers"):
+            fields[name] = tuple(_tensor(row) for row in fields[name])
+        for name in ("units", "micro_batches"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def _tensor(row: Mapping[str, Any]) -> TensorPlan:
+    fields = dict(row)
+    fields["shape"], fields["owners"] = tuple(fields["shape"]), tuple(fields["owners"])
+    return TensorPlan(**fields)
+
+
+def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
+    """The plan of ``case``, whose model on the meta device is ``model``."""
+    owners: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
+    return Plan(
+        axes=dict(case.mesh),
+        options=dict(case.options),
+        parameters=tuple(
+            TensorPlan(
+                name,
+                tuple(p.shape),
+                _dtype(p.dtype),
+                p.requires_grad,
+                tuple(owners[id(p)]),
+                workload.first_use(name),
+            )
+            for name, p in model.named_parameters()
+        ),
+        buffers=tuple(
+            TensorPlan(name, tuple(b.shape), _dtype(b.dtype), False)
+            for name, b in model.named_buffers()
+        ),
+        modules={name: type(module).__name__ for name, module in model.named_modules()},
+        units=tuple(workload.units),
+        micro_batches=tuple(workload.micro_batch_counts(case.data_coordinates)),
+        optimizer=case.optimizer.name,
+        momentum=case.optimizer.momentum,
+        clipped=case.optimizer.clip_norm is not None,
+        steps=case.steps,
+    )
+
+
+def slots(plan: Plan) -> int:
+    """State tensors of the optimizer that have their parameter's shape."""
+    if plan.optimizer == "adamw":
+        return 2
+    return int(plan.momentum != 0)
+
+
+def counter_bytes(plan: Plan) -> int:
+    """Bytes of an optimizer's step counter, one a parameter (or part): fp32 in torch's AdamW."""
+    return 4 if plan.optimizer == "adamw" else 0
+
+
+def used(tensors: Sequence[TensorPlan], step: int) -> list[TensorPlan]:
+    """Those that had a gradient in ``step`` or before."""
+    return [t for t in tensors if t.trainable and t.first_use is not None and t.first_use <= step]
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

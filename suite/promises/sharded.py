@@ -1,0 +1,203 @@
+"""ZeRO and FSDP with flat layouts: what is sharded, gathered and reduced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from typing import ClassVar
+
+from suite.promises.base import (
+    Bound,
+    Bytes,
+    Flow,
+    Local,
+    Promise,
+    flow,
+    norm_flow,
+    state_bytes,
+)
+from suite.promises.layout import Flat, Unit, buckets, units
+from suite.promises.plan import ITEMSIZE, TensorPlan, used
+
+_ZERO = "ZeRO (arXiv 1910.02054)"
+#: Default of the option ``bucket_bytes``.
+BUCKET_BYTES = 25 * 2**20
+
+
+class Zero1(Promise):
+    """Optimizer state sharded: (P + G) Psi + O Psi / N.
+
+    Gradients lie in flat buckets, each reduced and scattered once a step, whatever the number of
+    micro-batches; updated shards are gathered again.
+    """
+
+    strategy: ClassVar[str] = "zero1"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-A and VII-A: reduce-scatter of gradients + all-gather of parameters = "
+        "2 Psi, an all-reduce's volume; one fp64 scalar is all-reduced where gradients are clipped"
+    )
+    divided = (False, False, True)
+
+    @cached_property
+    def flats(self) -> list[Flat]:
+        """The buckets."""
+        order = list(reversed(self.plan.trainable))
+        limit = int(self.plan.option("bucket_bytes", BUCKET_BYTES))
+        return buckets(order, limit, self.plan.size("shard"))
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces every bucket."""
+        return 1
+
+    def flows(self) -> list[Flow]:
+        """Reductions, gathers and the norm."""
+        plan = self.plan
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
+        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
+        return [
+            *flow(plan, "shard", "reduce_scatter", reduced, self.reductions),
+            *flow(plan, "shard", "all_gather", gathered),
+            *norm_flow(plan, "shard"),
+        ]
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` updates."""
+        shard = self.plan.coordinate(rank).get("shard", 0)
+        return [part for flat in self.flats for part in flat.parts(shard)]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole parameters and gradients, own part of the optimizer's state."""
+        plan = self.plan
+        narrow = any(plan.compute(flat.dtype) != flat.dtype for flat in self.flats)
+        parts = self.parts(rank)
+        return {
+            "parameters": self.parameter_bytes(),
+            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else 0,
+            "gradients": self.gradient_bytes(),
+            "optimizer_state": state_bytes(plan, parts, updated),
+        }
+
+    def parameter_bytes(self) -> int:
+        """Whole, in the flat layouts that they are gathered into; frozen ones as built."""
+        plan = self.plan
+        frozen = sum(
+            t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters if not t.trainable
+        )
+        return frozen + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+
+    def gradient_bytes(self) -> int:
+        """Whole, in the flat layouts that they are reduced from."""
+        return sum(flat.padded_bytes(self.plan.reduction(flat.dtype)) for flat in self.flats)
+
+    def local(self, rank: int) -> Local:
+        """Whole parameters; gradients whole or sharded, optimizer state sharded."""
+        own = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
+        whole = {t.name: t.numel for t in self.plan.parameters}
+        last = {t.name: t.numel for t in used(self.plan.parameters, self.plan.steps - 1)}
+        return Local(whole, last, own)
+
+
+class Zero2(Zero1):
+    """Gradients sharded as well: P Psi + (G + O) Psi / N.
+
+    Every micro-batch is reduced and scattered into the kept shard: m reductions, one gather.
+    """
+
+    strategy: ClassVar[str] = "zero2"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-B and VII-B; with m micro-batches every one is reduced: "
+        "(m + 1) (N-1)/N Psi a rank"
+    )
+    divided = (False, True, True)
+
+    @property
+    def reductions(self) -> int:
+        """One a micro-batch of the busiest rank."""
+        return self.plan.rounds
+
+    def gradient_bytes(self) -> int:
+        """The kept shards."""
+        return sum(flat.shard_bytes(self.plan.reduction(flat.dtype)) for flat in self.flats)
+
+    def local(self, rank: int) -> Local:
+        """Gradients as the optimizer's state."""
+        found = super().local(rank)
+        return Local(found.parameters, found.optimizer, found.optimizer)
+
+
+class Zero3(Promise):
+    """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
+
+    A unit is gathered before its forward and again before its backward, and its gradient is
+    reduced and scattered at once: 2 gathers and 1 reduction a unit and micro-batch.
+    """
+
+    strategy: ClassVar[str] = "zero3"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-C and VII-B: 3 (N-1)/N Psi a rank and micro-batch; padding: FSDP "
+        "(arXiv 2304.11277) section 3.2.1"
+    )
+    divided = (True, True, True)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What is gathered together."""
+        return units(self.plan, self.plan.size("shard"))
+
+    @property
+    def flats(self) -> list[Flat]:
+        """All layouts."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def trained(self) -> list[Flat]:
+        """Layouts that have gradients."""
+        return [flat for unit in self.units for flat in unit.trained]
+
+    def flows(self) -> list[Flow]:
+        """Gathers of all, reductions of what is trained, the norm."""
+        plan = self.plan
+        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+        return [
+            *flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds),
+            *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
+            *norm_flow(plan, "shard"),
+        ]
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
+        shard = self.plan.coordinate(rank).get("shard", 0)
+        return [part for flat in self.flats for part in flat.parts(shard)]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards, as built: they are their own masters."""
+        return {
+            "parameters": sum(flat.shard_bytes() for flat in self.flats),
+            "masters": 0,
+            "gradients": sum(flat.shard_bytes() for flat in self.trained),
+            "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
+        }
+
+    def local(self, rank: int) -> Local:
+        """Own parts of everything."""
+        own = Counter[str]()
+        for tensor, count in self.parts(rank):
+            own[tensor.name] += count
+        last = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
+        return Local(dict(own), last, last)
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Gathered parameters: at least the largest unit beside its shard, at most root, largest
+        unit and what is prefetched.
+        """
+        return {}
+
+
+def _of_used(
+    tensors: Iterable[TensorPlan], step: int, parts: Iterable[tuple[TensorPlan, int]]
+) -> dict[str, int]:
+    ready = {t.name for t in used(tuple(tensors), step)}
+    return {t.name: count for t, count in parts if t.name in ready}
