@@ -1,0 +1,186 @@
+"""What the adapters around torch's sharded systems share: one step, evaluation, pieces.
+
+    set-up   build on every rank, initial state on rank 0; broadcast; shard
+    step     each micro-batch: forward, loss, backward    observe("gradients_final")
+             clip                                         observe("after_clip")
+             learning rate, update                        observe("after_update")
+
+None of them can let a rank sit out a round of collectives, so all ranks must have the same number
+of micro-batches: the trait that breaks this is declined.  Not a strategy by itself.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
+from impls.reference.parts.state import broadcast_tensors, load_state, named_state
+from suite.comm import Comm, Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+
+#: What torch's checkpoint wrapper adds to names.
+CHECKPOINT = "_checkpoint_wrapped_module."
+
+
+class Adapter(Implementation):
+    """Base of the adapters; ``sharded`` and ``held`` are theirs."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    #: Undoes what the system divides gradients by.
+    loss_factor: float = 1.0
+
+    @abstractmethod
+    def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
+        """Read ``options``; :class:`Refused` for those that do not fit ``mesh``."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Put ``module``, equal on all ranks, under the system; gives what is to be called."""
+
+    @abstractmethod
+    def updated(self) -> dict[str, Tensor]:
+        """What the optimizer gets, by the parameters' own names."""
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build, load on rank 0, broadcast over all data ranks, shard."""
+        self.parse(options, mesh)
+        self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.inner = build(mesh.device)
+        if state is not None:
+            load_state(self.inner, state)
+        self.data = data_comm(mesh)
+        broadcast_tensors(list(named_state(self.inner).values()), self.data)
+        self.module = self.shard(self.inner)
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, over this rank's shards."""
+        return build_optimizer(self.spec, param_groups(self.spec, self.updated()))
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """Accumulate, clip, update."""
+        micro_batches = batch.micro_batches
+        if not micro_batches:
+            raise Refused(f"step {batch.step}: a rank without micro-batches would hang the others")
+        losses = []
+        for number, micro in enumerate(micro_batches):
+            with self.accumulating(is_last=number == len(micro_batches) - 1):
+                loss = self.loss(micro)
+                (loss * self.loss_factor).backward()
+            losses.append(loss.detach())
+        observe("gradients_final")
+        norm = None
+        if self.spec.clip_norm is not None:
+            norm = self.clip(self.spec.clip_norm)
+            observe("after_clip")
+        set_learning_rate(self.optimizer, self.spec, batch.step)
+        self.optimizer.step()
+        observe("after_update")
+        self.optimizer.zero_grad()
+        return StepResult(loss=torch.stack(losses).sum(), norm=norm)
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        """Weighted loss of one micro-batch."""
+        return self.build.loss(self.module(micro.inputs), micro)
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
+        """Around the forward and backward of a micro-batch."""
+        return nullcontext()
+
+    @abstractmethod
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients to a global norm of at most ``limit``; the norm before."""
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss in evaluation mode."""
+        self.module.eval()
+        try:
+            shares = [self.loss(micro) for micro in batch.micro_batches]
+        finally:
+            self.module.train()
+            self.settle()
+        return torch.stack(shares).sum() if shares else torch.zeros(())
+
+    def settle(self) -> None:
+        """After a forward without backward: free what it left gathered."""
+
+    @abstractmethod
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Pieces whose tensors are views of what this rank holds."""
+
+    def buffers(self) -> list[Piece]:
+        """Every rank has its own."""
+        named = self.inner.named_buffers()
+        return [Piece.whole(plain(n), b.detach(), replica=self.mesh.rank) for n, b in named]
+
+    @torch.no_grad()
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds under the same name and place."""
+        held = {(p.name, p.slices, p.flat_range): p.tensor for p in self.local_state(kind)}
+        for piece in pieces:
+            place = (piece.name, piece.slices, piece.flat_range)
+            if place not in held:
+                raise Refused(f"this rank holds no {kind} {piece.name!r} at {place[1] or place[2]}")
+            held[place].copy_(piece.tensor)
+
+
+def data_comm(mesh: Mesh) -> Comm:
+    """All ranks with a copy or a shard of the same model."""
+    return mesh.comm(*(axis for axis in ("replicate", "shard") if axis in mesh.axes))
+
+
+def plain(name: str) -> str:
+    """``name`` as it was before units were checkpointed."""
+    return name.replace(CHECKPOINT, "")
+
+
+def checkpoint_units(module: nn.Module, units: Iterable[str]) -> None:
+    """Put torch's checkpoint wrapper (not reentrant) around every unit of ``module``."""
+    chosen = {module.get_submodule(name) for name in units}
+    apply_activation_checkpointing(
+        module, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda child: child in chosen
+    )
+
+
+def whole_units(module: nn.Module, units: Iterable[str]) -> list[str]:
+    """Of ``units``, those that share no parameter with what lies outside of them.
+
+    torch wants both owners of a tied parameter in one unit; the others are left to the root.
+    """
+    names = list(units)
+    owners: dict[int, set[str]] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        unit = next((name for name in names if path.startswith(f"{name}.")), "")
+        owners.setdefault(id(parameter), set()).add(unit)
+    torn = {unit for several in owners.values() if len(several) > 1 for unit in several}
+    return [name for name in names if name not in torn]
