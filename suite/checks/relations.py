@@ -1,16 +1,18 @@
 """Metamorphic relations: a second run whose result follows from the first, with no oracle needed.
 
-``expect.relation`` names one of four.  *split*: twice the micro-batches, the same gradients.
+``expect.relation`` names one of five.  *split*: twice the micro-batches, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
 world of 1 the system is ``plain``, bit for bit.  *scale*: all loss weights times 2, with SGD's rate
 halved and its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the
-same bits, since a factor of 2 is never rounded.  Compared are the final gradients of every step
-and, under SGD (*scale*, *world1*: always), the parameters; *split* and *permute* in fp64 at a
-relative Frobenius error of 1e-12, the others bit for bit.
+same bits, since a factor of 2 is never rounded.  *recompute*: without activation checkpointing the
+same bits.  Compared are the final gradients of every step and the parameters (*split*, *permute*:
+under SGD only); *split* and *permute* in fp64 at a relative Frobenius error of 1e-12, the others
+bit for bit; *recompute* compares buffers, too.
 
 Sees what depends on the cut (a mean of means), on who holds which data (a rank that counts more or
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
-again, a threshold, a second eps), without believing the oracle.
+again, a threshold, a second eps), on what is kept for backward (fresh dropout masks, buffers that
+are updated twice), without believing the oracle.
 
 *Cannot see* a fault that both runs share (a sum where a mean belongs passes *permute* and *scale*;
 an update with a wrong sign passes all but *world1*), nor buffers, memory, traffic or order; nor
@@ -46,7 +48,7 @@ from suite.checks.numbers import (
 from suite.evidence import Assembled, Evidence, Figures, Row
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
-REORDERED, EXACT = ("split", "permute"), ("world1", "scale")
+REORDERED, EXACT = ("split", "permute"), ("world1", "scale", "recompute")
 #: Branches that a flagged sample opens; their number of micro-batches says which are flagged.
 _BY_MICRO_BATCH = ("conditional_by_micro_batch", "conditional_last_micro_batch")
 
@@ -69,6 +71,8 @@ def derive(evidence: Figures) -> tuple[Case | None, str]:
     if relation == "world1":
         mesh = {"replicate": 1}
         return dataclasses.replace(derived, implementation="plain", options={}, mesh=mesh), ""
+    if relation == "recompute":
+        return dataclasses.replace(derived, options={**case.options, "recompute_every": 0}), ""
     if optimizer.name == "adamw":
         optimizer = dataclasses.replace(optimizer, eps=2 * optimizer.eps)
     else:
@@ -89,6 +93,8 @@ def _not_defined(evidence: Figures, relation: str | None) -> str:
     case, claims = evidence.case, evidence.capabilities
     if relation not in (*REORDERED, *EXACT):
         return "the case names no relation (expect.relation)"
+    if relation == "recompute" and claims["exactness"] != "stale":
+        return "" if case.options.get("recompute_every") else "option 'recompute_every' is off"
     if claims["oracle"] != "plain" or claims["exactness"] not in ("bitwise", "reordered-sum"):
         return f"declares {claims['exactness']} numbers: two runs need not agree"
     if relation in REORDERED and case.dtype != "float64":
@@ -144,6 +150,8 @@ def measure(evidence: Evidence) -> list[Row]:
         rows += _compare(evidence, other, step, "gradients_final", "gradients", compare)
         if relation in EXACT or evidence.case.optimizer.name == "sgd":
             rows += _compare(evidence, other, step, "after_update", "parameters", compare)
+        if relation == "recompute" and evidence.observed(step, "after_update", "buffers").tensors:
+            rows += _compare(evidence, other, step, "after_update", "buffers", compare)
         if any("problem" in row for row in rows):
             break
     return rows
@@ -168,7 +176,7 @@ def _compare(
     for name, copies in base.tensors.items():
         place = {"step": step, "phase": phase, "name": name}
         for replica, tensor in copies.items():
-            want, have = tensor * factor, derived.tensors[name][replica]
+            want, have = tensor if factor == 1 else tensor * factor, derived.tensors[name][replica]
             owner = f"replica {replica}"
             for part, result in _pairs(want, have, regions.get(name, ()), floor, compare):
                 told = {"error": result.error, "bound": result.bound}

@@ -246,7 +246,7 @@ class _Expansion:
                 self._add(
                     ["checks"],
                     "expect.relation and the check `relations` belong together",
-                    "give both or neither: split, permute, world1 or scale",
+                    "give both or neither: split, permute, world1, scale or recompute",
                     " ".join(cell.key),
                 )
                 return

@@ -74,7 +74,7 @@ class Expect(Model):
     refuses: str | None = Field(
         None, min_length=1, description="words that the implementation's refusal must contain"
     )
-    relation: Literal["split", "permute", "world1", "scale"] | None = Field(
+    relation: Literal["split", "permute", "world1", "scale", "recompute"] | None = Field(
         None, description="what a second run must agree with: see the check `relations`"
     )
 
