@@ -1,0 +1,240 @@
+"""What the four stages share: one ``DeepSpeedEngine``, driven step by step.
+
+    set-up   rank 0 loads the initial state; DeepSpeed broadcasts parameters, this adapter buffers
+             torch's optimizer is handed over: DeepSpeed's own compile C++ at their first use
+    step     micro-batches but the last   boundary off
+             last micro-batch             boundary on: DeepSpeed finishes the reduction in backward
+             engine.step()                norm, clip, update, gathered parameters
+
+DeepSpeed keeps its process groups and its configuration in module globals and asks the environment
+for ``LOCAL_RANK``: ranks are processes, and the variable is there during calls only.  It divides
+by the number of ranks, so that the loss is multiplied by it.  Its shared-memory extension, half a
+minute of compilation at the first use of gloo, is switched off; gloo's own collectives are used.
+
+Gradients and optimizer state lie in flat partitions inside the engine; each stage says where.
+Clipping and update are one call, group by group: the clipped gradients are copied by a hook before
+the update of their group, and ``after_clip`` is told when the last group's are known.
+
+Left out: fp16 and bf16 (a lossy oracle would be needed), NVMe, ZeRO++ and everything else that
+needs a compiler or a GPU.  fp64 cannot be judged: stage 0 and 3 refuse it, and stages 1 and 2 train
+an fp64 model through an fp32 master without a word (``stage_1_and_2.py``, ``_configure_master_weights``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from impls.deepspeed.json_form import ZeroOptimization, parse, section
+from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
+from impls.reference.parts.state import broadcast_tensors, load_state
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """``values`` in the environment where nothing stands; afterwards all is as before."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in values.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
+        os.environ.update(changed)
+
+
+# Imported where the ranks are forked from, once, because it takes more than a second.
+if importlib.util.find_spec("deepspeed") is not None:
+    with _environment():
+        import deepspeed
+        import deepspeed.runtime.engine
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+class Engine(Implementation):
+    """The adapter's frame; stages fill in where gradients and optimizer state lie."""
+
+    stage: ClassVar[int]
+    axis: ClassVar[str] = "shard"
+    features: ClassVar[frozenset[str]]
+    declines: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """fp32 on process backends."""
+        parse(options, cls.stage)
+        return Capabilities(
+            axes=(cls.axis,),
+            dtypes=("float32",),
+            backends=("gloo",),
+            buffers="per_rank",
+            features=cls.features,
+            declines=cls.declines,
+            packages=("deepspeed",),
+        )
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """The engine over all ranks."""
+        self.zero: ZeroOptimization = parse(options, self.stage)
+        self.build, self.spec, self.comm = build, optimizer, mesh.comm(self.axis)
+        if mesh.world != torch.distributed.get_world_size():
+            raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")
+        module = build(mesh.device)
+        if state is not None:
+            load_state(module, state)
+        broadcast_tensors(list(module.buffers()), self.comm)
+        self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.torch_optimizer = self.make_optimizer()
+        self.rank, self.world = mesh.rank, mesh.world
+        with self.launched():
+            self.engine = self.make_engine(module, options)
+        self.module: nn.Module = self.engine.module
+        self.zero_optimizer: Any = self.engine.optimizer
+        self.final = False
+        self.observe: Observe | None = None
+
+    def launched(self) -> contextlib.AbstractContextManager[None]:
+        """The environment as DeepSpeed's launcher would leave it, for the time of a call."""
+        return _environment(LOCAL_RANK=str(self.rank), LOCAL_SIZE=str(self.world))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Torch's optimizer over whole parameters; DeepSpeed puts its partitions in their place."""
+        groups = [
+            {**group, "params": [parameter for _, parameter in group["params"]]}
+            for group in param_groups(self.spec, self.trainable)
+        ]
+        return build_optimizer(self.spec, groups)
+
+    def make_engine(self, module: nn.Module, options: Mapping[str, Any]) -> Any:
+        """DeepSpeed's engine around ``module``."""
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.spec.clip_norm or 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": section(options, self.stage),
+        }
+        deepspeed.init_distributed(
+            dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
+        )
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=self.torch_optimizer,
+            config=config,
+            dist_init_required=False,
+        )
+        return engine
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """Backward of every micro-batch through the engine, then the engine's step."""
+        if not batch.micro_batches:
+            what = f"step {batch.step}: a rank without micro-batches would hang the others"
+            raise Refused(f"{what} in DeepSpeed")
+        with self.launched():
+            return self.train(batch, observe)
+
+    def train(self, batch: Batch, observe: Observe) -> StepResult:
+        """The step itself."""
+        total = torch.zeros(())
+        micro_batches = batch.micro_batches
+        for number, micro in enumerate(micro_batches):
+            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
+            loss = self.build.loss(self.engine(micro.inputs), micro)
+            self.engine.backward(loss * self.comm.size)  # the engine divides by it
+            total = total + loss.detach()
+        self.final = True
+        observe("gradients_final")
+        clips = self.spec.clip_norm is not None
+        self.observe = observe if clips else None
+        set_learning_rate(self.torch_optimizer, self.spec, batch.step)
+        self.engine.step()
+        self.final = False
+        observe("after_update")
+        return StepResult(loss=total, norm=self.norm() if clips else None)
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """The global norm before clipping, as the engine found it."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[Piece]:
+        """What this rank holds of the running step's gradients."""
+
+    @abstractmethod
+    def slots(self) -> Iterator[Piece]:
+        """What this rank holds of optimizer state."""
+
+    def parameters(self) -> Iterator[Piece]:
+        """What this rank holds of parameters: all of them, whole."""
+        for name, parameter in self.module.named_parameters():
+            yield Piece.whole(name, parameter.detach(), replica=self.comm.rank)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Pieces out of the engine's own partitions, without communication."""
+        if kind == "buffers":
+            named = self.module.named_buffers()
+            return [Piece.whole(n, b.detach(), replica=self.comm.rank) for n, b in named]
+        if kind == "parameters":
+            return list(self.parameters())
+        if kind == "optimizer":
+            return list(self.slots())
+        return list(self.gradients()) if self.final else []
+
+    def piece(self, name: str, of: str, tensor: Tensor, start: int) -> Piece:
+        """``tensor`` as the elements from ``start`` of parameter ``of``, flattened."""
+        span = (start, start + tensor.numel())
+        return Piece(name, self.shapes[of], tensor.detach(), flat_range=span)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of the parameters, which are whole here."""
+        if kind != "parameters":
+            raise Refused(f"DeepSpeed gathers parameters only, not {kind}")
+        return {n: p.detach().clone() for n, p in self.module.named_parameters()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's share of the loss, through the engine."""
+        self.engine.eval()
+        try:
+            with self.launched():
+                shares = [self.build.loss(self.engine(m.inputs), m) for m in batch.micro_batches]
+        finally:
+            self.engine.train()
+        return torch.stack(shares).sum() if shares else torch.zeros(())
+
+    def close(self) -> None:
+        """The engine's own end."""
+        self.engine.destroy()

@@ -1,0 +1,116 @@
+"""Stages whose optimizer runs on flat partitions, and where stages 1 and 2 keep theirs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.deepspeed.engine import Engine
+from suite.comm import Mesh
+from suite.contract import Batch, Build, Observe, OptimizerSpec, Piece, StepResult
+
+
+class Partitioned(Engine):
+    """Stages whose optimizer runs on one flat partition per parameter group or sub-group."""
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """As every stage; the update of each group is watched."""
+        super().setup(build, state, optimizer, mesh, options)
+        self.clipped: dict[int, Tensor] = {}
+        self.torch_optimizer.register_step_pre_hook(self._before_update)
+
+    @abstractmethod
+    def flats(self) -> list[Tensor]:
+        """The flat fp32 partitions that the optimizer updates."""
+
+    @abstractmethod
+    def fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """What this rank updates: (name, number of the flat, start in it, start in the parameter,
+        elements)."""
+
+    @abstractmethod
+    def final_gradient(self, number: int) -> Tensor:
+        """The flat gradient of partition ``number`` before clipping."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """As every stage; copies of clipped gradients live until its end."""
+        result = super().step(batch, observe)
+        self.clipped = {}
+        return result
+
+    def norm(self) -> Tensor:
+        """DeepSpeed keeps it for ``get_global_grad_norm``."""
+        return torch.as_tensor(float(self.zero_optimizer._global_grad_norm))
+
+    def _before_update(self, *_: Any) -> None:
+        """Called once a group; its flat gradient has been clipped by then."""
+        if self.observe is None:
+            return
+        flats = self.flats()
+        updated = {id(p) for group in self.torch_optimizer.param_groups for p in group["params"]}
+        for number, flat in enumerate(flats):
+            if id(flat) in updated and flat.grad is not None:
+                self.clipped[number] = flat.grad.detach().clone()
+        if len(self.clipped) == len(flats):
+            observe, self.observe = self.observe, None
+            observe("after_clip")
+
+    def gradients(self) -> Iterator[Piece]:
+        """Fragments of the flat gradients: as reduced, or as clipped once that is known."""
+        for name, number, at, start, count in self.fragments():
+            flat = self.clipped[number] if self.clipped else self.final_gradient(number)
+            yield self.piece(name, name, flat.narrow(0, at, count), start)
+
+    def slots(self) -> Iterator[Piece]:
+        """Fragments of the optimizer's state; a number per partition is given whole."""
+        flats = self.flats()
+        for name, number, at, start, count in self.fragments():
+            for slot, value in self.torch_optimizer.state.get(flats[number], {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dim() == 0:
+                    yield Piece.whole(f"{name}.{slot}", value, replica=self.comm.rank)
+                else:
+                    yield self.piece(f"{name}.{slot}", name, value.narrow(0, at, count), start)
+
+
+class FlatPartitions(Partitioned):
+    """Stages 1 and 2: one flat partition of each parameter group per rank.
+
+    ``DeepSpeedZeroOptimizer`` (``deepspeed/runtime/zero/stage_1_and_2.py``) lays the parameters of
+    a group end to end, pads them to a multiple of 2 N elements and gives each rank an N-th: an fp32
+    master, on which torch's optimizer runs.  ``_hp_mapping`` of a parameter says which part of it
+    lies there.
+    """
+
+    def flats(self) -> list[Tensor]:
+        """This rank's master partition of each parameter group."""
+        return list(self.zero_optimizer.single_partition_of_fp32_groups)
+
+    def fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """From DeepSpeed's own mapping."""
+        for name, parameter in self.trainable.items():
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is not None:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield name, mapping.param_group_index, here.start, there.start, here.numel
+
+    def final_gradient(self, number: int) -> Tensor:
+        """What DeepSpeed will flatten; with offload it lies in the master's ``grad`` already."""
+        if self.zero.offloads_optimizer:
+            gradient = self.flats()[number].grad
+            assert gradient is not None
+            return gradient
+        parts = self.zero_optimizer.averaged_gradients[number]
+        return torch.cat([part.reshape(-1) for part in parts])
