@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,10 +35,45 @@ def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.
     raise ValueError(f"unknown optimizer {spec.name!r}; known: sgd, adamw")
 
 
+def seed_state(
+    optimizer: torch.optim.Optimizer,
+    spec: OptimizerSpec,
+    zeros: Callable[[torch.Size, torch.dtype], Tensor],
+) -> None:
+    """Make the state of parameters that have their first gradient, by ``zeros(shape, dtype)``.
+
+    Torch makes it in the step, in the usual memory; zeros are where every slot starts from.
+    """
+    slots = ("exp_avg", "exp_avg_sq") if spec.name == "adamw" else ("momentum_buffer",)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state.get(parameter):
+                continue
+            state = optimizer.state[parameter]
+            if spec.name == "adamw":
+                state["step"] = zeros(torch.Size(()), torch.float32)
+            if spec.name == "adamw" or spec.momentum:
+                state |= {slot: zeros(parameter.shape, parameter.dtype) for slot in slots}
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, step: int) -> None:
     """Set every group's learning rate for optimizer step ``step`` (counted from 0)."""
     for group in optimizer.param_groups:
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
+
+
+def load_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
+    """Give ``optimizer`` slots that it does not have yet, from pieces called ``<name>.<slot>``."""
+    named = {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    for piece in pieces:
+        name, _, slot = piece.name.rpartition(".")
+        if name not in named:
+            raise KeyError(f"this rank updates no {name!r}, so it has no place for {piece.name!r}")
+        optimizer.state[named[name]][slot] = piece.tensor.detach().clone()
 
 
 def slot_pieces(

@@ -1,4 +1,4 @@
-"""Initial state and its distribution: load by name, broadcast in few large messages."""
+"""State on its way: load by name, broadcast in few large messages, gather pieces, put them back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from suite.comm import Comm
+from suite.contract import Piece
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -50,3 +51,41 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Comm, root: int = 0) -> N
         pieces = flat.split([tensor.numel() for tensor in same])
         for tensor, piece in zip(same, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def place_of(piece: Piece) -> tuple[object, ...]:
+    """What tells a rank's pieces apart."""
+    return piece.name, piece.slices, piece.flat_range
+
+
+@torch.no_grad()
+def copy_pieces(held: Sequence[Piece], given: Sequence[Piece]) -> list[Piece]:
+    """Copy ``given`` into ``held``, whose tensors are views of a rank's state.
+
+    Returns what is held nowhere.
+    """
+    tensors = {place_of(piece): piece.tensor for piece in held}
+    for piece in given:
+        if place_of(piece) in tensors:
+            tensors[place_of(piece)].copy_(piece.tensor)
+    return [piece for piece in given if place_of(piece) not in tensors]
+
+
+def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
+    """Whole tensors by name, on every rank, from the pieces that the ranks of ``comm`` hold.
+
+    Where a rank holds all of a tensor, its own copy counts.  The rest, single numbers (Adam's step)
+    included, travels as objects: this is for saving and looking, not for a step.
+    """
+    found = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
+    parts = [
+        (p.name, p.global_shape, p.flat_range or (0, 1), p.tensor.detach().view(-1))
+        for p in pieces
+        if p.flat_range or not p.global_shape
+    ]
+    for told in comm.all_gather_object(parts):
+        for name, shape, (start, stop), tensor in told:
+            if name not in found:
+                found[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+            found[name].view(-1)[start:stop] = tensor
+    return found

@@ -1,0 +1,146 @@
+"""ZeRO-1: every rank holds the model, but only a shard of the optimizer's state.
+
+Problem.  Data parallelism keeps the optimizer's state, Adam's two moments and perhaps fp32 masters,
+on every rank, although all ranks compute the same update.  Let each rank update 1/N of the
+parameters: it needs the summed gradient of its shard only, and all need its result.
+
+An all-reduce is a reduce-scatter followed by an all-gather.  ZeRO-1 puts the update in between:
+first gradients are scattered, then *parameters* are gathered, and not a byte is sent beyond DDP's.
+(All-reduce + all-gather, the naive way, sends half as much again.)
+
+    what                        where
+    parameters                  every rank, whole; views of flat buckets
+    gradients                   every rank, whole and its own, in flat buckets; of each bucket one
+                                shard holds the sum over ranks
+    optimizer state             one shard of each bucket
+    buffers                     every rank its own
+
+    step     micro-batches but the last forward, backward; gradients add up in the buckets
+             last micro-batch           forward; backward:  g9 g8 | g7 g6 | g5 ...
+                                        a bucket is full:        [b0]   [b1]    reduce-scatters
+             finish                     buckets not yet sent, in order; wait b0, b1, ...;
+                                        who used what (integers)
+             clip, update               own shards only; the norm is a sum over ranks
+             after_update               all-gather of every bucket's parameters, in place
+
+A gradient moves into its bucket as soon as backward has made it, so no second copy exists, and
+neither does one for the sums: both collectives work in place.
+
+Cost: floating-point bytes sent a step, over all N ranks, whatever the number of micro-batches:
+(N-1) padded gradient bytes (reduce-scatter) + (N-1) padded parameter bytes (all-gather): ZeRO,
+arXiv 1910.02054, sections V-A and VII-A; DDP's traffic but for the padding.  With clipping one
+float64 is all-reduced.  Memory: P + G + O/N.
+Numbers: the gradient is the plain sum over ranks, equal to DDP's bit for bit where both collectives
+add in rank order; the norm is added in another order than DDP's.
+Left out: offload of parameters (they are whole), optimizers that are not element-wise, reentrant
+checkpointing (a second gradient for a bucket that was sent is an error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from impls.reference.engine import Engine
+from impls.reference.parts.handle import Handle
+from impls.reference.parts.options import Training, at_least, parse_options
+from impls.reference.parts.sharded import Bucket, ShardedUpdate
+from impls.reference.parts.state import gather_pieces
+from suite.comm import Comm, Mesh
+from suite.contract import Capabilities, Kind, Refused
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """``bucket_bytes`` limits a bucket."""
+
+    bucket_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("bucket_bytes", self.bucket_bytes, 1)
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 computes with whole parameters on every "
+                "rank; valid here: none, optimizer"
+            )
+
+
+def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero1:
+    """Shard the update of ``module`` over ``comms["shard"]``, starting from rank 0's values."""
+    return Zero1(module, comms["shard"], options)
+
+
+class Zero1(ShardedUpdate):
+    """The handle: one round a step, during the last micro-batch's backward."""
+
+    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+        super().__init__(module, comm, options.bucket_bytes, options.precision)
+        self.computed = False
+        for bucket in self.buckets:
+            bucket.flat()  # kept for good: the memory of a step does not depend on its order
+
+    def before_step(self, micro_batches: int) -> None:
+        """Forget the last step's gradients."""
+        self.computed = micro_batches > 0
+        for bucket in self.buckets:
+            bucket.filled.clear()
+            bucket.start_round()
+
+    def accumulate(self, is_last: bool) -> None:
+        """Gradients leave during the last micro-batch's backward only."""
+        if is_last:
+            self.start_round()
+
+    def send(self, bucket: Bucket) -> None:
+        """Reduce in place: the sum of this rank's shard replaces that shard."""
+        full = bucket.complete()
+        shard = bucket.layout.shard(full, self.comm.rank)
+        bucket.work = self.comm.reduce_scatter(shard, full, async_op=True)
+
+    def gradient(self, bucket: Bucket) -> Tensor:
+        """The shard of the bucket that holds sums."""
+        return bucket.layout.shard(bucket.flat(), self.comm.rank)
+
+    def finish(self) -> None:
+        """Send what backward did not fill, wait for all, agree on use."""
+        if not self.computed:
+            self.start_round()
+        self.end_round(self.computed)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self.hand_over()
+
+
+class ReferenceZero1(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "zero1"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Everything that the ``zero1`` profile asks for."""
+        parse_options(Options, options)
+        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters")
+        return Capabilities(
+            axes=("shard",),
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="per_rank",
+            features=frozenset({*features, "sharded_optimizer"}),
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the shard axis."""
+        comms = {"shard": mesh.comm("shard")}
+        return apply(module, comms, parse_options(Options, options))
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Whole tensors, gathered where they lie in shards."""
+        return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
+
+
+IMPLEMENTATION = ReferenceZero1

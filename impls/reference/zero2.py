@@ -1,0 +1,168 @@
+"""ZeRO-2: optimizer state and gradients are sharded; only parameters are whole.
+
+Problem.  Under ZeRO-1 every rank still holds a gradient for every parameter, though it updates 1/N
+of them.  Keep the reduced shard only: a bucket's whole gradients live from the first one that
+backward makes until the bucket is reduced and scattered, and then their memory is free.
+
+    what                        where
+    parameters                  every rank, whole; views of flat buckets
+    gradients                   one shard of each bucket, the sum over ranks and micro-batches;
+                                whole only in the bucket that fills and the one in flight
+    optimizer state             one shard of each bucket
+    buffers                     every rank its own
+
+    step     before_step                how many rounds? the most micro-batches of any rank
+             each micro-batch           forward; backward:  g9 g8 | g7 g6      | g5 ...
+                                        a bucket is full:        [b0]  wait b0 [b1]
+                                        b0's sums of this micro-batch are added to its kept shard
+             finish                     rounds that other ranks still have, with zeros; wait;
+                                        who used what (integers)
+             clip, update               own shards only; the norm is a sum over ranks
+             after_update               all-gather of every bucket's parameters, in place
+
+Accumulation cannot be silent: what is not kept must be sent.  With m micro-batches, m reductions.
+
+Cost: floating-point bytes sent a step, over all N ranks: m (N-1) padded gradient bytes
+(reduce-scatter; m is the largest number of micro-batches of a rank) + (N-1) padded parameter bytes
+(all-gather): ZeRO, arXiv 1910.02054, sections V-B and VII-B.  With clipping one float64 is
+all-reduced.  Memory: P + (G + O)/N, and two buckets of gradients during backward.
+Numbers: summed over ranks first, over micro-batches then, hence equal to DDP's but for the order of
+summation.
+Left out: offload of parameters (they are whole), optimizers that are not element-wise, reentrant
+checkpointing (a second gradient for a bucket that was sent is an error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impls.reference.engine import Engine
+from impls.reference.parts.handle import Handle
+from impls.reference.parts.options import Training, at_least, parse_options
+from impls.reference.parts.sharded import Bucket, ShardedUpdate
+from impls.reference.parts.state import gather_pieces
+from suite.comm import Comm, Mesh
+from suite.contract import Capabilities, Kind, Refused
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """``bucket_bytes`` limits a bucket."""
+
+    bucket_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("bucket_bytes", self.bucket_bytes, 1)
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-2 computes with whole parameters on every "
+                "rank; valid here: none, optimizer"
+            )
+
+
+def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero2:
+    """Shard update and gradients of ``module`` over ``comms["shard"]``, from rank 0's values."""
+    return Zero2(module, comms["shard"], options)
+
+
+class Zero2(ShardedUpdate):
+    """The handle: a round for every micro-batch of the busiest rank."""
+
+    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+        super().__init__(module, comm, options.bucket_bytes, options.precision)
+        self.kept = {
+            bucket: torch.empty(bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device)
+            for bucket in self.buckets
+        }
+        self.sums: dict[Bucket, Tensor] = {}  # of this round, in flight
+        self.rounds = self.begun = 0
+        self.computing = False
+
+    def before_step(self, micro_batches: int) -> None:
+        """Agree on the number of rounds."""
+        rounds = torch.tensor([micro_batches], dtype=torch.int32, device=self.device)
+        self.comm.all_reduce(rounds, op="max")
+        self.rounds, self.begun = int(rounds), 0
+        for bucket in self.buckets:
+            self.kept[bucket].zero_()
+
+    def accumulate(self, is_last: bool) -> None:
+        """Every micro-batch is a round of its own."""
+        self.close_round()
+        self.begin_round(computing=True)
+
+    def begin_round(self, computing: bool) -> None:
+        """The next round, for which this rank has a micro-batch or not."""
+        self.land()
+        self.begun += 1
+        self.computing = computing
+        self.start_round()
+
+    def close_round(self) -> None:
+        """Send what the running round has left."""
+        if self.sending:
+            self.end_round(self.computing)
+
+    def send(self, bucket: Bucket) -> None:
+        """Reduce into this rank's shard, once the bucket before it has landed."""
+        self.land()
+        sums = self.sums[bucket] = torch.empty_like(self.kept[bucket])
+        bucket.work = self.comm.reduce_scatter(sums, bucket.complete(), async_op=True)
+
+    def land(self) -> None:
+        """Wait for what is in flight, add it to the kept shard, and free the whole gradients."""
+        for bucket, sums in self.sums.items():
+            assert bucket.work is not None
+            bucket.work.wait()
+            self.kept[bucket] += sums
+            bucket.release()
+        self.sums.clear()
+
+    def gradient(self, bucket: Bucket) -> Tensor:
+        """The kept shard."""
+        return self.kept[bucket]
+
+    def finish(self) -> None:
+        """Take part in the rounds that other ranks still have; agree on use."""
+        self.close_round()
+        while self.begun < self.rounds:
+            self.begin_round(computing=False)
+            self.close_round()
+        self.land()
+        self.hand_over()
+
+
+class ReferenceZero2(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "zero2"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Everything that the ``zero2`` profile asks for."""
+        parse_options(Options, options)
+        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters")
+        return Capabilities(
+            axes=("shard",),
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="per_rank",
+            features=frozenset({*features, "sharded_optimizer", "sharded_gradients"}),
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the shard axis."""
+        comms = {"shard": mesh.comm("shard")}
+        return apply(module, comms, parse_options(Options, options))
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Whole tensors, gathered where they lie in shards."""
+        return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
+
+
+IMPLEMENTATION = ReferenceZero2
