@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -88,11 +88,13 @@ class PyTorchDDP(Implementation):
     """The adapter."""
 
     strategy = "ddp"
+    options_type: ClassVar[type[Options]] = Options
+    axis: ClassVar[str] = "replicate"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``ddp`` profile; what use of parameters is supported depends on the options."""
-        chosen = parse_options(Options, options)
+        chosen = parse_options(cls.options_type, options)
         features = {
             "clipping",
             "accumulation",
@@ -104,6 +106,7 @@ class PyTorchDDP(Implementation):
         if chosen.broadcast_buffers:
             features.add("buffer_broadcast")
         return Capabilities(
+            axes=(cls.axis,),
             dtypes=("float64", "float32", "bfloat16"),
             buffers="rank0" if chosen.broadcast_buffers else "per_rank",
             features=frozenset(features),
@@ -119,20 +122,24 @@ class PyTorchDDP(Implementation):
         options: Mapping[str, Any],
     ) -> None:
         """Build, load on rank 0, wrap."""
-        self.options = parse_options(Options, options)
+        self.options = parse_options(self.options_type, options)
         self.module: nn.Module = build(mesh.device)
         if state is not None:
             load_state(self.module, state)
-        self.comm = mesh.comm("replicate")
+        self.comm = mesh.comm(self.axis)
         if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
             broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
         self.build, self.spec = build, optimizer
         self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer = build_optimizer(optimizer, param_groups(optimizer, self.trainable))
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, over all that is trained."""
+        return build_optimizer(self.spec, param_groups(self.spec, self.trainable))
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """DDP around ``module``, over the replicate axis."""
+        """DDP around ``module``, over its axis."""
         rest: dict[str, Any] = {}
         if not self.options.broadcast_buffers:  # newer versions warn of the argument, so only then
             rest["broadcast_buffers"] = False

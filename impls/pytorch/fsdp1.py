@@ -1,0 +1,295 @@
+"""PyTorch's ``FullyShardedDataParallel`` (FSDP1), judged as it ships, with ``use_orig_params``.
+
+    what                        FULL_SHARD, SHARD_GRAD_OP     HYBRID_SHARD        NO_SHARD
+    parameters, gradients,      a flat range of each unit,    as left, equal      every rank, whole
+    optimizer state             over ``shard``                over ``replicate``
+    buffers                     every rank, its own
+
+    forward    unit i    all-gather i; compute; free i (SHARD_GRAD_OP and the root: keep)
+    backward   unit i    all-gather i - 1 ahead; compute; reduce-scatter i; (all-reduce over
+                         ``replicate``); free i
+    clip       FSDP's own ``clip_grad_norm_``, but in fp64, where it raises: it asks for the norm in
+               fp32 ("the dtype of the input (Double) should be convertible without narrowing").
+               There the adapter adds the squares up.
+    update     torch's optimizer on flat ranges, under the parameters' names
+
+FSDP divides by the number of data ranks, so losses are multiplied by it.  A world of one rank is
+NO_SHARD, whatever was asked for: torch warns and switches.
+
+Cost: ``fsdp1.payload_bytes``.  A unit's parameters lie end to end, each at a multiple of 16 bytes.
+Numbers: N times the loss, divided by about sqrt(N) before and after the sum over ranks.
+Left out: ``use_orig_params=False`` (parameters would lose their names), communication hooks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from impls.pytorch.adapter import Adapter, checkpoint_units, plain, whole_units
+from impls.reference.parts.norm import clip_factor, power_sum, total_norm
+from impls.reference.parts.optimizer import slot_pieces
+from impls.reference.parts.options import Training, at_least, parse_options
+from suite.comm import Mesh
+from suite.contract import Capabilities, Kind, Piece, Refused
+
+#: Mesh axes of each strategy.
+AXES = {
+    "NO_SHARD": ("replicate",),
+    "SHARD_GRAD_OP": ("shard",),
+    "FULL_SHARD": ("shard",),
+    "HYBRID_SHARD": ("replicate", "shard"),
+}
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """As the reference's, as far as FSDP1 has them; prefetching is on or off."""
+
+    sharding_strategy: Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = (
+        "FULL_SHARD"
+    )
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    accumulate_without_communication: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("recompute_every", "prefetch_forward", "prefetch_backward"):
+            at_least(name, getattr(self, name), 0)
+            if getattr(self, name) > 1:
+                raise Refused(f"option {name!r} = {getattr(self, name)}: FSDP1 knows 0 and 1 only")
+        if self.offload == "optimizer":
+            raise Refused("option 'offload' = 'optimizer': FSDP1 offloads parameters or none")
+        if self.offload == "parameters" and self.sharding_strategy == "NO_SHARD":
+            raise Refused("option 'offload' = 'parameters' contradicts NO_SHARD: nothing is freed")
+        if self.precision.output is not None:
+            raise Refused("option 'precision.output': FSDP1 does not cast outputs")
+
+    def declines(self) -> dict[str, str]:
+        """Traits that torch does not support."""
+        return {"unequal_micro_batches": "every forward gathers: ranks must run the same number"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements ``start`` to ``stop - 1`` of parameter ``name``, at ``offset`` of this rank's shard
+    of ``flat``, of whose parameters it is number ``index``."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+    flat: Any
+    index: int
+
+    def piece(self, tensor: Tensor, replica: int, slot: str = "") -> Piece:
+        """``tensor`` of this layout, for the judge."""
+        name = f"{self.name}.{slot}" if slot else self.name
+        span = (self.start, self.stop)
+        flat = tensor.detach().reshape(-1)
+        return Piece(name, self.shape, flat, flat_range=span, replica=replica)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What the optimizer updates."""
+        found: nn.Parameter = self.flat._params[self.index]
+        return found
+
+
+class PyTorchFSDP1(Adapter):
+    """The adapter."""
+
+    strategy = "fsdp1"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """The ``fsdp1`` profile; axes and the rest depend on the options."""
+        chosen = parse_options(Options, options)
+        features = {
+            "clipping",
+            "accumulation",
+            "initial_broadcast",
+            "frozen_parameters",
+            "wrapped_units",
+        }
+        if chosen.accumulate_without_communication:
+            features.add("accumulation_without_communication")
+        if chosen.precision.reduce == torch.float32:
+            features.add("fp32_reduction")
+        return Capabilities(
+            axes=AXES[chosen.sharding_strategy],
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="per_rank",
+            features=frozenset(features),
+            declines=chosen.declines(),
+        )
+
+    def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
+        """The options, if the mesh has the axes of the strategy."""
+        self.options = parse_options(Options, options)
+        self.axes = AXES[self.options.sharding_strategy]
+        missing = [axis for axis in self.axes if axis not in mesh.axes]
+        if missing:
+            raise Refused(
+                f"option 'sharding_strategy' = {self.options.sharding_strategy!r} needs the axes "
+                f"{', '.join(self.axes)}; this mesh has {', '.join(mesh.axes)}"
+            )
+        if self.options.offload == "parameters" and mesh.device == "cpu":
+            raise Refused(
+                "option 'offload' = 'parameters': FSDP1 raises 'Cannot access accelerator device "
+                "when none is available'"
+            )
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Checkpoint, then wrap: units, and what is left in the root."""
+        first = {id(p): name for name, p in module.named_parameters()}
+        owners = dict(module.named_modules())
+        names = {}
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            owner, _, leaf = path.rpartition(".")
+            names[owners[owner], leaf] = first[id(parameter)]
+        units = whole_units(module, self.build.units)
+        if self.options.recompute_every:
+            checkpoint_units(module, self.build.units)
+        self.loss_factor = float(self.data.size)
+        wrapped = self.wrap(module, {module.get_submodule(name) for name in units})
+        self.places = list(self.lay_out(wrapped, names))
+        self.by_name = {place.name: place for place in self.places}
+        return wrapped
+
+    def wrap(self, module: nn.Module, units: set[nn.Module]) -> FSDP:
+        """FSDP around ``module`` and each of ``units``."""
+        groups = [self.mesh.comm(axis).group for axis in reversed(self.axes)]
+        precision, ahead = self.options.precision, bool(self.options.prefetch_backward)
+        mixed = MixedPrecision(precision.parameters, precision.reduce, precision.buffers)
+        with warnings.catch_warnings():  # of deprecation, and of NO_SHARD in a world of one
+            warnings.simplefilter("ignore")
+            return FSDP(
+                module,
+                process_group=groups[0] if len(groups) == 1 else tuple(groups),
+                sharding_strategy=ShardingStrategy[self.options.sharding_strategy],
+                cpu_offload=CPUOffload(offload_params=self.options.offload == "parameters"),
+                auto_wrap_policy=CustomPolicy(lambda child: child in units),
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE if ahead else None,
+                mixed_precision=None if precision.as_built else mixed,
+                device_id=torch.device(self.mesh.device),
+                forward_prefetch=bool(self.options.prefetch_forward),
+                use_orig_params=True,
+            )
+
+    def lay_out(self, wrapped: FSDP, names: Mapping[Any, str]) -> Iterator[Place]:
+        """What this rank holds, by FSDP's own metadata; what it holds nothing of is left out."""
+        for unit in FSDP.fsdp_modules(wrapped):
+            flat = unit._flat_param
+            if flat is None:
+                continue
+            rows = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+            for index, (info, shape, part) in enumerate(rows):
+                name = names[info.module, info.param_name]
+                if not shape.numel():
+                    yield Place(name, tuple(shape), 0, 0, 0, flat, index)
+                elif part.in_shard:
+                    start, stop = part.intra_param_start_idx, part.intra_param_end_idx + 1
+                    offset = part.offset_in_shard
+                    yield Place(name, tuple(shape), start, stop, offset, flat, index)
+
+    def updated(self) -> dict[str, Tensor]:
+        """The trainable parameters that this rank holds a part of."""
+        held = {place.name: place.parameter for place in self.places}
+        return {name: p for name, p in held.items() if p.requires_grad}
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
+        """Reduce always, or with the last micro-batch only."""
+        if self.options.accumulate_without_communication and not is_last:
+            assert isinstance(self.module, FSDP)
+            return self.module.no_sync()
+        return nullcontext()
+
+    def clip(self, limit: float) -> Tensor:
+        """FSDP's own, but in fp64."""
+        assert isinstance(self.module, FSDP)
+        gradients = [p.grad for p in self.updated().values() if p.grad is not None]
+        if all(gradient.dtype != torch.float64 for gradient in gradients):
+            return self.module.clip_grad_norm_(limit)
+        axes = tuple(axis for axis in self.axes if axis == "shard")
+        nothing = torch.zeros((), dtype=torch.float64)
+        parts = [(nothing, axes), *((power_sum(gradient), axes) for gradient in gradients)]
+        norm = total_norm(parts, self.mesh.comm)
+        for gradient in gradients:
+            gradient.mul_(clip_factor(norm, limit))
+        return norm
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Flat ranges."""
+        if kind == "optimizer":
+            return slot_pieces(self.optimizer, self.slot)
+        if kind == "buffers":
+            named = self.inner.named_buffers()
+            rank = self.mesh.rank
+            return [Piece.whole(own(n), b.detach(), replica=rank) for n, b in named]
+        replica = self.replica()
+        if kind == "parameters":
+            return [place.piece(self.held(place), replica) for place in self.places]
+        return [
+            place.piece(place.parameter.grad, replica)
+            for place in self.places
+            if place.parameter.grad is not None and place.parameter.requires_grad
+        ]
+
+    def held(self, place: Place) -> Tensor:
+        """The part of this rank's shard at ``place``."""
+        shard: Tensor = getattr(place.flat, "_local_shard", place.flat).detach()
+        return shard[place.offset : place.offset + place.stop - place.start]
+
+    def slot(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        """An optimizer slot, or a number that every rank keeps."""
+        if tensor.dim() == 0 and slot == "step":
+            return Piece.whole(f"{name}.{slot}", tensor, replica=self.mesh.rank)
+        return self.by_name[name].piece(tensor, self.replica(), slot)
+
+    def replica(self) -> int:
+        """The copy that this rank's shards belong to."""
+        return self.mesh.coordinate.get("replicate", 0)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """FSDP's full state dict; buffers of this rank."""
+        if kind == "buffers":
+            return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+        if kind != "parameters":
+            raise Refused(f"gathers parameters and buffers only, not {kind}")
+        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with FSDP.state_dict_type(self.module, StateDictType.FULL_STATE_DICT, config):
+                found = {own(n): t for n, t in self.module.state_dict().items()}
+        return {name: found[name].clone() for name in self.all_names()}
+
+    def all_names(self) -> list[str]:
+        """Names of all parameters, on whichever rank they lie."""
+        return [own(name) for name, _ in self.module.named_parameters()]
+
+
+def own(name: str) -> str:
+    """``name`` as it was before units were wrapped."""
+    return plain(name.replace("_fsdp_wrapped_module.", ""))
+
+
+IMPLEMENTATION = PyTorchFSDP1
