@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 #: Known by what they hold; where two claim one storage, the first here wins.
 LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers")
+#: The device of storages that are mapped from files: the host tier of machines without a GPU.
+FILE = "file"
 CLASSES = (*LABELS, "communication", "activations", "temporary")
 
 #: ``own``: counted.  ``before``: there already, or the suite's; counted once labelled.
@@ -74,11 +76,14 @@ class MemoryLog:
 
     An event of storage -1 only says that another phase began.  A mark ``(name, step, events)``
     names a moment by the number of events before it.  Bytes are those of storages, padding and all.
+    ``moved`` counts floating-point bytes that were copied between the tiers, by (step, phase,
+    ``down`` to the host or ``up`` from it).
     """
 
     storages: list[Storage] = field(default_factory=list)
     events: list[tuple[int, int, str, int]] = field(default_factory=list)
     marks: list[tuple[str, int, int]] = field(default_factory=list)
+    moved: dict[tuple[int, str, str], int] = field(default_factory=dict)
 
     def bytes(self, at: str, step: int | None = None, device: str | None = None) -> dict[str, int]:
         """Bytes by class at the mark ``at`` (of ``step``; otherwise the last one of that name).
@@ -169,6 +174,7 @@ class MemoryLog:
             "storages": {name: [getattr(s, name) for s in self.storages] for name in names},
             "events": [list(column) for column in zip(*self.events, strict=True)] or [[]] * 4,
             "marks": [list(mark) for mark in self.marks],
+            "moved": [[*key, size] for key, size in self.moved.items()],
         }
 
     @classmethod
@@ -180,6 +186,7 @@ class MemoryLog:
             [Storage(**dict(zip(columns, row, strict=True))) for row in rows],
             list(zip(*data["events"], strict=True)),
             [(name, step, position) for name, step, position in data["marks"]],
+            {(step, phase, way): size for step, phase, way, size in data["moved"]},
         )
 
     def _position(self, name: str, step: int | None) -> int:

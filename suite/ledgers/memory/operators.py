@@ -20,6 +20,10 @@ EITHER = 3
 SENDS = 4
 #: Returns its input, of which the fake kernel makes a copy.
 WAIT = 5
+#: Copies its second argument into its first.
+COPY = 6
+#: New storages with the first argument's values.
+DUPLICATE = 7
 
 # Views that their schemas do not declare.
 _UNDECLARED = ("aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_chunk")
@@ -54,6 +58,10 @@ def _kind(operator: Any, name: str) -> int:
         return WAIT
     if name.startswith(("c10d.", "_c10d_functional.")):
         return SENDS
+    if name.startswith(("aten.copy_.", "aten._foreach_copy_.")):
+        return COPY
+    if name.startswith(("aten.clone.", "aten._to_copy.")):
+        return DUPLICATE
     if name.startswith(_UNDECLARED):
         return EITHER
     if name.startswith(("aten.lift_fresh", "aten.set_.")):

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from suite.ledgers.memory import installed, operators
-from suite.ledgers.memory.log import LABELS, MemoryLog, Origin, Storage
+from suite.ledgers.memory.log import FILE, LABELS, MemoryLog, Origin, Storage
 
 if TYPE_CHECKING:
     from suite.contract import Piece
@@ -198,7 +198,9 @@ class MemoryLedger(TorchDispatchMode):
         if kind == operators.VIEW:
             return result
         self._turn()
-        if kind == operators.IN_PLACE:
+        if kind == operators.COPY:
+            self._copied(args[0], args[1])
+        if kind in (operators.IN_PLACE, operators.COPY):
             return result
         for tensor in (result,) if isinstance(result, Tensor) else operators.tensors(result):
             for part in self._countable(tensor):
@@ -209,6 +211,8 @@ class MemoryLedger(TorchDispatchMode):
                     self._born(part, storage, name, "before" if given else "own")
                 elif ref.size != (size := storage.nbytes()):
                     self._size(ref, size)
+        if kind == operators.DUPLICATE:
+            self._copied(result, args[0])
         if kind == operators.SENDS:
             self.touch(operators.tensors((args, kwargs, result)))
         return result
@@ -220,6 +224,21 @@ class MemoryLedger(TorchDispatchMode):
             for tensor in operators.tensors((args, kwargs))
             for part in self._countable(tensor)
         )
+
+    def _copied(self, targets: Any, sources: Any) -> None:
+        """Floating-point values that went from one tier to the other, as bytes of the device."""
+        phase, step = self._now
+        if self.fakes or self._pauses or phase == "observe":
+            return
+        pairs = zip(operators.tensors(targets), operators.tensors(sources), strict=False)
+        for target, source in pairs:
+            to_host, from_host = _on_host(target, source), _on_host(source, target)
+            if to_host == from_host or not source.is_floating_point():
+                continue
+            direction, on_device = ("down", source) if to_host else ("up", target)
+            size = target.numel() * on_device.element_size()
+            key = (step, phase, direction)
+            self.log.moved[key] = self.log.moved.get(key, 0) + size
 
     def _refs(self, tensor: Tensor) -> Iterator[_Ref]:
         for part in self._countable(tensor):
@@ -247,8 +266,8 @@ class MemoryLedger(TorchDispatchMode):
         unit = self._unit() if self._unit is not None else ""
         where = tensor.device
         device = _devices.get(where) or _devices.setdefault(where, str(where))
-        if operation.startswith("aten.from_file"):
-            device = "file"
+        if _of_file(storage):
+            device = FILE
         self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
         self._known[ref.key] = ref
         self._size(ref, storage.nbytes())
@@ -282,6 +301,20 @@ class MemoryLedger(TorchDispatchMode):
         if tensor.layout is torch.strided:
             return (tensor,)
         return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
+
+
+def _of_file(storage: torch.UntypedStorage) -> bool:
+    """Whether ``storage`` is mapped from a file, whoever made it and how."""
+    return storage.device.type == "cpu" and getattr(storage, "filename", None) is not None
+
+
+def _on_host(tensor: Tensor, other: Tensor) -> bool:
+    """Whether ``tensor`` lies on the host tier: beside an accelerator the CPU, else in files."""
+    if tensor.device.type != "cpu":
+        return False
+    if other.device.type not in ("cpu", "meta"):
+        return True
+    return tensor.layout is torch.strided and _of_file(tensor.untyped_storage())
 
 
 def _flattened(wrapper: Any) -> Sequence[str]:
