@@ -35,7 +35,8 @@ class Bucket:
     """Parameters ``named`` (of one dtype) as views of one flat tensor, and this rank's shard of it.
 
     ``values`` has ``layout.padded`` elements in the dtype that is computed with; ``targets`` are
-    this rank's parts of it, one-dimensional, by name: what the optimizer updates.
+    this rank's parts of it, one-dimensional, by name: what the optimizer updates.  A parameter that
+    is not contiguous is no view but a copy: with other strides a product rounds otherwise.
     """
 
     @torch.no_grad()
@@ -46,8 +47,14 @@ class Bucket:
         self.device = next(iter(named.values())).device
         self.values = self.layout.empty(self.device, precision.compute(self.layout.dtype))
         self.layout.pack(self.values, named)
+        #: Parameters with strides of their own, which keep them, beside their place in the bucket.
+        self.strided: list[tuple[Tensor, Tensor]] = []
         for name, view in self.layout.views(self.values).items():
-            named[name].data = view
+            if named[name].is_contiguous():
+                named[name].data = view
+            else:
+                named[name].data = named[name].data.to(view.dtype)
+                self.strided.append((named[name].data, view))
         self.parts: dict[str, Part] = {part.name: part for part in self.layout.parts(comm.rank)}
         own = self.layout.shard(self.values, comm.rank)
         self.targets = {name: part.of_shard(own) for name, part in self.parts.items()}
@@ -92,6 +99,16 @@ class Bucket:
         """Let the flat gradients go."""
         self.full, self.views = None, {}
         self.filled.clear()
+
+    def take_values(self) -> None:
+        """Into the bucket what only lies beside it."""
+        for parameter, view in self.strided:
+            view.copy_(parameter)
+
+    def publish(self) -> None:
+        """Out of the bucket what also lies beside it."""
+        for parameter, view in self.strided:
+            parameter.copy_(view)
 
     def gather(self) -> Work | None:
         """Start giving this rank's shard of the values to all (in place)."""
@@ -201,6 +218,7 @@ class ShardedUpdate(Handle):
         used = dict(zip(names, ballot.tolist(), strict=False))
         held_up = ballot[len(names) :].tolist()
         for bucket in self.buckets:
+            bucket.take_values()
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
                 bucket.targets[name].grad = part.of_shard(shard) if used[name] else None
@@ -231,9 +249,10 @@ class ShardedUpdate(Handle):
     def after_update(self) -> None:
         """All get everybody's updated shards."""
         works = [bucket.gather() for bucket in self.buckets]
-        for work in works:
+        for bucket, work in zip(self.buckets, works, strict=True):
             if work is not None:
                 work.wait()
+            bucket.publish()
 
     def after_step(self) -> None:
         """Clear gradients; late buckets go to the end of the queue."""
