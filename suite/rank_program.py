@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from suite import backends, registry
 from suite.case import DATA_AXES, Case, data_shares
 from suite.comm import Mesh
 from suite.contract import (
+    KINDS,
     POINTS,
     Batch,
     Build,
@@ -34,6 +36,8 @@ from suite.contract import (
     StepResult,
 )
 from suite.ledgers import phases, traffic
+from suite.ledgers.memory import MemoryLedger, summary, weighable
+from suite.ledgers.memory import watch as watch_memory
 from suite.workloads import Workload
 
 #: What is looked at, and when.
@@ -63,9 +67,20 @@ class _Rank:
         self.capabilities = self.cls.capabilities(case.options)
         self.implementation: Implementation | None = None
         self.log = phases.current()
+        self.memory = open_memory(case, self.capabilities)
+        self.built: list[weakref.ref[nn.Module]] = []
+        #: Pieces that lie in no storage of the rank: computed for the observation.
+        self.unmatched: dict[str, None] = {}
 
     def run(self) -> dict[str, Any]:
         """Drive the implementation; what it holds at every observation is the record."""
+        with self.memory or nullcontext():
+            record = self._run()
+        record["memory"] = summary(self.memory.log) if self.memory else []
+        record["unmatched"] = list(self.unmatched)
+        return record
+
+    def _run(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "rank": self.rank,
             "capabilities": describe(self.cls, self.capabilities),
@@ -78,7 +93,8 @@ class _Rank:
             self._take_seat(self._members(0))
             record["coordinate"] = self.mesh.coordinate
             if self.implementation is not None:
-                record["initial"] = self._holds(("parameters", "buffers"))
+                with self._aside():
+                    record["initial"] = self._holds(("parameters", "buffers"))
             for step in range(self.case.steps):
                 if step and self._members(step) != self.mesh.ranks:
                     self._change_seats(self._members(step))
@@ -115,7 +131,9 @@ class _Rank:
         if self.rank in members:
             first = self.rank == members[0]
             lends = self.capabilities.initial_state == "everywhere" or first
-            self._set_up(self.mesh, self.workload.state() if lends else None)
+            with self._aside():
+                state = self.workload.state() if lends else None
+            self._set_up(self.mesh, state)
 
     def _change_seats(self, members: tuple[int, ...]) -> None:
         """Members leave and join between two steps; every rank helps to make the groups."""
@@ -147,8 +165,15 @@ class _Rank:
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
         self.implementation = self.cls()
         coordinate = self._batch(0)[1] or 0
-        build = _WatchedBuild(self.workload.build_for(self.rank, coordinate))
+        build = _WatchedBuild(self.workload.build_for(self.rank, coordinate), self._watch)
         self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+
+    def _watch(self, module: nn.Module, units: Sequence[str]) -> None:
+        """Set the suite's hooks on what was built."""
+        phases.watch(module, units)
+        if self.memory:
+            watch_memory(module)
+            self.built.append(weakref.ref(module))
 
     def _batch(self, step: int) -> tuple[Batch, int | None]:
         """This rank's share of the global batch (empty unless it is a worker), and its number."""
@@ -161,8 +186,22 @@ class _Rank:
         coordinate = shares[self.rank]
         if self.case.shares:
             coordinate = self.case.shares[coordinate]
-        batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
-        return _placed(batch, self.mesh.device, self.case.loss_scale), coordinate
+        with self._aside():
+            batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
+            return _placed(batch, self.mesh.device, self.case.loss_scale), coordinate
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """What is allocated inside is the suite's and not counted."""
+        return self.memory.paused() if self.memory else nullcontext()
+
+    def _weigh(self, point: str) -> None:
+        """Label what the rank holds at this moment, and mark it."""
+        if self.memory is None or self.implementation is None:
+            return
+        pieces = {kind: self.implementation.local_state(kind) for kind in KINDS}
+        modules = [module for made in self.built if (module := made()) is not None]
+        self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
+        self.memory.mark(point)
 
     def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
         assert self.implementation is not None
@@ -220,10 +259,13 @@ class _Rank:
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
+                self._weigh(point)
                 observed[point] = self._holds(KINDS_AT[point])
 
         first_call = len(ledger.calls) if ledger else 0
         first_event = log.now if log else 0
+        if self.memory:
+            self.memory.step = step
         with log.step(step) if log else nullcontext():
             result = self.implementation.step(batch, observe)
             if not isinstance(result, StepResult):
@@ -243,6 +285,14 @@ class _Rank:
             "calls": [first_call, len(ledger.calls) if ledger else 0],
             "events": [first_event, log.now if log else 0],
         }
+
+
+def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
+    """The rank's memory ledger, where ``case`` asks for it and it can be had."""
+    log = phases.current()
+    if log is None or not weighable(case, capabilities.backends):
+        return None
+    return MemoryLedger(lambda: log.phase)
 
 
 def _placed(batch: Batch, device: str, factor: float) -> Batch:
@@ -313,13 +363,14 @@ def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
 class _WatchedBuild:
     """The workload's build, with the suite's program-order hooks on what it makes."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, watch: Callable[[nn.Module, Sequence[str]], None]) -> None:
         self._build = build
+        self._watch = watch
         self.units = build.units
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self._build(device)
-        phases.watch(module, self.units)
+        self._watch(module, self.units)
         return module
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:

@@ -1,10 +1,11 @@
 """Records: the account of each case as one Parquet file, and the manifest that seals a run's files.
 
-    results/<run-id>/records/<case>.parquet   rows of eight sections, told apart by ``section``:
+    results/<run-id>/records/<case>.parquet   rows of nine sections, told apart by ``section``:
         tensor       one a moment, kind, name and replica: SHA-256, shape, dtype, norms, owners
         comparison   one a comparison of a check: error against bound; what a spoilt copy passed
         step         one a rank and step: loss, norm, and the ranges of its calls and events
         call, event  one a call to a process group, one an entry of the program-order log
+        memory       one a rank, mark or phase, device and class: bytes held, or their peak
         whole        copies of tensors that failed, byte for byte
         timing       seconds of the case's parts
                      what is no table (the case, claims, how ranks ended) is JSON in the metadata
@@ -80,6 +81,15 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "floating": "bool",
     },
     "event": {"rank": "int32", "number": "int64", "kind": "string", "name": "string"},
+    "memory": {
+        "rank": "int32",
+        "moment": "string",
+        "step": "int32",
+        "where": "string",
+        "device": "string",
+        "kind": "string",
+        "bytes": "int64",
+    },
     "whole": {
         "step": "int32",
         "point": "string",
@@ -92,6 +102,8 @@ _COLUMNS: dict[str, dict[str, str]] = {
     },
     "timing": {"name": "string", "seconds": "float64"},
 }
+#: What of a rank's record becomes rows.
+_LISTS = ("steps", "traffic", "events", "memory")
 
 
 class RecordError(ValueError):
@@ -198,13 +210,14 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
     records = []
     for record in figures["records"]:
         rank = record["rank"]
-        records.append({k: v for k, v in record.items() if k not in ("steps", "traffic", "events")})
+        records.append({k: v for k, v in record.items() if k not in _LISTS})
         for step in record["steps"]:
             detail = {k: v for k, v in step.items() if k not in ("step", "loss", "norm")}
             rows["step"].append(
                 {"rank": rank, "detail": json.dumps(detail)}
                 | {k: step[k] for k in ("step", "loss", "norm")}
             )
+        rows["memory"] += [{"rank": rank} | row for row in record["memory"]]
         rows["call"] += [{"rank": rank} | call for call in record["traffic"]]
         rows["event"] += [
             {"rank": rank, "number": number, "kind": kind, "name": name}
@@ -233,15 +246,14 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
     compared: dict[str, list[dict[str, Any]]] = {check: [] for check in kept.pop("checks")}
     for row in rows("comparison"):
         compared[row.pop("check")].append({k: v for k, v in row.items() if v is not None})
-    by_rank = {
-        record["rank"]: record | {"steps": [], "traffic": [], "events": []}
-        for record in kept["records"]
-    }
+    by_rank = {record["rank"]: record | {name: [] for name in _LISTS} for record in kept["records"]}
     for row in rows("step"):
         step = {k: row[k] for k in ("step", "loss", "norm")}
         by_rank[row["rank"]]["steps"].append(step | json.loads(row["detail"]))
     for row in rows("call"):
         by_rank[row.pop("rank")]["traffic"].append(row)
+    for row in rows("memory"):
+        by_rank[row.pop("rank")]["memory"].append(row)
     for row in rows("event"):
         told = [row["number"], row["kind"], row["name"]]
         by_rank[row["rank"]]["events"].append(told)

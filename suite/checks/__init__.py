@@ -28,6 +28,7 @@ CHECKS: dict[str, str] = {
         "replicas",
         "norm",
         "traffic",
+        "memory",
         "overlap",
         "engagement",
         "refusals",

@@ -86,6 +86,10 @@ class Promise(ABC):
         """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
         return {}
 
+    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """Floating-point bytes that ``rank`` copies between the tiers in ``step``, by direction."""
+        return {"down": 0, "up": 0}
+
     @abstractmethod
     def local(self, rank: int) -> Local:
         """Elements by name on ``rank`` after the last step."""
@@ -114,7 +118,7 @@ def flow(
 
     The payload is the whole output of an all-gather and the whole input of a reduce-scatter.
     """
-    size, sizes = plan.size(axis), list(payloads)
+    size, sizes = plan.size(axis), [payload for payload in payloads if payload]
     if size == 1 or not sizes or not times:
         return []
     factor = 2 * (size - 1) if operation == "all_reduce" else size - 1

@@ -14,6 +14,9 @@ from typing import Any
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan
 
 
+_CONTAINERS = ("ModuleList", "ModuleDict")
+
+
 @dataclass(frozen=True)
 class Flat:
     """Tensors of one dtype laid end to end and cut into ``shards`` equal shards.
@@ -84,15 +87,15 @@ class Unit:
 
     @property
     def trained(self) -> tuple[Flat, ...]:
-        """Layouts of which some tensor is trained."""
-        return tuple(f for f in self.flats if any(t.trainable for t in f.members))
+        """Layouts of what is trained."""
+        return tuple(f for f in self.flats if f.members[0].trainable)
 
 
-def by_dtype(tensors: Iterable[TensorPlan], shards: int) -> tuple[Flat, ...]:
-    """One layout per dtype, in order of first appearance."""
-    groups: dict[str, list[TensorPlan]] = {}
+def layouts(tensors: Iterable[TensorPlan], shards: int) -> tuple[Flat, ...]:
+    """One layout per dtype, trained and frozen apart, in order of first appearance."""
+    groups: dict[tuple[str, bool], list[TensorPlan]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        groups.setdefault((tensor.dtype, tensor.trainable), []).append(tensor)
     return tuple(Flat(tuple(members), shards) for members in groups.values())
 
 
@@ -123,36 +126,38 @@ def units(plan: Plan, shards: int) -> list[Unit]:
     for tensor in plan.parameters:
         homes = {_innermost(owner, chosen) for owner in tensor.owners}
         members[homes.pop() if len(homes) == 1 else ""].append(tensor)
-    return [Unit(name, by_dtype(held, shards)) for name, held in members.items() if held]
+    return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
 
 
 def unit_names(plan: Plan) -> list[str]:
-    """Modules that the option ``wrap`` makes units, in order of registration."""
+    """Modules that the option ``wrap`` makes units, in order of registration.
+
+    Containers are never called, so they are no units.
+    """
+    called = {n: kind for n, kind in plan.modules.items() if n and kind not in _CONTAINERS}
     wrap: Mapping[str, Any] = plan.options.get("wrap") or {}
     if "units" in wrap:
         wanted = {str(name) for name in wrap["units"]}
-        return [name for name in plan.modules if name in wanted]
+        return [name for name in called if name in wanted]
     if "module_class" in wrap:
         classes = {str(name) for name in wrap["module_class"]}
-        return [name for name, kind in plan.modules.items() if name and kind in classes]
+        return [name for name, kind in called.items() if kind in classes]
     if "minimum_parameters" in wrap:
-        return _of_size(plan, int(wrap["minimum_parameters"]))
+        return _of_size(plan, list(called), int(wrap["minimum_parameters"]))
     return list(plan.units)
 
 
-def _of_size(plan: Plan, least: int) -> list[str]:
+def _of_size(plan: Plan, names: Sequence[str], least: int) -> list[str]:
     """Modules with at least ``least`` elements that no unit inside them holds, inner ones first."""
     free = {t.name: t for t in plan.parameters}
     chosen = set()
-    for name in sorted(plan.modules, key=lambda n: -n.count(".")):
-        if not name:
-            continue
+    for name in sorted(names, key=lambda n: -n.count(".")):
         inside = [t for t in free.values() if all(_within(o, name) for o in t.owners)]
         if sum(t.numel for t in inside) >= least:
             chosen.add(name)
             for tensor in inside:
                 del free[tensor.name]
-    return [name for name in plan.modules if name in chosen]
+    return [name for name in names if name in chosen]
 
 
 def _innermost(owner: str, names: Sequence[str]) -> str:

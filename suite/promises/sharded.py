@@ -18,7 +18,7 @@ from suite.promises.base import (
     state_bytes,
 )
 from suite.promises.layout import Flat, Unit, buckets, units
-from suite.promises.plan import ITEMSIZE, TensorPlan, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Default of the option ``bucket_bytes``.
@@ -75,7 +75,7 @@ class Zero1(Promise):
         return {
             "parameters": self.parameter_bytes(),
             "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else 0,
-            "gradients": self.gradient_bytes(),
+            "gradients": self.gradient_bytes(rank, step),
             "optimizer_state": state_bytes(plan, parts, updated),
         }
 
@@ -87,9 +87,10 @@ class Zero1(Promise):
         )
         return frozen + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
 
-    def gradient_bytes(self) -> int:
+    def gradient_bytes(self, rank: int, step: int) -> int:
         """Whole, in the flat layouts that they are reduced from."""
-        return sum(flat.padded_bytes(self.plan.reduction(flat.dtype)) for flat in self.flats)
+        flats = owned(self.plan, self.flats, rank, step)
+        return sum(flat.padded_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
 
     def local(self, rank: int) -> Local:
         """Whole parameters; gradients whole or sharded, optimizer state sharded."""
@@ -117,9 +118,10 @@ class Zero2(Zero1):
         """One a micro-batch of the busiest rank."""
         return self.plan.rounds
 
-    def gradient_bytes(self) -> int:
+    def gradient_bytes(self, rank: int, step: int) -> int:
         """The kept shards."""
-        return sum(flat.shard_bytes(self.plan.reduction(flat.dtype)) for flat in self.flats)
+        flats = owned(self.plan, self.flats, rank, step)
+        return sum(flat.shard_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
 
     def local(self, rank: int) -> Local:
         """Gradients as the optimizer's state."""
@@ -194,6 +196,16 @@ class Zero3(Promise):
         unit and what is prefetched.
         """
         return {}
+
+
+def owned(plan: Plan, flats: Iterable[Flat], rank: int, step: int) -> list[Flat]:
+    """Layouts of which ``rank`` owns a part that has a gradient in ``step``.
+
+    To a rank that owns nothing of it a buffer of gradients is one for communication.
+    """
+    shard = plan.coordinate(rank).get("shard", 0)
+    now = {t.name for t in used(plan.parameters, step)}
+    return [flat for flat in flats if any(t.name in now for t, _ in flat.parts(shard))]
 
 
 def _of_used(

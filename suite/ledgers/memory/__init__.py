@@ -7,5 +7,15 @@ process meanwhile, ``log`` is the written log: plain data that is classed and re
 from suite.ledgers.memory.installed import communicated, watch
 from suite.ledgers.memory.log import CLASSES, MemoryLog, Peak
 from suite.ledgers.memory.recorder import MemoryLedger
+from suite.ledgers.memory.summary import summary, weighable
 
-__all__ = ["CLASSES", "MemoryLedger", "MemoryLog", "Peak", "communicated", "watch"]
+__all__ = [
+    "CLASSES",
+    "MemoryLedger",
+    "MemoryLog",
+    "Peak",
+    "communicated",
+    "summary",
+    "watch",
+    "weighable",
+]

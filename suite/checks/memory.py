@@ -1,0 +1,159 @@
+"""Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
+
+Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
+included), on the device's tier and, where state is offloaded, on the host's.  Between the points
+the largest bytes of a class must lie within two bounds that follow from the largest unit, from
+prefetch and from buckets: too much is state that was not let go, too little is work that was not
+done.  Bytes that are copied between the tiers in a step are counted apart from network traffic and
+compared, too.  Promises are in :mod:`suite.promises`; the accounting (A32, A16, ...) is named.
+
+*Cannot see* activations, buffers and kernels' temporaries (measured, not judged), what an allocator
+rounds up, or a backend whose threads free late: gloo is weighed for systems that need processes
+only.  A buffer that a rank owns no part of counts as communication, not as gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from suite.checks import Outcome, Worst
+from suite.evidence import Figures
+from suite.formulas import CaseFacts
+from suite.ledgers.memory import weighable
+from suite.ledgers.memory.summary import PHASES
+from suite.promises import Promise, memory_ratio, promise_of
+from suite.promises.accounting import Accounting, accounting_of
+from suite.promises.base import JUDGED
+
+#: (step, place) -> tier -> class -> bytes.
+Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
+
+
+def decide(evidence: Figures) -> Outcome:
+    """Compare every rank's bytes with the promise of the claimed strategy."""
+    case, strategy = evidence.case, evidence.capabilities["strategy"]
+    if not case.ledgers:
+        return Outcome("memory", "skip", "ledgers are off")
+    if not weighable(case, evidence.capabilities["backends"]):
+        return Outcome("memory", "skip", f"{case.backend} frees late: weighed on in_memory")
+    if case.membership:
+        return Outcome("memory", "skip", "members change: no promise")
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    promise = promise_of(strategy, plan)
+    if promise is None:
+        return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
+    accounting = accounting_of(promise.plan)
+    figures = _figures(evidence, promise, accounting)
+    for record in evidence.records:
+        marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
+        for what, step, place, kind, held, low, high in (
+            *_resident(evidence, promise, record, marks),
+            *_peaks(evidence, promise, record["rank"], peaks),
+            *_moved(evidence, promise, record),
+        ):
+            if low <= held <= high:
+                continue
+            rank, bound = record["rank"], low if held < low else high
+            wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            message = (
+                f"rank {rank}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} "
+                f"promised ({strategy}, {accounting.id})"
+            )
+            if record["unmatched"]:
+                message += f"; computed for the observation: {', '.join(record['unmatched'][:3])}"
+            distance = float(abs(held - bound))
+            worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
+            return Outcome("memory", "fail", message, worst, figures)
+    return Outcome("memory", "pass", "", None, figures)
+
+
+Comparison = tuple[str, int, str, str, int, int, int]
+
+
+def _resident(
+    evidence: Figures, promise: Promise, record: Mapping[str, Any], marks: Weights
+) -> Iterator[Comparison]:
+    """(what, step, place, class, held, least, most) at every observation point."""
+    rank, updated = record["rank"], -1
+    for step in evidence.steps:
+        told = record["steps"][step]
+        for point in told["observed"]:
+            if point == "after_update" and not told["metrics"].get("skipped"):
+                updated = step
+            found = marks.get((step, point), {})
+            for tier, promised in (
+                ("device", promise.resident(rank, step, updated)),
+                ("host", promise.host(rank, step, updated)),
+            ):
+                what = "held" if tier == "device" else "held on the host tier"
+                for kind, size in promised.items():
+                    held = found.get(tier, {}).get(kind, 0)
+                    yield what, step, point, kind, held, size, size
+
+
+def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Bytes copied between the tiers in every step; they are no network traffic."""
+    updated, found = -1, Counter[tuple[int, str]]()
+    for row in record["memory"]:
+        if row["moment"] == "moved" and row["where"] in PHASES:
+            found[row["step"], row["kind"]] += row["bytes"]
+    for step in evidence.steps:
+        updated = updated if record["steps"][step]["metrics"].get("skipped") else step
+        for way, size in promise.moved(record["rank"], step, updated).items():
+            yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
+
+
+def _peaks(evidence: Figures, promise: Promise, rank: int, peaks: Weights) -> Iterator[Comparison]:
+    for step, phase in peaks:
+        for kind, bound in promise.peaks(rank, phase, step).items():
+            held = peaks[step, phase].get("device", {}).get(kind, 0)
+            yield "at the peak", step, phase, kind, held, bound.low, bound.high
+
+
+def _weights(evidence: Figures, record: Mapping[str, Any], moment: str) -> Weights:
+    found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(int))
+    )
+    on_gpu = any(row["device"].startswith("cuda") for row in record["memory"])
+    for row in record["memory"]:
+        if row["moment"] == moment:
+            # Beside a GPU the host's memory is the host tier; without one it is a file's pages.
+            host = row["device"] == "file" or (on_gpu and row["device"] == "cpu")
+            tier = "host" if host else "device"
+            found[row["step"], row["where"]][tier][row["kind"]] += row["bytes"]
+    return found
+
+
+def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dict[str, Any]:
+    """Bytes by class and rank after the last update, peaks by phase, and the reduction ratio."""
+    last = evidence.steps[-1]
+    resident, peaks, totals = {}, {}, []
+    for record in evidence.records:
+        rank = str(record["rank"])
+        tiers = _weights(evidence, record, "mark").get((last, "after_update"), {})
+        held = {f"{t}": dict(classes) for t, classes in tiers.items()}
+        resident[rank] = held
+        totals.append(sum(held.get("device", {}).get(kind, 0) for kind in JUDGED))
+        peaks[rank] = {
+            place: dict(tiers.get("device", {}))
+            for (step, place), tiers in _weights(evidence, record, "peak").items()
+            if step == last
+        }
+    whole = memory_ratio(promise) * promise.total()
+    limit = accounting.ratio(type(promise), None)
+    return {
+        "strategy": promise.strategy,
+        "source": promise.source,
+        "accounting": accounting.id,
+        "bytes_held": max(totals),
+        "bytes_promised": promise.total(),
+        "bytes_whole": int(whole),
+        "ratio_measured": str(Fraction(int(whole), max(totals) or 1)),
+        "ratio_promised": str(memory_ratio(promise)),
+        "ratio_limit": None if limit is None else str(limit),
+        "resident": resident,
+        "peaks": peaks,
+    }

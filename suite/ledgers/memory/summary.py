@@ -1,0 +1,122 @@
+"""What is kept of a memory log in a run's records: bytes at every mark, peaks of every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from suite.ledgers.memory.log import CLASSES, MemoryLog
+
+if TYPE_CHECKING:
+    from suite.case import Case
+
+#: Backends on which the ledger is exact; gloo's threads free late.
+EXACT = ("in_memory", "mpi")
+#: Phases whose peaks are kept.
+PHASES = ("forward", "backward", "update")
+Row = dict[str, Any]
+
+
+def weighable(case: Case, backends: Sequence[str]) -> bool:
+    """Whether the memory of ``case`` is weighed, for a system that runs on ``backends``.
+
+    It takes time, so the check must be asked for; a system that needs processes is weighed on gloo.
+    """
+    exact = case.backend in EXACT or "in_memory" not in backends
+    return case.ledgers and "memory" in case.checks and exact
+
+
+def summary(log: MemoryLog) -> list[Row]:
+    """Rows of ``moment`` (``mark`` or ``peak``), ``step``, ``where`` (the mark's name, the phase),
+    ``device``, ``kind`` (a class; of peaks also ``all``) and ``bytes``; what is 0 is left out.
+
+    The peak of a phase is that of each class alone; of ``all``, that of their sum.  Rows ``moved``
+    tell what a phase copied between the tiers: ``kind`` is the direction, ``down`` to the host or
+    ``up``; the device is left open.
+    """
+    moves = [
+        {"moment": "moved", "step": s, "where": w, "device": "", "kind": way, "bytes": size}
+        for (s, w, way), size in log.moved.items()
+    ]
+    return [*_marks(log), *_peaks(log), *moves]
+
+
+def _marks(log: MemoryLog) -> list[Row]:
+    kinds = log.classes()
+    sizes: dict[int, int] = {}
+    levels: dict[tuple[str, str], int] = {}
+    rows, event = [], 0
+    for name, step, position in log.marks:
+        for index, size, _, _ in log.events[event:position]:
+            _apply(log, kinds, sizes, levels, index, size)
+        event = position
+        rows += [
+            _row("mark", step, name, device, kind, held)
+            for (device, kind), held in sorted(levels.items())
+            if held
+        ]
+    return rows
+
+
+def _peaks(log: MemoryLog) -> list[Row]:
+    kinds = log.classes()
+    sizes: dict[int, int] = {}
+    levels: dict[tuple[str, str], int] = {}
+    best: dict[tuple[int, str], dict[tuple[str, str], int]] = {}
+    now: tuple[int, str] | None = None
+    for index, size, phase, step in log.events:
+        if phase not in PHASES:
+            now = None
+        elif now != (step, phase):
+            now = (step, phase)
+            _raise(best.setdefault(now, {}), levels, levels)
+        changed = _apply(log, kinds, sizes, levels, index, size)
+        if now is not None and changed:
+            _raise(best[now], levels, (changed, (changed[0], "all")))
+    return [
+        _row("peak", step, phase, device, kind, held)
+        for (step, phase), found in best.items()
+        for (device, kind), held in sorted(found.items())
+        if held
+    ]
+
+
+def _apply(
+    log: MemoryLog,
+    kinds: list[str | None],
+    sizes: dict[int, int],
+    levels: dict[tuple[str, str], int],
+    index: int,
+    size: int,
+) -> tuple[str, str] | None:
+    """Bring ``levels`` (bytes by device and class, and ``all``) up to date with one event."""
+    kind = kinds[index] if index >= 0 else None
+    if kind is None:
+        return None
+    device = log.storages[index].device
+    grown = size - sizes.get(index, 0)
+    sizes[index] = size
+    for key in ((device, kind), (device, "all")):
+        levels[key] = levels.get(key, 0) + grown
+    return device, kind
+
+
+def _raise(
+    best: dict[tuple[str, str], int],
+    levels: dict[tuple[str, str], int],
+    keys: Any,
+) -> None:
+    for key in keys:
+        best[key] = max(best.get(key, 0), levels[key])
+
+
+def _row(moment: str, step: int, where: str, device: str, kind: str, held: int) -> Row:
+    assert kind in CLASSES or kind == "all"
+    return {
+        "moment": moment,
+        "step": step,
+        "where": where,
+        "device": device,
+        "kind": kind,
+        "bytes": held,
+    }
