@@ -103,7 +103,12 @@ def _strip_record(record: Mapping[str, Any]) -> dict[str, Any]:
 def _strip_oracle(truth: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: truth[key] for key in _ORACLE_FACTS if key in truth}
     kept["steps"] = [
-        {"loss": float(step["loss"]), "norm": float(step["norm"])}
+        {
+            "loss": float(step["loss"]),
+            "norm": float(step["norm"]),
+            "scale": step["scale"],
+            "skipped": step["skipped"],
+        }
         for step in truth.get("steps", ())
     ]
     return kept

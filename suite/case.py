@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from suite.contract import GroupSpec, OptimizerSpec
+from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "native"]
 
@@ -51,7 +51,11 @@ class Case:
     checks: tuple[str, ...]
     label: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: What the model is built in.
     dtype: str = "float64"
+    #: Mixed precision that the system was asked for (``parameters``, ``reduce``, ``output``,
+    #: ``buffers``: names of dtypes; what is not named is as built), also among its ``options``.
+    precision: Mapping[str, str] = field(default_factory=dict)
     steps: int = 3
     tier: Literal["quick", "full"] = "quick"
     expect: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +76,18 @@ class Case:
     def world(self) -> int:
         """Number of ranks: the product of the mesh's axes."""
         return math.prod(self.mesh.values())
+
+    @property
+    def compute_dtype(self) -> str:
+        """What forward and backward compute with."""
+        return self.precision.get("parameters", self.dtype)
+
+    @property
+    def lowest_dtype(self) -> str:
+        """The coarsest of the dtypes that numbers pass through on their way to the optimizer."""
+        used = {self.compute_dtype, self.dtype}
+        used |= {self.precision[name] for name in ("reduce", "output") if name in self.precision}
+        return max(used, key=("float64", "float32", "float16", "bfloat16").index)
 
     @property
     def data_coordinates(self) -> int:
@@ -103,6 +119,7 @@ class Case:
             "optimizer": dataclasses.asdict(self.optimizer),
             "coordinates": self.data_coordinates,
             "dtype": self.dtype,
+            "precision": dict(self.precision),
             "lane": self.lane,
             "steps": self.steps,
             "buffers": buffers,
@@ -136,4 +153,6 @@ def optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerSpec:
     fields["groups"] = tuple(
         g if isinstance(g, GroupSpec) else GroupSpec(**g) for g in fields.get("groups", ())
     )
+    if isinstance(fields.get("scaler"), Mapping):
+        fields["scaler"] = ScalerSpec(**fields["scaler"])
     return OptimizerSpec(**fields)

@@ -65,11 +65,29 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
+class ScalerSpec:
+    """Dynamic loss scaling as data (the rule of ``torch.amp.GradScaler``).
+
+    Every loss is multiplied by the scale and gradients are divided by it, before they are observed.
+    If, after the reductions, any rank holds a gradient that is not finite, *all* ranks leave the
+    update out (nothing is clipped, and no step counter moves) and multiply the scale by
+    ``backoff``; after ``interval`` updates in a row it is multiplied by ``growth``.  Factors should
+    be powers of two, which round nothing.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+
+@dataclass(frozen=True)
 class OptimizerSpec:
     """The optimizer as data; the implementation builds it.
 
     ``lr`` is the peak learning rate, reached after ``warmup_steps`` linear steps (0: constant).
     ``clip_norm`` is the largest allowed global L2 norm of the gradients (``None``: no clipping).
+    ``scaler`` is the policy of loss scaling (``None``: losses are not scaled).
     """
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -81,6 +99,7 @@ class OptimizerSpec:
     warmup_steps: int = 0
     groups: tuple[GroupSpec, ...] = ()
     clip_norm: float | None = None
+    scaler: ScalerSpec | None = None
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step ``step`` (counted from 0), before a group's scale."""
@@ -172,6 +191,9 @@ class StepResult:
     to the global loss), ``None`` on a rank that never learns it (a pipeline's other stages, a
     server); ranks of one coordinate that know it must agree.  ``norm`` is the global L2 gradient
     norm before clipping (``None`` if nothing was clipped).
+
+    Under a :class:`ScalerSpec` ``metrics`` tell ``scale``, by which this step's losses were
+    multiplied, and ``skipped``: 1 if the update was left out because of an overflow, else 0.
     """
 
     loss: Tensor | None
@@ -193,6 +215,9 @@ class Piece:
     Optimizer slots are named ``"<parameter>.<slot>"`` with torch's slot names.  A slot that is one
     number for a whole parameter (Adam's ``step``) is given by every rank that keeps one, whole, as
     a replica numbered by that rank.
+
+    ``source`` is the tensor that the rank really holds, where ``tensor`` had to be computed from it
+    (a gradient that is unscaled on its way to the optimizer): its bytes are the ones that count.
     """
 
     name: str
@@ -201,6 +226,7 @@ class Piece:
     slices: tuple[tuple[int, int], ...] | None = None
     flat_range: tuple[int, int] | None = None
     replica: int = 0
+    source: Tensor | None = None
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, replica: int = 0) -> Piece:
@@ -249,7 +275,9 @@ PROFILES: dict[str, frozenset[str]] = {
     **{f"zero{stage}": _ZERO | frozenset(_STAGES[:stage]) for stage in (1, 2)},
     "zero3": _ZERO | frozenset(_STAGES) | {"overlap"},
     "fsdp": _ZERO | {"wrapped_units", "overlap"},
-    "fsdp2": _ZERO | {"wrapped_units", "overlap"},
+    # Their calls are made one after the other, on streams: in program order nothing overlaps.
+    "fsdp1": _ZERO | {"wrapped_units"},
+    "fsdp2": _ZERO | {"wrapped_units"},
     **{
         # DeepSpeed reduces when it likes, and has no units of its own to order.
         f"deepspeed_zero{stage}": _ACCUMULATES | {"initial_broadcast"} | frozenset(_STAGES[:stage])
@@ -281,6 +309,9 @@ class Capabilities:
     ``oracle`` belong together: ``plain`` compares with single-process training, ``emulated`` with
     one that imitates the declared loss of precision, ``replay`` with one that repeats
     :meth:`Implementation.events`.
+
+    ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
+    are still refused, so :meth:`Implementation.capabilities` must do without them.
     """
 
     axes: tuple[str, ...] = ("replicate",)
@@ -294,6 +325,7 @@ class Capabilities:
     points: tuple[Point, ...] = ("gradients_final", "after_update")
     features: frozenset[str] = frozenset()
     declines: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
 
 
 class Implementation(ABC):

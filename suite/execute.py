@@ -104,7 +104,7 @@ def execute(
             junit_file.parent.mkdir(parents=True, exist_ok=True)
             junit_file.write_text(told, encoding="utf-8")
 
-    return _guarded(folder, console, body, interrupted, finish)
+    return guarded(folder, console, body, interrupted, finish)
 
 
 def execute_mutants(
@@ -142,10 +142,10 @@ def execute_mutants(
         open_end = not judged or (left_out > 0 and all_must_run)
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
 
-    return _guarded(folder, console, body, lambda: tell(console, "stopped"), lambda: None)
+    return guarded(folder, console, body, lambda: tell(console, "stopped"), lambda: None)
 
 
-def _guarded(
+def guarded(
     folder: RunFolder,
     console: Console,
     body: Callable[[Interrupts], int],
@@ -243,12 +243,16 @@ def choose_mutants(patterns: Sequence[str]) -> list[Any]:
 
 
 def draw_campaign(count: int, seed: int) -> list[Case]:
-    """Random clean cases over all traits that each workload can carry."""
+    """Random clean cases over all traits that each workload can carry.
+
+    But for the overflow, which only systems with a loss scaler train through.
+    """
     from suite import campaign
+    from suite.scenarios.matrix import OVERFLOW
     from suite.workloads import TRAITS, WORKLOADS
 
     carried = {
-        name: [trait for trait, about in TRAITS.items() if name in about.applies_to]
+        name: [t for t, about in TRAITS.items() if name in about.applies_to and t != OVERFLOW]
         for name in WORKLOADS
     }
     return campaign.draw(count, seed, carried)

@@ -85,7 +85,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     )
     if outside_profile(claims) or declared_away(case, claims, account.missing):
         return None
-    workload = workloads.make(case.workload, case.dtype, case.lane)
+    workload = workloads.for_case(case)
     account.data_digest = workload.digest
     began = time.monotonic()
     twice = "relations" in case.checks
@@ -131,7 +131,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     case, evidence.unrelated = relations.derive(evidence)
     if case is None:
         return
-    workload = workloads.make(case.workload, case.dtype, case.lane)
+    workload = workloads.for_case(case)
     folder = workdir / "derived"
     folder.mkdir()
     outcomes = run_ranks(

@@ -16,20 +16,21 @@ Buffers follow the declared rule:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from suite.case import Case
-from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec
+from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
 from suite.launch import pack
 from suite.mantissa import budget
 from suite.optimizers import build_optimizer, read_slots, set_learning_rate
-from suite.workloads import Workload, make
+from suite.workloads import Workload, for_case, make
 from suite.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
@@ -46,6 +47,7 @@ def train(
     *,
     forced: Sequence[Tensors] = (),
     fold: Fold | None = None,
+    precision: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
 
@@ -57,7 +59,13 @@ def train(
       ``torch.nn.utils.clip_grad_norm_(foreach=False)`` computes it: the norm of the tensors' norms,
       in their dtype; ``clipped``: the gradients times ``min(1, clip / (norm + 1e-6))`` or ``None``;
     * ``parameters`` and ``optimizer`` (``"<parameter>.<slot>"``) after the update;
-    * ``buffers``: per coordinate, after its last micro-batch.
+    * ``buffers``: per coordinate, after its last micro-batch;
+    * ``scale`` of the losses, and ``skipped``: whether an overflow left the update out (only with
+      ``optimizer.scaler``).
+
+    ``precision`` is one device's idea of a mixed-precision policy (``Case.precision``): forward and
+    backward in ``parameters``, gradients added up in ``reduce``, updates on masters as built; the
+    gradients and parameters of the record are those of the masters.
 
     With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
     of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
@@ -73,7 +81,8 @@ def train(
     module = build()
     workload.load(module)
     module.train()
-    parameters = dict(module.named_parameters())
+    device = _Device(module, build.loss, precision, optimizer.scaler)
+    parameters = device.masters
     named = {name: p for name, p in parameters.items() if p.requires_grad}
     torch_optimizer = build_optimizer(optimizer, named)
     buffers = [_buffers(module) for _ in range(coordinates)]
@@ -90,7 +99,7 @@ def train(
     for step in range(steps):
         batches = workload.batch(step, coordinates)
         if buffers_rule == "synced":
-            pieces = [_joint(module, build.loss, batches, buffers)]
+            pieces = [_joint(device, batches, buffers)]
         else:
             if buffers_rule == "rank0":
                 buffers = [buffers[0]] * coordinates
@@ -98,39 +107,108 @@ def train(
             for coordinate, batch in enumerate(batches):
                 _restore(module, buffers[coordinate])
                 restore_draws(module, draws[coordinate])
-                pieces.append(_accumulate(module, named, build.loss, batch))
+                pieces.append(device.accumulate(batch))
                 buffers[coordinate] = _buffers(module)
                 draws[coordinate] = read_draws(module)
         losses = [loss for piece in pieces for loss in piece[0]]
         parts = [piece[1] for piece in pieces]
         for name, gradient in (fold(step, parts) if fold else left_fold(parts)).items():
-            named[name].grad = gradient
+            named[name].grad = device.unscaled(name, gradient)
+        scale, skipped = device.scale, device.overflowed(named.values())
         record["steps"].append(
             {"loss": sum(losses), "losses": losses}
-            | _update(torch_optimizer, optimizer, step, parameters, named)
-            | {"buffers": list(buffers)}
+            | _update(torch_optimizer, optimizer, step, parameters, named, skipped)
+            | {"buffers": list(buffers), "scale": scale, "skipped": skipped}
         )
         if forced:
             _force(parameters, forced[step])
+        device.round_masters()
     return record
 
 
-def _accumulate(
-    module: nn.Module, named: dict[str, nn.Parameter], loss_of: Any, batch: Batch
-) -> tuple[list[float], Tensors]:
-    """Loss and gradients of one coordinate; used parameters only; ``.grad`` is left cleared."""
-    total = 0.0
-    for micro in batch.micro_batches:
-        loss = loss_of(module(micro.inputs), micro)
-        loss.backward()
-        total += float(loss.detach())
-    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-    for p in named.values():
-        p.grad = None
-    return [total], gradients
+class _Device:
+    """One device: ``module`` computes, ``masters`` (by name, as built) are updated.
+
+    They are the same parameters unless ``precision`` wants others to compute with.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Tensor, MicroBatch], Tensor],
+        precision: Mapping[str, str],
+        scaler: ScalerSpec | None,
+    ) -> None:
+        self.module, self.loss, self.scaler = module, loss, scaler
+        self.scale, self.updates = scaler.initial if scaler else 1.0, 0
+        self.dtypes = {name: getattr(torch, dtype) for name, dtype in precision.items()}
+        self.masters = dict(module.named_parameters())
+        if "parameters" in self.dtypes:
+            self.masters = {
+                name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                for name, p in self.masters.items()
+            }
+            for p in module.parameters():
+                p.data = p.data.to(self.dtypes["parameters"])
+        for owner in module.modules() if "buffers" in self.dtypes else ():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(owner, name, buffer.to(self.dtypes["buffers"]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs in the policy's dtype."""
+        outputs = self.module(self._cast(inputs, "parameters"))
+        return self._cast(outputs, "output")
+
+    def accumulate(self, batch: Batch) -> tuple[list[float], Tensors]:
+        """Loss and scaled gradients of one coordinate; used parameters only."""
+        total = 0.0
+        gradients: Tensors = {}
+        for micro in batch.micro_batches:
+            loss = self.loss(self.forward(micro.inputs), micro)
+            (loss * self.scale).backward()
+            total += float(loss.detach())
+            if "reduce" in self.dtypes:
+                gradients = self.take_gradients(gradients)
+        return [total], gradients if "reduce" in self.dtypes else self.take_gradients({})
+
+    def take_gradients(self, before: Tensors) -> Tensors:
+        """``before`` plus the module's gradients, in the dtype of reduction; these are cleared."""
+        taken = dict(before)
+        for name, p in self.module.named_parameters():
+            if p.grad is not None:
+                gradient, p.grad = self._cast(p.grad, "reduce"), None
+                taken[name] = taken[name] + gradient if name in taken else gradient
+        return taken
+
+    def unscaled(self, name: str, gradient: Tensor) -> Tensor:
+        """A reduced gradient as the optimizer sees it."""
+        wide = gradient.to(self.masters[name].dtype)
+        return wide if self.scale == 1.0 else wide / self.scale
+
+    def overflowed(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this step is to be skipped; adapts the scale (``torch.amp.GradScaler``)."""
+        if self.scaler is None:
+            return False
+        skipped = any(not bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+        self.updates = 0 if skipped else self.updates + 1
+        if skipped:
+            self.scale *= self.scaler.backoff
+        elif self.updates == self.scaler.interval:
+            self.scale, self.updates = self.scale * self.scaler.growth, 0
+        return skipped
+
+    def round_masters(self) -> None:
+        """Compute with the masters' new values."""
+        if "parameters" in self.dtypes:
+            _force(dict(self.module.named_parameters()), self.masters)
+
+    def _cast(self, tensor: Tensor, what: str) -> Tensor:
+        dtype = self.dtypes.get(what)
+        return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def _force(parameters: dict[str, nn.Parameter], values: Tensors) -> None:
+def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
@@ -157,17 +235,19 @@ def _update(
     step: int,
     parameters: dict[str, nn.Parameter],
     named: dict[str, nn.Parameter],
+    skipped: bool,
 ) -> dict[str, Any]:
-    """Norm, clip and update from ``.grad``; clears the gradients; the observations of the step."""
+    """Norm, clip and update (but if ``skipped``) from ``.grad``, which is cleared; what is seen."""
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     clipped = None
-    if spec.clip_norm is None:
+    if spec.clip_norm is None or skipped:
         norm = torch.nn.utils.get_total_norm(list(gradients.values()), foreach=False)
     else:
         norm = torch.nn.utils.clip_grad_norm_(named.values(), spec.clip_norm, foreach=False)
         clipped = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     set_learning_rate(torch_optimizer, spec, step)
-    torch_optimizer.step()
+    if not skipped:
+        torch_optimizer.step()
     torch_optimizer.zero_grad(set_to_none=True)
     return {
         "norm": norm.detach().clone(),
@@ -181,7 +261,7 @@ def _update(
 
 
 def _joint(
-    module: nn.Module, loss_of: Any, batches: Sequence[Batch], buffers: list[Tensors]
+    device: _Device, batches: Sequence[Batch], buffers: list[Tensors]
 ) -> tuple[list[float], Tensors]:
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
@@ -189,25 +269,29 @@ def _joint(
         raise ValueError(f"synced buffers need equal numbers of micro-batches, not {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
-        outputs = module(torch.cat([micro.inputs for micro in parts]))
+        outputs = device.forward(torch.cat([micro.inputs for micro in parts]))
         shares = outputs.split([len(micro.inputs) for micro in parts])
-        terms = [loss_of(out, micro) for out, micro in zip(shares, parts, strict=True)]
-        torch.stack(terms).sum().backward()
+        terms = [device.loss(out, micro) for out, micro in zip(shares, parts, strict=True)]
+        (torch.stack(terms).sum() * device.scale).backward()
         losses = [a + float(term.detach()) for a, term in zip(losses, terms, strict=True)]
-    buffers[:] = [_buffers(module)] * len(batches)
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad(set_to_none=True)
-    return losses, gradients
+    buffers[:] = [_buffers(device.module)] * len(batches)
+    return losses, device.take_gradients({})
 
 
-def evaluate(workload: Workload, state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
+def evaluate(
+    workload: Workload,
+    state: Tensors,
+    micro_batches: Sequence[MicroBatch],
+    precision: Mapping[str, str] = MappingProxyType({}),
+) -> float:
     """Loss of ``micro_batches`` in evaluation mode with ``state`` (parameters and buffers)."""
     build = workload.build_for(0)
     module = build()
     workload.load(module, state)
     module.eval()
+    device = _Device(module, build.loss, precision, None)
     with torch.no_grad():
-        return sum(float(build.loss(module(micro.inputs), micro)) for micro in micro_batches)
+        return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
 
 
 def _copies(tensors: dict[str, Any]) -> Tensors:
@@ -240,8 +324,15 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
             return pack.load(path)
         except (OSError, pack.PackError):
             path.unlink(missing_ok=True)
-    workload = make(case.workload, case.dtype, case.lane)
-    record = train(workload, case.optimizer, case.data_coordinates, case.steps, buffers_rule)
+    workload = for_case(case)
+    record = train(
+        workload,
+        case.optimizer,
+        case.data_coordinates,
+        case.steps,
+        buffers_rule,
+        precision=case.precision,
+    )
     if case.lane == "dyadic":
         exact = make(case.workload, "float64", case.lane)
         record["budget"] = budget(exact, case.optimizer, case.steps).to_dict()

@@ -168,7 +168,7 @@ def _one(
     digests: dict[str, str] = {}
     before = _sockets()
     try:
-        workload = workloads.make(case.workload, case.dtype, case.lane)
+        workload = workloads.for_case(case)
         backends.join(
             case.backend,
             place.rank,

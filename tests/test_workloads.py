@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from suite.case import WorkloadSpec
-from suite.contract import Batch, MicroBatch, OptimizerSpec
+from suite.contract import Batch, MicroBatch, OptimizerSpec, ScalerSpec
 from suite.oracle import train
 from suite.workloads import TRAITS, Workload, WorkloadError, check, data, make
 from suite.workloads.base import split
 from suite.workloads.draws import counter_mask, read_draws, restore_draws
 from suite.workloads.layers import seed_number
-from suite.workloads.traits import FLAGS, KEY_SHIFT
+from suite.workloads.traits import FLAGS, KEY_SHIFT, OVERFLOW_STEP
+
+OVERFLOW = "overflow_on_one_rank"
 
 REAL = ("charnames_gpt", "digits_cnn")
 ODD = [name for name, trait in TRAITS.items() if trait.place in ("front", "inner", "final")]
@@ -239,10 +241,14 @@ def uses(workload: Workload, micro: MicroBatch) -> set[str]:
 @pytest.mark.parametrize("trait", [*ODD, "tied_over_units"])
 def test_trait_adds_parameters_with_an_effect(name: str, trait: str) -> None:
     workload = make(spec(name, trait))
-    record = train(workload, OptimizerSpec(lr=0.05), 2, 2)
+    record = train(workload, OptimizerSpec(lr=0.05, scaler=ScalerSpec()), 2, 2)
     bare = train(make(spec(name)), OptimizerSpec(lr=0.05), 2, 2)
     own = [key for key in workload.parameter_names if trait in key.split(".")]
-    found = record["steps"][1]["gradients"]
+    found = record["steps"][0 if trait == OVERFLOW else 1]["gradients"]
+    if trait == OVERFLOW:
+        broken = record["steps"][OVERFLOW_STEP]["gradients"]
+        sick = {key for key, gradient in broken.items() if not bool(gradient.isfinite().all())}
+        assert set(own) < sick < set(broken)
     if trait == "rebound_buffer":
         key = "front.rebound_buffer.average"
         first, second = (step["buffers"][0][key] for step in record["steps"])

@@ -13,17 +13,29 @@ The loop that every reference strategy shares: accumulate, finish, observe, norm
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from impls.reference.parts.handle import Handle
+from impls.reference.parts.masters import Masters
 from impls.reference.parts.norm import clip_factor, total_norm
-from impls.reference.parts.optimizer import build_optimizer, set_learning_rate, slot_pieces
+from impls.reference.parts.offload import HostTier
+from impls.reference.parts.optimizer import (
+    build_optimizer,
+    load_slots,
+    seed_state,
+    set_learning_rate,
+    slot_pieces,
+)
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.precision import Precision
 from impls.reference.parts.recompute import recompute_units
-from impls.reference.parts.state import load_state
+from impls.reference.parts.scaler import LossScaler
+from impls.reference.parts.state import copy_pieces, load_state
 from suite.comm import Mesh
 from suite.contract import (
     Batch,
@@ -59,31 +71,73 @@ class Engine(Implementation):
             load_state(module, state)
         recompute_units(module, build.units, options.get("recompute_every", 0))
         self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
+        self.precision.cast_buffers(module)
+        self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
+        self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
+        self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over what this rank updates."""
-        return build_optimizer(self.spec, self.handle.param_groups(self.spec))
+        """The optimizer over what this rank updates, or over its masters."""
+        groups = self.handle.param_groups(self.spec)
+        self.updated = [tensor for group in groups for _, tensor in group["params"]]
+        self.masters: Masters | None = None
+        if Masters.wanted(groups, self.built, self.tier):
+            self.masters = Masters(groups, self.built, self.tier)
+            groups = self.masters.groups
+        return build_optimizer(self.spec, groups)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """One optimizer step over all micro-batches of all windows."""
         self.handle.before_step(len(batch.micro_batches))
         loss = self.backward(batch)
         self.handle.finish()
+        metrics = self.unscale() if self.scaler else {}
         observe("gradients_final")
-        norm = None
-        if self.spec.clip_norm is not None:
-            norm = total_norm(self.handle.norm_parts(), self.mesh.comm)
-            self.clip(norm, self.spec.clip_norm)
-            observe("after_clip")
-        set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.optimizer.step()
+        norm = None if self.spec.clip_norm is None else self.norm()
+        if not metrics.get("skipped"):
+            if norm is not None and self.spec.clip_norm is not None:
+                self.clip(norm, self.spec.clip_norm)
+                observe("after_clip")
+            set_learning_rate(self.optimizer, self.spec, batch.step)
+            self.update()
         self.handle.after_update()
         observe("after_update")
         self.handle.after_step()
-        return StepResult(loss=loss, norm=norm)
+        if self.masters:
+            self.masters.after_step()
+        return StepResult(loss=loss, norm=norm, metrics=metrics)
+
+    def unscale(self) -> dict[str, float]:
+        """Take the loss scale out of the gradients; what it was, and whether it overflowed."""
+        assert self.scaler is not None
+        scale = self.scaler.scale
+        skipped = self.scaler.overflowed(tensor.grad for tensor in self.updated)
+        self.scale_gradients(torch.tensor(1.0 / scale, dtype=torch.float64))
+        self.scaler.adapt(skipped)
+        return {"scale": scale, "skipped": float(skipped)}
+
+    def norm(self) -> Tensor:
+        """Global norm of the gradients that the optimizer will see."""
+        norm = total_norm(self.handle.norm_parts(), self.mesh.comm)
+        return norm * self.masters.factor if self.masters else norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by ``factor``: at once, or on their way to the masters."""
+        (self.masters or self.handle).scale_gradients(factor)
+
+    def update(self) -> None:
+        """One step of the optimizer, on masters where there are any."""
+        if self.masters:
+            self.masters.copy_down()
+        if self.tier:
+            seed_state(self.optimizer, self.spec, self.tier.zeros)
+        self.optimizer.step()
+        if self.masters:
+            self.masters.copy_up()
 
     def backward(self, batch: Batch) -> Tensor:
         """Forward and backward of every micro-batch; the sum of their detached losses."""
@@ -92,30 +146,51 @@ class Engine(Implementation):
         for number, micro in enumerate(micro_batches):
             self.handle.accumulate(is_last=number == len(micro_batches) - 1)
             loss = self.loss(micro)
-            loss.backward()
+            (loss * self.scaler.scale if self.scaler else loss).backward()
             total = total + loss.detach()
         return total
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Weighted loss of one micro-batch; weights sum to 1 over the global batch."""
-        return self.build.loss(self.module(micro.inputs), micro)
+        outputs = self.module(self.precision.cast_inputs(micro.inputs))
+        return self.build.loss(self.precision.cast_outputs(outputs), micro)
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Scale gradients down to ``max_norm``."""
-        self.handle.scale_gradients(clip_factor(norm, max_norm))
+        self.scale_gradients(clip_factor(norm, max_norm))
 
     def local_state(self, kind: Kind) -> list[Piece]:
         """What this rank holds."""
         if kind == "optimizer":
-            return slot_pieces(self.optimizer, self.handle.place)
-        return self.handle.pieces(kind)
+            slots = slot_pieces(self.optimizer, self.handle.place)
+            return slots + (self.masters.master_pieces(self.handle.place) if self.masters else [])
+        pieces = self.handle.pieces(kind)
+        if kind == "gradients" and self.masters:
+            return self.masters.gradient_pieces(pieces)
+        return pieces
+
+    @torch.no_grad()
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds under the same name and place.
+
+        Optimizer slots that do not exist yet, before the first step, are made.
+        """
+        rest = copy_pieces(self.local_state(kind), pieces)
+        if kind == "parameters" and self.masters:
+            self.masters.restart()
+        if rest and kind == "optimizer":
+            load_slots(self.optimizer, rest)
+        elif rest:
+            place = rest[0].slices or rest[0].flat_range
+            raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's share of the loss in evaluation mode."""
         self.module.eval()
         try:
-            shares = [self.loss(micro) for micro in batch.micro_batches]
+            passes = [partial(self.loss, micro) for micro in batch.micro_batches]
+            shares = self.handle.evaluate(passes)
         finally:
             self.module.train()
         return torch.stack(shares).sum() if shares else torch.zeros(())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from suite import oracle
 from suite.checks.numbers import Comparison
 from suite.evidence import Evidence, Row
-from suite.workloads import make
+from suite.workloads import for_case
 
 
 def measure(evidence: Evidence, bound: float) -> list[Row]:
@@ -39,7 +39,7 @@ def _evaluation(evidence: Evidence, bound: float) -> list[Row]:
         if not abs(known - first) <= bound * abs(known):
             return [{"problem": f"evaluation: ranks of share {what['share']} disagree"}]
     case = evidence.case
-    workload = make(case.workload, case.dtype, case.lane)
+    workload = for_case(case)
     batches = workload.batch(step, case.data_coordinates)
     if set(shares) != set(range(len(batches))):
         return [{"problem": f"evaluation: only shares {sorted(shares)} are told"}]
@@ -48,7 +48,9 @@ def _evaluation(evidence: Evidence, bound: float) -> list[Row]:
     truth = 0.0
     for number, batch in enumerate(batches):
         own = {name: copies[min(number, max(copies))] for name, copies in buffers.items()}
-        truth += oracle.evaluate(workload, {**parameters, **own}, batch.micro_batches)
+        truth += oracle.evaluate(
+            workload, {**parameters, **own}, batch.micro_batches, case.precision
+        )
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)

@@ -47,6 +47,10 @@ from suite.optimizers import build_optimizer, load_slots, read_slots, set_learni
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
+#: Slot of the optimizer's own copy of a parameter that is held in a narrower dtype.
+MASTER = "master"
+
+
 @dataclass
 class _Tally:
     """What was compared so far; the first failure ends the check."""
@@ -90,7 +94,7 @@ def measure(evidence: Evidence) -> list[Row]:
             _native(evidence, tally)
         else:
             _against_oracle(evidence, tally)
-        tally.rows += between.measure(evidence, LOSS_BOUNDS[evidence.case.dtype])
+        tally.rows += between.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
     except _Failure as failure:
         tally.rows.append({"problem": str(failure)})
     return tally.rows
@@ -174,14 +178,14 @@ def _replayed(evidence: Evidence, tally: _Tally) -> None:
 def _native(evidence: Evidence, tally: _Tally) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload["zero_gradient"]
-    bound, unit = native.factor(evidence), native.round_off(case.dtype)
+    bound, unit = native.factor(evidence), native.round_off(case.lowest_dtype)
     truths, singles = native.teachers(evidence)
     for step in evidence.steps:
         truth, single = truths[step], singles[step]
         ratios: dict[tuple[str, str, str], float] = {}
         silent: dict[tuple[str, str, str], float] = {}
         for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
-            if truth[kind] is None:
+            if truth[kind] is None or evidence.oracle["steps"][step]["skipped"]:
                 continue
             state = evidence.observed(step, point, "gradients")
             _check_names(state, truth[kind], step, point)
@@ -190,7 +194,7 @@ def _native(evidence: Evidence, tally: _Tally) -> None:
             ratios |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
             errors = native.noise(found, truth[kind], regions, unit)
             silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
-        shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.dtype])
+        shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
         told = native.loss_ratio(sum(shares.values()), single["loss"], truth["loss"], unit)
         ratios["loss", "forward", "all ranks"] = told
         for (name, point, owner), error, limit in (
@@ -198,7 +202,9 @@ def _native(evidence: Evidence, tally: _Tally) -> None:
             *((key, error, 1.0) for key, error in silent.items()),
         ):
             if not tally.add(Comparison(error, limit), name, step, point, owner):
-                raise _Failure(f"further from fp64 than {case.dtype} explains: {tally.worst}")
+                raise _Failure(
+                    f"further from fp64 than {case.lowest_dtype} explains: {tally.worst}"
+                )
         _replay(evidence, step, tally)
 
 
@@ -261,13 +267,17 @@ def _compare_all(
     _check_names(state, truth, step, phase)
     regions = evidence.workload["zero_gradient"] if zeros else {}
     floor = 0.0
+    # Under mixed precision a rank may hold parameters as it computes with them, beside masters.
+    rounded = {getattr(torch, evidence.case.compute_dtype)} if phase.endswith("parameters") else ()
     if zeros and not exact(evidence):
-        unit = torch.finfo(getattr(torch, evidence.case.dtype)).eps / 2
+        unit = native.round_off(evidence.case.dtype)
         floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
     for name, expected in truth.items():
         parts = [part for part in _declared(regions, name) if _is_silent(expected, part, floor)]
         want, _ = split_zero(expected, parts)
         for replica, actual in state.tensors[name].items():
+            if actual.dtype in rounded:
+                expected, want = expected.to(actual.dtype), want.to(actual.dtype)
             if actual.shape != expected.shape or actual.dtype != expected.dtype:
                 raise _Failure(
                     f"step {step}, {phase}: {name!r} is {actual.dtype} {tuple(actual.shape)}, "
@@ -309,7 +319,7 @@ def _initial(evidence: Evidence, tally: _Tally) -> None:
 
 def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
     truth = float(evidence.oracle["steps"][step]["loss"])
-    bound = LOSS_BOUNDS[evidence.case.dtype]
+    bound = LOSS_BOUNDS[evidence.case.lowest_dtype]
     total = sum(_loss_shares(evidence, step, bound).values())
     # A hinge loss can be exactly zero; then so must be the sum of shares.
     error = abs(total - truth) / (abs(truth) or 1.0)
@@ -345,6 +355,8 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int, float
 
 def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
     truth = evidence.oracle["steps"][step]
+    if truth["skipped"]:
+        return  # an overflow: what is not finite has no size
     points = {"gradients_final": truth["gradients"], "after_clip": truth.get("clipped")}
     for point, expected in points.items():
         if expected is None:
@@ -360,10 +372,36 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) 
     truth = evidence.oracle["steps"][step]
     if not evidence.has(step, "after_update"):
         raise _Failure(f"step {step}: the implementation never observed 'after_update'")
+    expected = {
+        "parameters": truth["parameters"],
+        "optimizer": truth["optimizer"] | _masters(evidence, step, truth["parameters"]),
+    }
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
         phase = f"after_update {kind}"
-        _compare_all(evidence, state, truth[kind], compare, tally, step, phase, zeros)
+        _compare_all(evidence, state, expected[kind], compare, tally, step, phase, zeros)
+
+
+def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The slots ``<parameter>.master`` that there must be: of ``values`` that are held rounded."""
+    held = evidence.observed(step, "after_update", "parameters").first()
+    built = getattr(torch, evidence.case.dtype)
+    return {
+        f"{name}.{MASTER}": values[name]
+        for name in evidence.workload["trainable_names"]
+        if name in held and held[name].dtype != built
+    }
+
+
+def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
+    """What the optimizer updates, after ``step`` (-1: initially): masters, where there are any."""
+    if step < 0:
+        built = getattr(torch, evidence.case.dtype)
+        first = evidence.initial("parameters").first()
+        return {name: tensor.to(built) for name, tensor in first.items()}
+    found = evidence.observed(step, "after_update", "parameters").first()
+    slots = evidence.observed(step, "after_update", "optimizer").first()
+    return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in found.items()}
 
 
 def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
@@ -374,14 +412,12 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     after = evidence.observed(step, "after_update", "parameters")
     slots = evidence.observed(step, "after_update", "optimizer")
     _check_names(after, truth["parameters"], step, "after_update parameters")
-    _check_names(slots, truth["optimizer"], step, "after_update optimizer")
-    before = (
-        evidence.observed(step - 1, "after_update", "parameters")
-        if step
-        else evidence.initial("parameters")
-    ).first()
+    masters = _masters(evidence, step, truth["parameters"])
+    _check_names(slots, truth["optimizer"] | masters, step, "after_update optimizer")
+    before = _wide(evidence, step - 1)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
-    gradients = evidence.observed(step, point, "gradients").first()
+    skipped = truth["skipped"]
+    gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
     trainable = evidence.workload["trainable_names"]
     named = {name: torch.nn.Parameter(before[name].clone()) for name in trainable}
     for name, parameter in named.items():
@@ -396,14 +432,25 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     optimizer.step()
     updated = {name: p.detach() for name, p in named.items()}
     expected = {name: updated.get(name, before[name]) for name in before}
-    unchanged: Mapping[str, Tensor] = {}
+    # A parameter with a master is exactly its rounding, a frozen one what it was.
+    exact_values = {name: value for name, value in before.items() if name not in named}
+    for name in masters:
+        parameter = name.removesuffix(f".{MASTER}")
+        exact_values[parameter] = slots.first()[name]
+    held = expected | {n: t.to(after.first()[n].dtype) for n, t in exact_values.items()}
+    expected_slots = read_slots(optimizer, named) | {
+        name: expected[name.removesuffix(f".{MASTER}")] for name in masters
+    }
+    earlier = {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
     for state, wanted, reference, phase in (
-        (after, expected, before, "replayed update of parameters"),
-        (slots, read_slots(optimizer, named), unchanged, "replayed update of optimizer"),
+        (after, held, before, "replayed update of parameters"),
+        (slots, expected_slots, earlier, "replayed update of optimizer"),
     ):
         _check_names(state, wanted, step, phase)
         for name, value in wanted.items():
-            compare = partial(within_ulps, reference=reference.get(name, value), ulps=REPLAY_ULPS)
+            like = reference.get(name, value).to(value.dtype)
+            ulps = 0 if name in exact_values else REPLAY_ULPS
+            compare = partial(within_ulps, reference=like, ulps=ulps)
             if powerless(value, evidence.case.world, partial(_flat_ulps, reference=value)):
                 tally.not_tested(name, step, phase)
             for replica, actual in state.tensors[name].items():

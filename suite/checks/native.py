@@ -31,7 +31,7 @@ from suite.checks.numbers import (
     split_zero,
 )
 from suite.evidence import Evidence, Figures
-from suite.workloads import make
+from suite.workloads import for_case, make
 
 Tensors = Mapping[str, Tensor]
 #: Zero slices in one-device runs: (start, stop) per dimension.
@@ -42,28 +42,35 @@ def factor(evidence: Figures) -> float:
     """k: how many times the error of one device is allowed."""
     case = evidence.case
     data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)
-    if (
-        case.dtype == "bfloat16"
-        and data_parallel
-        and "fp32_reduction" in evidence.capabilities["features"]
-    ):
+    wide = case.precision.get("reduce") == "float32"
+    wide = wide or "fp32_reduction" in evidence.capabilities["features"]
+    if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
         return NATIVE_FACTOR_DATA_PARALLEL
-    return NATIVE_FACTORS[case.dtype]
+    return NATIVE_FACTORS[case.lowest_dtype]
 
 
 def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps of the fp64 twin and of one device in the case's dtype, both forced."""
+    """Steps of the fp64 twin and of one device in the case's precision, both forced.
+
+    They compute with the same values: masters and shards are rounded to what is computed with.
+    """
     case = evidence.case
-    forced = [
-        evidence.observed(step, "after_update", "parameters").first() for step in evidence.steps
-    ]
+    narrow = getattr(torch, case.compute_dtype)
+    states = [evidence.observed(step, "after_update", "parameters") for step in evidence.steps]
+    forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
     rule = evidence.capabilities["buffers"]
     runs = []
-    for dtype, rounded in (("float64", case.dtype), (case.dtype, None)):
-        workload = make(case.workload, dtype, case.lane, rounded)
+    twin = make(case.workload, "float64", case.lane, case.compute_dtype)
+    for workload, precision in ((twin, {}), (for_case(case), case.precision)):
         runs.append(
             oracle.train(
-                workload, case.optimizer, case.data_coordinates, case.steps, rule, forced=forced
+                workload,
+                case.optimizer,
+                case.data_coordinates,
+                case.steps,
+                rule,
+                forced=forced,
+                precision=precision,
             )["steps"]
         )
     return runs[0], runs[1]

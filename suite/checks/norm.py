@@ -24,10 +24,12 @@ def decide(evidence: Figures) -> Outcome:
     limit = evidence.case.optimizer.clip_norm
     if limit is None:
         return Outcome("norm", "skip", "clipping is off")
-    bound = BOUNDS[evidence.case.dtype]
+    bound = BOUNDS[evidence.case.lowest_dtype]
     worst: Worst | None = None
     active = 0
     for step in evidence.steps:
+        if evidence.oracle["steps"][step].get("skipped"):
+            continue  # an overflow: there is no norm to clip by
         truth = float(evidence.oracle["steps"][step]["norm"])
         active += truth > limit
         for record in evidence.records:

@@ -4,7 +4,8 @@ Order: the product of the axes, ``include``, ``exclude``, ``skip`` and ``xfail``
 that changes nothing is an error, because it is a typo or has outlived its reason.
 
 Ids are stable: ``scenario::implementation::backend::mesh::optimizer::clip::lane::tier``, with
-``scenario[variant]`` where the workload is an axis and ``implementation+label`` where it has one.
+``scenario[variant]`` where the workload is an axis, ``implementation+label`` where it has one, and
+``lane-policy`` where precision is an axis.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from suite.case import Case, WorkloadSpec
-from suite.contract import GroupSpec, OptimizerSpec
+from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from suite.errors import Problem, ScenarioError, nearest
 from suite.scenarios.load import ScenarioFile
 from suite.scenarios.schema import (
@@ -27,12 +28,15 @@ from suite.scenarios.schema import (
     Match,
     Matrix,
     OptimizerChoice,
+    PrecisionChoice,
     Scenario,
     WorkloadChoice,
 )
 from suite.scenarios.vocabulary import Vocabulary
 
 MAX_CELLS = 20_000
+#: The trait that needs a loss scaler.
+OVERFLOW = "overflow_on_one_rank"
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
 #: Equal bits are the harder to reach, the fewer bits there are to absorb another order.
 _DTYPES = {"bitwise": "float32", "dyadic": "float32", "fp64": "float64", "native": "float32"}
@@ -48,6 +52,7 @@ class Cell:
     optimizer: OptimizerChoice
     clip: float | None
     lane: str
+    precision: PrecisionChoice | None
     workload: WorkloadChoice | None
     tier: str | None = None
 
@@ -70,7 +75,7 @@ class Cell:
             mesh_name(self.mesh),
             optimizer,
             clip,
-            self.lane,
+            self.lane + (f"-{self.precision.label}" if self.precision else ""),
         )
 
 
@@ -218,14 +223,17 @@ class _Expansion:
 
         others = [
             axis(name)
-            for name in ("implementation", "backend", "optimizer", "clip", "lane", "workload")
+            for name in (
+                *("implementation", "backend", "optimizer", "clip", "lane"),
+                *("precision", "workload"),
+            )
         ]
         meshes = sum(math.prod(map(len, choice.values())) for choice in axis("mesh"))
         count = meshes * math.prod(len(values) for values in others)
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_if_faulty()
-        implementations, backends, optimizers, clips, lanes, variants = others
+        implementations, backends, optimizers, clips, lanes, precisions, variants = others
         tier = include.tier if include is not None else None
         product = itertools.product(
             variants,
@@ -235,13 +243,24 @@ class _Expansion:
             optimizers,
             clips,
             lanes,
+            precisions,
         )
-        for variant, implementation, backend, mesh, optimizer, clip, lane in product:
-            yield Cell(implementation, backend, mesh, optimizer, clip, lane, variant, tier)
+        for variant, implementation, backend, mesh, optimizer, clip, lane, precision in product:
+            yield Cell(
+                implementation, backend, mesh, optimizer, clip, lane, precision, variant, tier
+            )
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
         judged = "relations" in self.scenario.checks
         for cell in cells:
+            if OVERFLOW in self._workload(cell.workload).traits and cell.optimizer.scaler is None:
+                self._add(
+                    ["matrix", "optimizer"],
+                    f"trait {OVERFLOW} makes gradients that only a loss scaler can leave out",
+                    "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
+                    " ".join(cell.key),
+                )
+                return
             if judged != ("relation" in self._expect(cell)):
                 self._add(
                     ["checks"],
@@ -310,6 +329,7 @@ class _Expansion:
             warmup_steps=choice.warmup_steps,
             groups=groups or tuple(self.vocabulary.groups(traits)),
             clip_norm=clip,
+            scaler=None if choice.scaler is None else ScalerSpec(**choice.scaler.model_dump()),
         )
 
     def _case(
@@ -321,19 +341,24 @@ class _Expansion:
             clip = "noclip" if cell.clip is None else "clip"
         workload = self._workload(cell.workload)
         name = f"{scenario.name}{variant}"
+        policy: dict[str, str] = {}
+        if cell.precision is not None:
+            policy = cell.precision.model_dump(exclude={"label"}, exclude_none=True)
+        built = policy.pop("built", _DTYPES[cell.lane])
         return Case(
             id="::".join((name, system, backend, mesh, optimizer, clip, lane, tier)),
             scenario=scenario.name,
             implementation=choice.name,
             label=choice.label or "",
-            options=choice.options,
+            options=choice.options | ({"precision": policy} if policy else {}),
             backend=cell.backend,
             mesh=dict(cell.mesh),
             workload=workload,
             optimizer=self._optimizer(cell.optimizer, cell.clip, workload.traits),
             lane=cell.lane,  # type: ignore[arg-type]
             checks=tuple(scenario.checks),
-            dtype=_DTYPES[cell.lane],
+            dtype=built,
+            precision=policy,
             steps=scenario.steps,
             tier=tier,  # type: ignore[arg-type]
             expect=self._expect(cell),
@@ -360,6 +385,7 @@ def matches(rule: Match, cell: Cell) -> bool:
         "workload": (cell.workload.label if cell.workload else "",),
         "optimizer": (cell.optimizer.label or cell.optimizer.name,),
         "lane": (cell.lane,),
+        "precision": (cell.precision.label if cell.precision else "",),
     }
     for key, names in words.items():
         patterns = getattr(rule, key)
@@ -392,7 +418,7 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 id=f"{cell}::{tier}",
                 implementation=implementation,
                 label="",
-                options={},
+                options={"precision": dict(case.precision)} if case.precision else {},
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,

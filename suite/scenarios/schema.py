@@ -25,6 +25,7 @@ from suite import formulas
 Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
 LaneName = Literal["bitwise", "dyadic", "fp64", "native"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="why, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
@@ -106,6 +107,15 @@ class Group(Model):
     weight_decay: float | None = None
 
 
+class Scaler(Model):
+    """Dynamic loss scaling, by the rule of torch.amp.GradScaler."""
+
+    initial: float = Field(65536.0, gt=0, description="scale of the first step")
+    growth: float = Field(2.0, gt=1, description="factor after `interval` updates in a row")
+    backoff: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
+    interval: int = Field(2000, ge=1, description="updates without overflow until it grows")
+
+
 class OptimizerChoice(Model):
     """The optimizer as data; a bare name stands for `{name: ...}`."""
 
@@ -120,6 +130,23 @@ class OptimizerChoice(Model):
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     groups: list[Group] = Field(default_factory=list)
+    scaler: Scaler | None = Field(None, description="loss scaling; null: none")
+
+
+class PrecisionChoice(Model):
+    """A mixed-precision policy; what is not named is as built.
+
+    It is handed to the implementation as its option `precision`, and to the oracle.
+    """
+
+    label: Label = Field(description="names the policy in ids")
+    built: DtypeName | None = Field(
+        None, description="dtype that the model is built in; that of the lane by default"
+    )
+    parameters: DtypeName | None = Field(None, description="compute, and parameters on the wire")
+    reduce: DtypeName | None = Field(None, description="sums of gradients over ranks")
+    output: DtypeName | None = Field(None, description="outputs of the model")
+    buffers: DtypeName | None = Field(None, description="floating-point buffers")
 
 
 class Workload(Model):
@@ -192,6 +219,11 @@ Lanes = Annotated[
     Field(min_length=1),
     BeforeValidator(_many, json_schema_input_type=LaneName | list[LaneName]),
 ]
+Precisions = Annotated[
+    list[PrecisionChoice],
+    Field(min_length=1),
+    BeforeValidator(_many, json_schema_input_type=PrecisionChoice | list[PrecisionChoice]),
+]
 Workloads = Annotated[
     list[WorkloadChoice],
     Field(min_length=1),
@@ -208,6 +240,7 @@ class Matrix(Model):
     optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
+    precision: Precisions = Field([], description="mixed-precision policies; none: all as built")
     workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
@@ -226,6 +259,7 @@ class Match(Model):
     optimizer: Words = Field([], description="glob on the optimizer's label or name")
     clip: Clips = Field([], description="null matches cells without clipping")
     lane: Lanes = Field([], description="way of comparing numbers")
+    precision: Words = Field([], description="glob on the label of the precision policy")
 
 
 class Rule(Match):
@@ -245,6 +279,7 @@ class Include(Model):
     optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
     clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field([], description="way of comparing numbers")
+    precision: Precisions = Field([], description="mixed-precision policies")
     workload: Workloads = Field([], description="variants of the scenario's workload")
 
 

@@ -6,7 +6,7 @@ names.  ``WORKLOADS`` and ``TRAITS`` are the registries behind ``shardproof list
 
 from __future__ import annotations
 
-from suite.case import Lane, WorkloadSpec
+from suite.case import Case, Lane, WorkloadSpec
 from suite.workloads.base import Family, Workload, resolve
 from suite.workloads.cnn import DigitsCNN
 from suite.workloads.dyadic import DyadicMLP
@@ -25,6 +25,7 @@ __all__ = [
     "Workload",
     "WorkloadError",
     "check",
+    "for_case",
     "make",
     "suggested_groups",
 ]
@@ -45,6 +46,15 @@ def make(
     if lane == "dyadic" and not family.dyadic:
         raise WorkloadError(f"{spec.name} has no dyadic form: its numbers are not small integers")
     return Workload(family, spec, dtype, rounded_to)
+
+
+def for_case(case: Case) -> Workload:
+    """The workload that the ranks of ``case`` train.
+
+    Under mixed precision it starts from values that the dtype of computation holds exactly, so that
+    masters and what is computed with begin alike.
+    """
+    return make(case.workload, case.dtype, case.lane, case.precision.get("parameters"))
 
 
 def check(spec: WorkloadSpec) -> None:

@@ -31,7 +31,7 @@ from suite.workloads.layers import (
     named_tensors,
     seed_number,
 )
-from suite.workloads.traits import FLAGS, TRAITS, suggested_groups
+from suite.workloads.traits import FLAGS, OVERFLOW_FLAG, OVERFLOW_STEP, TRAITS, suggested_groups
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
@@ -59,6 +59,8 @@ class Family(ABC):
     name: str
     about: str
     knobs: ClassVar[Mapping[str, Knob]]
+    #: Named sets of knobs for ``shardproof bench --size``, by about how many parameters they give.
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     digest: str
     #: Whether all its numbers are small integers over powers of two.
     dyadic: ClassVar[bool] = False
@@ -370,7 +372,10 @@ class Workload:
             "conditional_last_micro_batch": index % self._period == 1,
             "conditional_late_step": step >= 1,
         }
-        return sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
+        flags = sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
+        if "overflow_on_one_rank" in self.traits and step == OVERFLOW_STEP:
+            flags += OVERFLOW_FLAG * (index == self.spec.global_batch - 1)
+        return flags
 
     def _global_batch(self, step: int) -> tuple[Samples, Tensor]:
         """Samples and weights of the global batch of ``step``."""

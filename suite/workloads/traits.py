@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ FLAGS = {
     "conditional_last_micro_batch": 4,
     "conditional_late_step": 8,
 }
+
+#: Bit of the one sample whose backward overflows, and the step in which it does.
+OVERFLOW_FLAG, OVERFLOW_STEP = 16, 1
 
 #: A model reads one number a sample from its inputs: flags in the low bits, the dropout key above.
 KEY_SHIFT = 8
@@ -135,6 +138,11 @@ TRAITS: dict[str, Trait] = {
         (14,),
         "inner",
         by_cut=True,
+    ),
+    "overflow_on_one_rank": Trait(
+        "in step 1 the backward of the batch's last sample overflows: no finite gradient",
+        (12, 9),
+        "front",
     ),
     "late_results": Trait(
         "results of calls appear only where they are waited for", (21,), "backend"
@@ -271,6 +279,38 @@ class Strided(nn.Module):
         return F.linear(torch.tanh(hidden[..., : self.weight.shape[1]]), self.weight)
 
 
+class _Spike(torch.autograd.Function):
+    """The identity, whose gradient is infinite (or NaN) where ``where`` is set."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, where: Tensor) -> Tensor:
+        ctx.save_for_backward(where)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (where,) = ctx.saved_tensors
+        return gradients[0].masked_fill(where, torch.inf), None
+
+
+class Overflow(nn.Module):
+    """A layer whose backward overflows for the samples ``where``; its forward never does.
+
+    What lies before it in forward has no finite gradient then, what comes after it does: only the
+    ranks that own the former can see it.
+    """
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+    def forward(self, hidden: Tensor, where: Tensor) -> Tensor:
+        """``hidden`` ``(samples, ..., width)``; ``where`` ``(samples,)`` of bool."""
+        added = torch.tanh(self.layer(hidden))
+        spread: Tensor = _Spike.apply(added, where.view(-1, *[1] * (added.dim() - 1)))
+        return spread
+
+
 class Rebound(nn.Module):
     """Keeps a running mean of the hidden state in a buffer that it re-binds; adds nothing.
 
@@ -335,6 +375,7 @@ _ODD: dict[str, Callable[[int, Place], nn.Module]] = {
     "smaller_than_world": lambda width, place: Narrow(width, 2, place),
     "non_contiguous": Strided,
     "rebound_buffer": Rebound,
+    "overflow_on_one_rank": Overflow,
     "dropout_counter": CounterDropout,
     "dropout_stateful": StatefulDropout,
 }
@@ -358,6 +399,8 @@ class Oddities(nn.Module):
         for name, odd in self.named_children():
             if name == "dropout_counter" and flags is not None:
                 hidden = hidden + odd(hidden, flags >> KEY_SHIFT)
+            elif name == "overflow_on_one_rank" and flags is not None:
+                hidden = hidden + odd(hidden, (flags & OVERFLOW_FLAG) != 0)
             elif name not in FLAGS:
                 added = odd(hidden)
                 if added is not None:

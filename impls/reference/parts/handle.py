@@ -7,6 +7,7 @@ Names of parameters survive ``apply``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class Handle(ABC):
         """The end of a step: gradients are cleared."""
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    def evaluate(self, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Results of ``passes``, forwards without gradients; ranks may have different numbers."""
+        return [compute() for compute in passes]
 
     @abstractmethod
     def pieces(self, kind: Kind) -> list[Piece]:

@@ -128,7 +128,8 @@ class MemoryLedger(TorchDispatchMode):
             for piece in of_kind:
                 slot = piece.name.rpartition(".")[2]
                 is_master = label == "optimizer_state" and slot.startswith("master")
-                if not self.claim([piece.tensor], "masters" if is_master else label):
+                held = piece.tensor if piece.source is None else piece.source
+                if not self.claim([held], "masters" if is_master else label):
                     unmatched.append(f"{kind} {piece.name}")
         for module in modules:
             parameters = list(module.parameters())
