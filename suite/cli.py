@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from suite import evidence_commands, verdicts
+from suite import bench_command, evidence_commands, verdicts
 from suite.errors import InputError, Problem, SelectionError
 from suite.version import VERSION
 
@@ -38,6 +38,7 @@ app = typer.Typer(
     shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
     shardproof list cases                                      what there is to run
     shardproof mutants                                         prove that the checks can fail
+    shardproof bench reference/ddp pytorch/ddp --size 20m      which is faster here, if any
 
     \b
     Exit codes: 0 all held
@@ -50,6 +51,7 @@ app = typer.Typer(
 
 
 evidence_commands.register(app)
+bench_command.register(app)
 
 
 class TierChoice(StrEnum):
@@ -372,6 +374,8 @@ def report(
         typer.echo(f"{into}: table of run {found.path.name}")
     elif form is Format.markdown:
         typer.echo(reports.markdown(found), nl=False)
+        if found.benches:
+            typer.echo(bench_command.markdown(found.benches), nl=False)
     elif form is Format.html:
         typer.echo(reports.html(found), nl=False)
     else:
@@ -380,6 +384,7 @@ def report(
             reports.show(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
+        bench_command.show(found.benches, console)
         execute.tell(console, reports.closing(found))
 
 

@@ -39,7 +39,7 @@ def verify(
     typer.echo(found.sentence())
     if found.problems:
         raise typer.Exit(verdicts.BROKEN)
-    judged = found.cases + found.kills
+    judged = found.cases + found.kills + found.benches
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 

@@ -4,6 +4,7 @@
                      planned.jsonl   the cases that an invocation was about to run
                      cases.jsonl     one line a case, kill or left-out case, on disk as it ends
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
+                     times/          raw step times of comparisons (``shardproof bench``)
                      report.html, junit.xml   written when an invocation ends
     results/durations.json        the last few durations of every case
 
@@ -34,10 +35,10 @@ from suite.records import Manifest, append_line, write
 from suite.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
-LineKind = Literal["case", "mutant case", "kill", "left out"]
+LineKind = Literal["case", "mutant case", "kill", "bench", "left out"]
 
 FORMAT = 1
-_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn")
+_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
 _KEPT_DURATIONS = 5
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +53,7 @@ class Run:
     mutant_cases: list[dict[str, Any]] = field(default_factory=list)
     kills: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
+    benches: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RunFolder:
@@ -107,6 +109,11 @@ class RunFolder:
         with told.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(case.to_dict()) + "\n" for case in cases)
         self.seal("planned.jsonl")
+        self._write_header()
+
+    def plan_benches(self, ids: Sequence[str]) -> None:
+        """Say which comparisons are about to be timed."""
+        self._invocation["benches"] = list(ids)
         self._write_header()
 
     def keep(self, result: dict[str, Any], account: Mapping[str, Any]) -> None:
@@ -195,6 +202,7 @@ def read(path: Path) -> Run:
         "mutant case": run.mutant_cases,
         "kill": run.kills,
         "left out": run.left_out,
+        "bench": run.benches,
     }
     for line in last.values():
         if line["kind"] in lists:

@@ -32,7 +32,7 @@ class Session:
     """Leaders, a work folder and cached oracles for any number of runs; a context manager."""
 
     def __init__(self, jobs: int) -> None:
-        self._space = _workspace()
+        self._space = Workspace()
         self._pool = Pool(jobs, preload=("suite.judge",))
         self._made = 0
 
@@ -140,7 +140,7 @@ def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, A
     return result, account
 
 
-class _workspace:
+class Workspace:
     """A temporary folder in memory where there is one; removed on every path.
 
     A runner that is killed cannot remove its own: the next one does, as the lock is then free.

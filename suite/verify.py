@@ -22,6 +22,7 @@ from suite.decide import decide
 from suite.kills import Pair, judge_kill, parent_case
 from suite.records import Manifest, RecordError
 from suite.results import Run, read, standard
+from suite.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
 _JUDGED = ("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected")
@@ -35,12 +36,14 @@ class Verified:
     kills: int
     left_out: int
     problems: list[str]
+    benches: int = 0
 
     def sentence(self) -> str:
         """One line for people."""
         if self.problems:
             return f"not verified: {len(self.problems)} problem(s)"
         kills = f", {self.kills} kills" if self.kills else ""
+        kills += f", {self.benches} comparisons" if self.benches else ""
         return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
 
 
@@ -56,7 +59,11 @@ def verify(path: Path) -> Verified:
         problems += _judged_again(path, result)
     for line in run.kills:
         problems += _killed_again(line, results)
-    return Verified(len(results), len(run.kills), len(run.left_out), problems)
+    for line in run.benches:
+        problems += _timed_again(path, line)
+    return Verified(
+        len(results), len(run.kills), len(run.left_out), problems, benches=len(run.benches)
+    )
 
 
 def _changed(path: Path) -> Iterator[str]:
@@ -100,6 +107,7 @@ def _id(line: bytes) -> str:
 def _missing(run: Run) -> Iterator[str]:
     """Planned cases and kills that have no line."""
     there = {line["id"] for line in (*run.cases, *run.mutant_cases, *run.left_out)}
+    there |= {line["id"] for line in run.benches}
     kills = {line["name"] for line in run.kills}
     for invocation in run.header["invocations"]:
         ended = invocation.get("exit_code") is not None
@@ -107,6 +115,9 @@ def _missing(run: Run) -> Iterator[str]:
             # What a budget kept from running is told by the kill that it leaves open.
             if name not in there and not (invocation["kills"] and ended):
                 yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
+        for name in invocation.get("benches", ()):
+            if name not in there and invocation.get("exit_code") != INTERRUPTED:
+                yield f"{run.path / 'cases.jsonl'}: planned comparison {name} is missing"
         for name in invocation.get("kills", ()):
             if name not in kills:
                 yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
@@ -132,6 +143,18 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
             told = f"{path / name}: {result['id']}: the record gives {key} {_short(again[key])}, "
             yield f"{told}cases.jsonl says {_short(result[key])}"
             return
+
+
+def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
+    """Judge the raw times of a comparison."""
+    from suite.timing.session import verify_line
+
+    try:
+        problem = verify_line(path, line)
+    except (RecordError, KeyError, TypeError, ValueError) as error:
+        problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
+    if problem is not None:
+        yield f"{path / 'cases.jsonl'}: {problem}"
 
 
 def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:

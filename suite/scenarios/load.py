@@ -19,6 +19,10 @@ from suite.scenarios.source import Node, parse, read
 #: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
 
+Shape = typing.TypeVar("Shape", bound=BaseModel)
+#: Folders of ``scenarios/`` whose files have another shape (pairs for ``shardproof bench``).
+OTHER_SHAPES = ("speed",)
+
 
 @dataclass(frozen=True)
 class ScenarioFile:
@@ -49,6 +53,15 @@ def load(path: Path) -> ScenarioFile:
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
     """The same for text in hand."""
     return _validate(parse(text, file), file)
+
+
+def read_as(path: Path, kind: type[Shape]) -> tuple[Shape, Node]:
+    """A file of another shape than a scenario's, and where its parts stand.
+
+    :raises ScenarioError: with all its faults.
+    """
+    node = read(path)
+    return _as(kind, node, _shown(path)), node
 
 
 def default_folder() -> Path:
@@ -135,6 +148,7 @@ def _in_folder(folder: Path) -> list[Path]:
         if path.suffix in (".yaml", ".yml")
         and path.is_file()
         and not path.name.startswith((".", "_"))
+        and path.parent.name not in OTHER_SHAPES
     )
 
 
@@ -149,15 +163,18 @@ def _shown(path: Path) -> str:
 
 
 def _validate(node: Node, file: str) -> ScenarioFile:
+    return ScenarioFile(_as(Scenario, node, file), file, node)
+
+
+def _as(kind: type[Shape], node: Node, file: str) -> Shape:
     try:
-        scenario = Scenario.model_validate(node.plain())
+        return kind.model_validate(node.plain())
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise ScenarioError([_problem(detail, node, file) for detail in details]) from None
-    return ScenarioFile(scenario, file, node)
+        raise ScenarioError([_problem(detail, node, file, kind) for detail in details]) from None
 
 
-def _problem(detail: ErrorDetails, node: Node, file: str) -> Problem:
+def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:
     location = [part for part in detail["loc"] if part != "[key]"]
     kind, given = detail["type"], detail["input"]
     line = node.locate(location)
@@ -165,12 +182,16 @@ def _problem(detail: ErrorDetails, node: Node, file: str) -> Problem:
     where = _dotted(location)
     context = detail.get("ctx", {})
     if kind == "extra_forbidden":
-        model = _model_at(location[:-1])
+        model = _model_at(location[:-1], kind_of)
         remedy = nearest(key, model.model_fields if model else (), "valid keys")
         return Problem(f"unknown key {where}", remedy, key, file, line)
     if kind == "missing":
         return Problem(
-            f"missing key {where}", f"add `{key}: ...`{_describe(location)}", None, file, line
+            f"missing key {where}",
+            f"add `{key}: ...`{_describe(location, kind_of)}",
+            None,
+            file,
+            line,
         )
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
@@ -180,10 +201,14 @@ def _problem(detail: ErrorDetails, node: Node, file: str) -> Problem:
     if kind == "value_error":
         what = str(context.get("error", detail["msg"]))
         return Problem(
-            f"{where}: {what}", "correct it" + _describe(location), _given(given), file, line
+            f"{where}: {what}",
+            "correct it" + _describe(location, kind_of),
+            _given(given),
+            file,
+            line,
         )
     wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
-    remedy = "correct it" + _describe(location)
+    remedy = "correct it" + _describe(location, kind_of)
     return Problem(f"{where}: {wanted[0].lower()}{wanted[1:]}", remedy, _given(given), file, line)
 
 
@@ -202,15 +227,15 @@ def _given(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _describe(location: Sequence[str | int]) -> str:
-    parent = _model_at(location[:-1])
+def _describe(location: Sequence[str | int], kind: type[BaseModel]) -> str:
+    parent = _model_at(location[:-1], kind)
     field = parent.model_fields.get(str(location[-1])) if parent and location else None
     return f": {field.description}" if field is not None and field.description else ""
 
 
-def _model_at(location: Sequence[str | int]) -> type[BaseModel] | None:
-    """The model that holds the keys at ``location``."""
-    model: type[BaseModel] | None = Scenario
+def _model_at(location: Sequence[str | int], kind: type[BaseModel]) -> type[BaseModel] | None:
+    """The model that holds the keys at ``location`` of a file of shape ``kind``."""
+    model: type[BaseModel] | None = kind
     for part in location:
         if isinstance(part, int):
             continue  # items of a list have the model of the list's annotation

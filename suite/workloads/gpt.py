@@ -110,6 +110,11 @@ class CharnamesGPT(Family):
         "tied": Knob(False, choices=(False, True)),
     }
 
+    sizes: ClassVar = {
+        "1m": {"width": 128, "heads": 4, "layers": 5, "seq": 32},
+        "20m": {"width": 576, "heads": 9, "layers": 5, "seq": 32},
+    }
+
     def check(self, params: Mapping[str, Any]) -> None:
         """The heads must divide the width."""
         if params["width"] % params["heads"]:

@@ -1,0 +1,8 @@
+"""``shardproof bench``: is one implementation faster than another, on this machine, or can we tell?
+
+``stats``    pure functions: block ratios, intervals, permutation, verdicts
+``plan``     what is compared: sides, pairs, their scenario files, the constants of the procedure
+``blocks``   the rank program that times A B B A, and the one that looks at memory
+``profile``  the rank program that says where a step's time goes
+``session``  launches on ranks, what they measured, and the evidence of it
+"""

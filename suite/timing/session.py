@@ -1,0 +1,477 @@
+"""A bench session: fresh ranks for every launch, what they measured, and the evidence of it.
+
+The command line calls :class:`Bench`; the functions at the end run in leaders.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from suite import results
+from suite.launch.pool import Pool
+from suite.runner import JUDGING_SECONDS, Workspace
+from suite.timing import stats
+from suite.timing.plan import LOSS_TOLERANCE, Pair, natural_mesh
+from suite.workloads.base import split
+
+#: Verdicts that say that there is nothing to compare; the others are those of ``stats.verdict``.
+BROKEN = ("crash", "hang", "fail", "precondition")
+#: Side letters of a comparison.
+LETTERS = ("a", "b")
+#: Called with the number of blocks that have ended so far, over all launches.
+OnBlocks = Callable[[int], None]
+_LOOK_SECONDS = 1.0
+
+
+@dataclass
+class Measured:
+    """What a comparison has measured so far; complete or not, it can be judged.
+
+    ``records`` are what ranks returned, one list a launch; ``problem`` is (verdict, sentence).
+    """
+
+    pair: Pair
+    meshes: dict[str, dict[str, int]] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    records: list[list[dict[str, Any]]] = field(default_factory=list)
+    memory: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
+    problem: tuple[str, str] | None = None
+    seconds: float = 0.0
+
+
+class Bench:
+    """Runs comparisons, one launch at a time; leaving the ``with`` block ends every process."""
+
+    def __init__(self) -> None:
+        self._space = Workspace()
+        self._pool = Pool(1, preload=("suite.timing.session",))
+        self._made = 0
+
+    def __enter__(self) -> Bench:
+        self._path = self._space.__enter__()
+        try:
+            self._pool.__enter__()
+        except BaseException:
+            self._space.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._pool.__exit__()
+        finally:
+            self._space.__exit__()
+
+    def examine(self, pairs: Sequence[Pair]) -> list[Measured]:
+        """Ask the implementations what they can do, before anything is timed.
+
+        :raises SelectionError: a side refuses its options, or the world cannot be put on its axes.
+        """
+        from suite.errors import Problem, SelectionError
+
+        found = []
+        for pair in pairs:
+            workdir = self._folder()
+            told = self._lead("examine_sides", pair, workdir, {}, 120.0)
+            measured = Measured(pair)
+            for letter in LETTERS:
+                side, say = pair.side(letter), told.get(letter, {})
+                if say.get("refused"):
+                    remedy = f"correct --option-{letter}"
+                    raise SelectionError(
+                        Problem(f"{side.implementation}: {say['refused']}", remedy, pair.name)
+                    )
+                if say.get("missing") or "problem" in told:
+                    why = say.get("missing") or told["problem"][1]
+                    measured.problem = ("precondition", f"{side.implementation}: {why}")
+                    break
+                measured.meshes[letter] = dict(side.mesh) or natural_mesh(say["axes"], pair.world)
+            measured.meshes["twin"] = measured.meshes.get("a", {})
+            found.append(measured)
+        return found
+
+    def time(self, measured: Measured, on_blocks: OnBlocks) -> None:
+        """All launches of a comparison; what has been measured stays, however this is left."""
+        pair, began, done = measured.pair, time.monotonic(), 0
+        first = 0
+        for launch, count in enumerate(split(pair.blocks, pair.launches)):
+            workdir = self._folder()
+            more = {"launch": launch, "blocks": list(range(first, first + count))}
+            first += count
+            try:
+                with _Watch(workdir, on_blocks, done):
+                    told = self._lead("time_sides", pair, workdir, measured.meshes | more)
+            finally:
+                measured.rows += read_times(workdir)
+                measured.seconds = time.monotonic() - began
+            if "problem" in told:
+                measured.problem = told["problem"]
+                return
+            measured.records.append(told["records"])
+            done += count
+            on_blocks(done)
+
+    def memory(self, measured: Measured) -> None:
+        """Peak bytes side by side, in passes of their own that nobody times."""
+        pair = measured.pair
+        both = {}
+        for letter in LETTERS:
+            more = {"side": letter, "mesh": measured.meshes[letter]}
+            told = self._lead("weigh_side", pair, self._folder(), more, 300.0)
+            if "problem" in told:
+                measured.memory = {"problem": told["problem"][1]}
+                return
+            both[letter] = told
+        kind = "ledger" if all("ledger" in r for t in both.values() for r in t["records"]) else None
+        kind = kind or "resident"
+        peaks = {letter: [r.get(kind) for r in told["records"]] for letter, told in both.items()}
+        if any(value is None for values in peaks.values() for value in values):
+            measured.memory = {"problem": "one side can run on threads and the other cannot"}
+            return
+        worst = {letter: max(values) for letter, values in peaks.items()}
+        measured.memory = {"kind": kind, **worst, "ratio": worst["a"] / worst["b"]}
+
+    def profile(self, measured: Measured) -> None:
+        """Where a mean step's time goes, by side."""
+        found = {}
+        for letter in LETTERS:
+            more = {"side": letter, "mesh": measured.meshes[letter]}
+            told = self._lead("profile_side", measured.pair, self._folder(), more)
+            if "problem" in told:
+                measured.profile = {"problem": told["problem"][1]}
+                return
+            rows = [{k: v for k, v in r.items() if k != "rank"} for r in told["records"]]
+            found[letter] = {key: max(row[key] for row in rows) for key in rows[0]}
+        measured.profile = found
+
+    def _folder(self) -> Path:
+        self._made += 1
+        return self._path / f"launch{self._made}"
+
+    def _lead(
+        self,
+        task: str,
+        pair: Pair,
+        workdir: Path,
+        more: Mapping[str, Any],
+        deadline: float | None = None,
+    ) -> dict[str, Any]:
+        """Run ``task`` in a leader; what it told, or ``{"problem": (verdict, sentence)}``."""
+        payload = {"pair": pair.to_dict(), "workdir": str(workdir), **more}
+        seconds = (deadline or pair.deadline) + JUDGING_SECONDS
+        items = iter([(pair.id, payload, seconds)])
+        with closing(self._pool.run(f"suite.timing.session:{task}", items)) as ends:
+            (ended,) = list(ends)
+        path = workdir / "told.json"
+        if path.exists():
+            told: dict[str, Any] = json.loads(path.read_text())
+            return told
+        lines = [line for line in ended.output.splitlines() if line.strip()]
+        why = "ran out of time" if ended.timed_out else lines[-1] if lines else "left no word"
+        return {"problem": ("hang" if ended.timed_out else "crash", f"the leader {why}")}
+
+
+class _Watch:
+    """Tells now and then how many blocks the first rank of a launch has ended."""
+
+    def __init__(self, workdir: Path, tell: OnBlocks, before: int) -> None:
+        self._path, self._tell, self._before = workdir / "times0.jsonl", tell, before
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="bench progress", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            if self._path.exists():
+                lines = self._path.read_text().splitlines()
+                blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
+                self._tell(self._before + len(blocks - {-1}))
+
+
+def read_times(workdir: Path) -> list[dict[str, Any]]:
+    """The raw times that ranks left in ``workdir``; a line that was cut off is left out."""
+    found = []
+    for path in sorted(workdir.glob("times*.jsonl")):
+        lines = path.read_bytes().splitlines(keepends=True)
+        found += [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return found
+
+
+# ------------------------------------------------------------------------------------- verdicts
+
+
+def result(measured: Measured) -> dict[str, Any]:
+    """The line of ``cases.jsonl``; figures are those of :func:`suite.timing.stats.judge`."""
+    pair = measured.pair
+    line: dict[str, Any] = {
+        "id": pair.id,
+        "pair": pair.to_dict(),
+        "meshes": measured.meshes,
+        "seconds": round(measured.seconds, 3),
+        "losses": losses(measured),
+        "memory": measured.memory,
+        "profile": measured.profile,
+        "problem": None if measured.problem is None else list(measured.problem),
+    }
+    if measured.records:
+        first = measured.records[0]
+        line["threads"] = first[0]["threads"]
+        line["segment_steps"] = [records[0]["segment_steps"] for records in measured.records]
+        line["targets_per_step"] = {
+            side: sum(_by_coordinate(first, side, "targets")) for side in LETTERS
+        }
+    return line | conclude(line, measured.rows)
+
+
+def conclude(line: Mapping[str, Any], rows: Sequence[stats.Row]) -> dict[str, Any]:
+    """Verdict, reason and figures that raw times and the rest of the line give."""
+    judged = stats.judge(rows)
+    reason = ""
+    if line["problem"] is not None:
+        judged["verdict"], reason = line["problem"]
+    elif (why := difference(line["losses"], line["pair"]["dtype"])) is not None:
+        judged["verdict"], reason = "fail", why
+    elif judged["verdict"] == "inconclusive" and "smallest_effect" in judged:
+        reason = f"effects from {judged['smallest_effect']:.1%} on can be seen with these blocks"
+    elif judged["verdict"] == "inconclusive":
+        reason = f"{judged['blocks']} whole blocks: an interval needs 2"
+    goal = line["pair"]["goal"]
+    met = None if goal is None or "high" not in judged else judged["high"] <= goal
+    rates = {}
+    for side, seconds in judged.get("median_seconds", {}).items():
+        rates[side] = line["targets_per_step"][side] / seconds if "targets_per_step" in line else 0
+    return {**judged, "reason": reason, "goal_met": met, "targets_per_second": rates}
+
+
+def losses(measured: Measured) -> dict[str, list[float]]:
+    """The global loss of each of the first steps, by side."""
+    if not measured.records:
+        return {}
+    found = {}
+    for side in LETTERS:
+        shares = [warm["losses"] for warm in _by_coordinate(measured.records[0], side, "warm_up")]
+        found[side] = [
+            math.fsum(share[step] for share in shares if share[step] is not None)
+            for step in range(len(shares[0]))
+        ]
+    return found
+
+
+def difference(told: Mapping[str, Sequence[float]], dtype: str) -> str | None:
+    """A sentence if the sides do not train the same: then the faster one is no faster."""
+    for step, (a, b) in enumerate(zip(told.get("a", ()), told.get("b", ()), strict=True)):
+        if not abs(a - b) <= LOSS_TOLERANCE[dtype] * max(abs(a), abs(b)):
+            return f"the sides do not train the same: loss of step {step} is {a:.6g} and {b:.6g}"
+    return None
+
+
+def _by_coordinate(records: Sequence[Mapping[str, Any]], side: str, key: str) -> list[Any]:
+    """What the first rank of each data coordinate tells of ``side`` under ``key``."""
+    found: dict[int, Any] = {}
+    for record in records:
+        coordinate = record["coordinates"][side]
+        if coordinate is not None:
+            found.setdefault(coordinate, record[key][side])
+    return list(found.values())
+
+
+# --------------------------------------------------------------------------------- in leaders
+
+
+def examine_sides(payload: dict[str, Any]) -> None:
+    """What each side says of itself, without running it."""
+    import importlib.util
+
+    from suite import registry
+    from suite.backends import BACKENDS
+    from suite.contract import Refused
+
+    pair = Pair.from_dict(payload["pair"])
+    told: dict[str, Any] = {}
+    for letter in LETTERS:
+        side = pair.side(letter)
+        try:
+            claims = registry.load(side.implementation).capabilities(side.options)
+        except registry.BrokenImplementation as error:
+            told[letter] = {"missing": str(error)}
+            continue
+        except Refused as error:
+            told[letter] = {"refused": str(error)}
+            continue
+        missing = BACKENDS[pair.backend].available() or ""
+        absent = [name for name in claims.packages if importlib.util.find_spec(name) is None]
+        if absent:
+            missing = f"package {', '.join(absent)} is not installed"
+        elif pair.backend not in claims.backends:
+            missing = f"does not run on {pair.backend}, only on {', '.join(claims.backends)}"
+        elif pair.dtype not in claims.dtypes:
+            missing = f"does not train in {pair.dtype}, only in {', '.join(claims.dtypes)}"
+        elif claims.max_world is not None and pair.world > claims.max_world:
+            missing = f"runs on at most {claims.max_world} ranks"
+        told[letter] = {"axes": list(claims.axes), "missing": missing}
+    _tell(payload, told)
+
+
+def time_sides(payload: dict[str, Any]) -> None:
+    """One launch of A, its twin and B."""
+    from suite.timing import blocks
+
+    pair = Pair.from_dict(payload["pair"])
+    meshes = {side: payload[side] for side in blocks.SIDES}
+    workdir = Path(payload["workdir"])
+    _on_ranks(
+        payload,
+        pair,
+        pair.backend,
+        lambda rank, _: blocks.run(
+            pair, meshes, payload["launch"], payload["blocks"], workdir, rank
+        ),
+    )
+
+
+def weigh_side(payload: dict[str, Any]) -> None:
+    """Memory of one side: on threads, which are counted exactly, if both sides run there."""
+    import dataclasses
+
+    from suite import registry
+    from suite.timing import blocks
+
+    pair = Pair.from_dict(payload["pair"])
+    claims = [
+        registry.load(pair.side(letter).implementation).capabilities(pair.side(letter).options)
+        for letter in LETTERS
+    ]
+    if all("in_memory" in claim.backends for claim in claims):
+        pair = dataclasses.replace(pair, backend="in_memory")
+    program = _of_side(blocks.memory, pair, payload)
+    _on_ranks(payload, pair, pair.backend, program)
+
+
+def profile_side(payload: dict[str, Any]) -> None:
+    """Phases of one side's step."""
+    from suite.timing.profile import profile
+
+    pair = Pair.from_dict(payload["pair"])
+    _on_ranks(payload, pair, pair.backend, _of_side(profile, pair, payload))
+
+
+def _of_side(
+    function: Callable[..., dict[str, Any]], pair: Pair, payload: Mapping[str, Any]
+) -> Callable[[int, int], dict[str, Any]]:
+    return lambda rank, _: function(pair, payload["side"], payload["mesh"], rank)
+
+
+def _on_ranks(
+    payload: Mapping[str, Any],
+    pair: Pair,
+    backend: str,
+    program: Callable[[int, int], dict[str, Any]],
+) -> None:
+    from suite.launch import pack
+    from suite.launch.ranks import root_cause, run_ranks
+
+    workdir = Path(payload["workdir"])
+    workdir.mkdir(parents=True)
+    outcomes = run_ranks(backend, pair.world, program, workdir, pair.deadline, ledgers=False)
+    cause = root_cause(outcomes)
+    if cause is not None:
+        verdict = "hang" if cause.status == "hung" else "crash"
+        where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
+        told: dict[str, Any] = {"problem": (verdict, " ".join([cause.sentence(), *where]))}
+    else:
+        told = {"records": [pack.load(o.record) for o in outcomes if o.record is not None]}
+    _tell(payload, told)
+
+
+def _tell(payload: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    workdir = Path(payload["workdir"])
+    workdir.mkdir(parents=True, exist_ok=True)
+    partial = workdir / "told.partial"
+    partial.write_text(json.dumps(told))
+    partial.replace(workdir / "told.json")
+
+
+# --------------------------------------------------------------------------------- raw times
+
+
+FOLDER = "times"
+_COLUMNS = {
+    "launch": "int32",
+    "pair": "string",
+    "block": "int32",
+    "segment": "int32",
+    "side": "string",
+    "step": "int32",
+    "rank": "int32",
+    "seconds": "float64",
+}
+
+
+def write_times(run: Path, name: str, rows: Sequence[stats.Row]) -> str:
+    """Raw times as a Parquet file under ``run``; its name there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from suite.records import file_name
+
+    (run / FOLDER).mkdir(exist_ok=True)
+    schema = pa.schema([(key, getattr(pa, kind)()) for key, kind in _COLUMNS.items()])
+    table = pa.Table.from_pylist([{key: row[key] for key in _COLUMNS} for row in rows], schema)
+    path = run / FOLDER / f"{file_name(name)}.parquet"
+    partial = path.with_suffix(".partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+    return str(path.relative_to(run))
+
+
+def load_times(path: Path) -> list[dict[str, Any]]:
+    """What :func:`write_times` wrote.
+
+    :raises RecordError: a file that cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from suite.records import RecordError
+
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise RecordError(f"{path}: no readable times: {error}") from None
+    return rows
+
+
+def keep(folder: results.RunFolder, measured: Measured) -> dict[str, Any]:
+    """Write raw times and the line of a comparison; the line."""
+    line = result(measured)
+    if measured.rows:
+        line["times"] = write_times(folder.path, measured.pair.id, measured.rows)
+        folder.seal(line["times"])
+    folder.add(line, "bench")
+    return line
+
+
+def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
+    """What a stored comparison gives otherwise when it is judged again (``None``: the same)."""
+    rows = load_times(run / line["times"]) if line.get("times") else []
+    again = json.loads(json.dumps(results.standard(conclude(line, rows))))
+    for key, value in again.items():
+        if line.get(key) != value:
+            return f"{line['id']}: the raw times give {key} {value!r}, not {line.get(key)!r}"
+    return None

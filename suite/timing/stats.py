@@ -1,0 +1,236 @@
+"""Statistics of paired step times; pure functions of numbers, so that a stored run is judged again.
+
+Units: a *step time* is in seconds, the maximum over ranks; a *block* is A B B A; its *log ratio* is
+``ln(median of A's steps / median of B's)``, 0.1 when A takes 10 % longer.  The blocks of a session
+are the sample of a paired t interval: within a block both sides meet the same machine.  Measured
+reasons (single launches called different in 82 % of A/A pairs, bootstrap false alarms of 12 to 17 %
+at small samples, paired t on logs 3.5 to 5 %): docs/speed.md.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from scipy import stats as distributions
+
+#: A difference below this is called small even where it is certain.
+SMALLEST_MARGIN = 0.05
+#: Where an A/A pair leaves more than this open, nothing is called the same.
+LARGEST_MARGIN = 0.10
+CONFIDENCE = 0.95
+#: The effect that a comparison "can see" is the one it would call different this often.
+POWER = 0.8
+#: Up to this many blocks the permutation is exact (2^20 half sums); beyond, signs are drawn.
+EXACT_BLOCKS = 40
+_DRAWS = 200_000
+
+Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the blocks say of A's time over B's; ``mean``, ``low``, ``high``, ``sd`` in log units.
+
+    ``p`` is that of the sign-flip permutation, exact if ``exact``; ``None`` below 6 blocks, where
+    it cannot get under 0.05.
+    """
+
+    blocks: int
+    mean: float
+    low: float
+    high: float
+    sd: float
+    p: float | None
+    exact: bool
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval, in log units."""
+        return (self.high - self.low) / 2
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval excludes "the same"."""
+        return self.low > 0 or self.high < 0
+
+
+def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """Paired t interval of the mean log ratio.
+
+    :raises ValueError: fewer than 2 blocks.
+    """
+    count = len(logs)
+    if count < 2:
+        raise ValueError(f"an interval needs at least 2 blocks, not {count}")
+    mean, sd = statistics.fmean(logs), statistics.stdev(logs)
+    half = t_quantile(confidence, count - 1) * sd / math.sqrt(count)
+    p, exact = sign_flip_p(logs) if count >= 6 else (None, True)
+    return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
+
+
+def t_quantile(confidence: float, freedom: int) -> float:
+    """Two-sided quantile of Student's t."""
+    return float(distributions.t.ppf((1 + confidence) / 2, freedom))
+
+
+def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
+    """Share of sign assignments whose sum is at least as far from 0 as the one seen; whether exact.
+
+    Exact by meeting in the middle: sums of both halves of the blocks, one of them sorted.
+    """
+    values = np.asarray(logs, dtype=np.float64)
+    seen = abs(float(values.sum()))
+    limit = seen - 1e-12 * max(1.0, float(np.abs(values).sum()))  # ties count whatever the order
+    if len(values) <= EXACT_BLOCKS:
+        left, right = (_signed_sums(part) for part in np.array_split(values, 2))
+        right.sort()
+        above = len(right) - np.searchsorted(right, limit - left, side="left")
+        below = np.searchsorted(right, -limit - left, side="right")
+        total = len(left) * len(right)
+        return min(1.0, float(above.sum() + below.sum()) / total), True
+    signs = np.random.default_rng(0).integers(0, 2, (_DRAWS, len(values)), dtype=np.int8) * 2 - 1
+    extreme = int((np.abs(signs @ values) >= limit).sum())
+    return (extreme + 1) / (_DRAWS + 1), False
+
+
+def _signed_sums(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
+
+
+def margin(same: Estimate | None) -> float:
+    """Smallest relevant difference, in log units: 5 %, or what an A/A pair here leaves open."""
+    floor = math.log1p(SMALLEST_MARGIN)
+    return floor if same is None else max(floor, same.half_width)
+
+
+def verdict(found: Estimate, least: float) -> Verdict:
+    """The verdict on A beside B, where differences below ``least`` (log units) do not matter."""
+    if found.differs:
+        if abs(found.mean) >= least:
+            return "slower" if found.mean > 0 else "faster"
+        return "same" if _alike(found, least) else "small difference"
+    return "same" if _alike(found, least) else "inconclusive"
+
+
+def _alike(found: Estimate, least: float) -> bool:
+    limit = min(least, math.log1p(LARGEST_MARGIN))
+    return -limit < found.low and found.high < limit
+
+
+def smallest_effect(found: Estimate, least: float, power: float = POWER) -> float:
+    """The difference (log units) that as many blocks as these would call faster or slower."""
+    freedom = found.blocks - 1
+    error = found.sd / math.sqrt(found.blocks)
+    reach = t_quantile(CONFIDENCE, freedom) + float(distributions.t.ppf(power, freedom))
+    return max(least, reach * error)
+
+
+# -------------------------------------------------------------------------------- from raw times
+
+
+#: A raw time: launch, pair ("ab" or "aa"), block (-1: warm-up), segment, side, step, rank, seconds.
+Row = Mapping[str, Any]
+
+
+def step_times(rows: Iterable[Row]) -> dict[tuple[int, str, int, str], list[float]]:
+    """(launch, pair, block, side) -> its step times, each the maximum over ranks.
+
+    Blocks that some rank did not end (a launch that was stopped) are left out.
+    """
+    by_step: dict[tuple[int, str, int], dict[tuple[str, int, int], dict[int, float]]]
+    by_step = defaultdict(lambda: defaultdict(dict))
+    ranks: dict[int, set[int]] = defaultdict(set)
+    for row in rows:
+        if row["block"] < 0:
+            continue
+        block = by_step[row["launch"], row["pair"], row["block"]]
+        block[row["side"], row["segment"], row["step"]][row["rank"]] = row["seconds"]
+        ranks[row["launch"]].add(row["rank"])
+    times: dict[tuple[int, str, int, str], list[float]] = defaultdict(list)
+    for (launch, pair, number), steps in sorted(by_step.items()):
+        whole = len({segment for _, segment, _ in steps}) == 4
+        if whole and all(set(seen) == ranks[launch] for seen in steps.values()):
+            for (side, _, _), seen in sorted(steps.items()):
+                times[launch, pair, number, side].append(max(seen.values()))
+    return dict(times)
+
+
+def log_ratios(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Pair -> (launch, log ratio) of every whole block; "ab" is A over B, "aa" A over its twin."""
+    times = step_times(rows)
+    found: dict[str, list[tuple[int, float]]] = {"ab": [], "aa": []}
+    for (launch, pair, block, side), first in times.items():
+        if side != "a":
+            continue
+        second = times[launch, pair, block, "b" if pair == "ab" else "twin"]
+        ratio = math.log(statistics.median(first) / statistics.median(second))
+        found[pair].append((launch, ratio))
+    return found
+
+
+def judge(rows: Iterable[Row]) -> dict[str, Any]:
+    """Verdict and figures of a comparison, as plain data; ``verify`` calls it again.
+
+    Ratios are A over B: 1.1 says that A takes 10 % longer.  Absolute medians stand beside them.
+    """
+    rows = list(rows)
+    logs, times = log_ratios(rows), step_times(rows)
+    if len(logs["ab"]) < 2:
+        return {"verdict": "inconclusive", "blocks": len(logs["ab"])}
+    found = estimate([value for _, value in logs["ab"]])
+    same = estimate([value for _, value in logs["aa"]]) if len(logs["aa"]) > 1 else None
+    least = margin(same)
+    medians = {
+        side: statistics.median(
+            t for (_, pair, _, s), seen in times.items() if s == side and pair == "ab" for t in seen
+        )
+        for side in ("a", "b")
+    }
+    return {
+        "verdict": verdict(found, least),
+        "blocks": found.blocks,
+        "launches": len({launch for launch, _ in logs["ab"]}),
+        **_ratios(found),
+        "p": found.p,
+        "p_exact": found.exact,
+        "margin": math.expm1(least),
+        "smallest_effect": math.expm1(smallest_effect(found, least)),
+        "aa": None if same is None else {**_ratios(same), "blocks": same.blocks},
+        "median_seconds": medians,
+        "launches_differ_p": launches_differ(logs["ab"]),
+        "log": asdict(found),
+    }
+
+
+def _ratios(found: Estimate) -> dict[str, float]:
+    return {
+        "ratio": math.exp(found.mean),
+        "low": math.exp(found.low),
+        "high": math.exp(found.high),
+        "half_width": math.expm1(found.half_width),
+        "sd": found.sd,
+    }
+
+
+def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
+    """p of an analysis of variance between launches; ``None`` where there is nothing to compare.
+
+    Blocks of one launch share its memory layout: where launches differ (p < 0.01) the interval,
+    which takes blocks for independent, is too narrow.
+    """
+    groups: dict[int, list[float]] = defaultdict(list)
+    for launch, value in logs:
+        groups[launch].append(value)
+    told = [values for values in groups.values() if len(values) > 1]
+    if len(told) < 2 or len({value for values in told for value in values}) < 2:
+        return None
+    return float(distributions.f_oneway(*told).pvalue)
