@@ -1,0 +1,164 @@
+"""ZeRO-3: parameters are sharded, too; a unit exists whole only while it computes.
+
+Problem.  Under ZeRO-2 every rank still holds all parameters, though at any moment it computes with
+those of one layer.  So each rank keeps 1/N of every unit; the unit is gathered right before its
+forward and freed after it, gathered again before its backward and freed after that.  To keep the
+network busy while a unit computes, the next one is gathered meanwhile.
+
+    what                        where
+    parameters, gradients,      one shard of each unit on every rank
+      optimizer state
+    whole parameters            the root unit, the unit that computes and the next one
+    whole gradients             the unit whose backward runs and the one that is being reduced
+    buffers                     every rank its own
+
+    step     before_step         how many rounds? the most micro-batches of any rank
+             forward             gather 0 | gather 1 | compute 0, free 0 | gather 2 | compute 1 ...
+             backward            gather 2 | gather 1 | compute 2, free 2, reduce 2 | gather 0 |
+                                 compute 1, free 1, wait 2, add to its shard, reduce 1 ...
+             finish              rounds that other ranks still have, with zeros; who used what
+             clip, update        own shards only; the norm is a sum over ranks
+
+Units (parts/units.py) are the model's blocks unless ``wrap`` says otherwise; the root unit holds
+the rest.  It runs while the others do: it is gathered first and freed last, once in forward and
+once in backward.  The order of forward is that of the forward before, which is why the first one
+prefetches nothing; backward goes through the units of its own forward in reverse.
+
+Cost: floating-point bytes sent a step, over all N ranks, with m micro-batches on the busiest rank:
+m (N-1) (2 padded parameter bytes + padded gradient bytes), summed over all units, root and frozen
+parameters included (frozen ones have no gradient): ZeRO, arXiv 1910.02054, section VII-B.  A layout
+is a unit's parameters of one dtype, trained or frozen, padded to a multiple of N elements; it is
+gathered in ``precision.parameters`` and reduced in ``precision.reduce``.  Calls a rank: 2 m
+all-gathers of each layout, m reduce-scatters of each trained one; none if N = 1.  With clipping one
+float64 is all-reduced.  A module called c times in a forward is gathered c + 1 times.
+Memory: (P + G + O)/N with padding, and what the table names.
+Numbers: summed over ranks first, over micro-batches then; equal to one device's up to that order.
+Left out: units that only some ranks call, optimizers that are not element-wise, models that do not
+fit on one rank before they are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from impls.reference.engine import Engine
+from impls.reference.parts.handle import Handle
+from impls.reference.parts.offload import HostTier
+from impls.reference.parts.options import Training, parse_options
+from impls.reference.parts.shards import Unit
+from impls.reference.parts.state import copy_pieces, gather_pieces
+from impls.reference.parts.units import Wrap, plan_units
+from impls.reference.parts.wrapped import WrappedHandle
+from suite.comm import Comm, Mesh
+from suite.contract import Capabilities, Kind, Piece
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """``wrap`` says which modules are units."""
+
+    wrap: Wrap = field(default_factory=Wrap)
+
+
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    blocks: Sequence[str] = (),
+    tier: HostTier | None = None,
+) -> Zero3:
+    """Shard ``module`` over ``comms["shard"]``, from rank 0's values.
+
+    ``blocks`` are the units where ``options`` name none; shards rest on ``tier`` if it is given.
+    """
+    return Zero3(module, comms, plan_units(module, options.wrap, blocks), options.precision, tier)
+
+
+class Zero3(WrappedHandle):
+    """The handle: when units are gathered, freed and reduced."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.order: list[Unit] = []  # that of the forward under way
+        self.last_order: list[Unit] = []  # that of the forward before
+        self.ways_back: list[Unit] = []  # units in the order in which their forwards ended
+
+    def accumulate(self, is_last: bool) -> None:
+        """A new forward begins."""
+        super().accumulate(is_last)
+        self.last_order, self.order, self.ways_back = self.order, [], []
+
+    def before_forward(self, unit: Unit, again: bool) -> None:
+        """Gather the unit, wait for it, and start to gather the one that came next last time."""
+        self.gather(unit)
+        unit.wait()
+        if again:
+            return
+        self.order.append(unit)
+        count = len(self.order)
+        if self.order == self.last_order[:count]:
+            for following in self.last_order[count : count + 1]:
+                self.gather(following)
+
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        """Free the unit, unless its backward follows at once."""
+        if not again:
+            unit.free()
+            if unit not in self.ways_back:
+                self.ways_back.append(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather the unit, wait for it, and start to gather the one before it."""
+        if unit is self.root:
+            self.land()  # what the round before left under way
+        self.gather(unit)
+        unit.wait()
+        while self.ways_back and self.ways_back[-1] is unit:
+            self.ways_back.pop()
+        for preceding in self.ways_back[-1:]:
+            self.gather(preceding)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Free the parameters, send the gradients."""
+        unit.free()
+        self.reduce(unit)
+
+
+class ReferenceZero3(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "zero3"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Everything that the ``zero3`` profile asks for."""
+        parse_options(Options, options)
+        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "overlap")
+        sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
+        return Capabilities(
+            axes=("shard",),
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="per_rank",
+            features=frozenset({*features, *sharded}),
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the shard axis."""
+        chosen = parse_options(Options, options)
+        tier = self.tier if chosen.offload == "parameters" else None
+        return apply(module, {"shard": mesh.comm("shard")}, chosen, self.build.units, tier)
+
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into this rank's shards."""
+        copy_pieces(self.local_state(kind), pieces)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Gathered from all ranks."""
+        return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
+
+
+IMPLEMENTATION = ReferenceZero3
