@@ -11,6 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from suite.promises.base import Bound, Flow, Local, Promise
+from suite.promises.offload import offloaded
 from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
 from suite.promises.sharded import Zero1, Zero2, Zero3
@@ -27,7 +28,7 @@ def promise_of(strategy: str, plan: Plan | None) -> Promise | None:
     """The promise of ``strategy`` for ``plan``; ``None`` where there is none."""
     if plan is None or strategy not in PROMISES:
         return None
-    return PROMISES[strategy](plan)
+    return offloaded(PROMISES[strategy], plan)(plan)
 
 
 def memory_ratio(promise: Promise) -> Fraction:

@@ -120,9 +120,9 @@ class Masters:
 
     @torch.no_grad()
     def copy_up(self) -> None:
-        """Round the updated masters into the working tensors; the masters' gradients go."""
+        """Round the masters that were updated into the working tensors; their gradients go."""
         for working, master in self.pairs.values():
-            if working.data_ptr() != master.data_ptr():
+            if master.grad is not None and working.data_ptr() != master.data_ptr():
                 working.copy_(master)
             master.grad = None
 

@@ -1,0 +1,110 @@
+"""What offloading moves to the host tier, and how many bytes a step moves between the tiers.
+
+``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
+parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and
+their gradients rest there too; a shard comes up whenever its unit is gathered.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+from suite.promises.base import Bytes, Flow, Local, Promise
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
+from suite.promises.sharded import Zero1, Zero3
+
+OPTION = "offload"
+
+
+def offloaded(kind: type[Promise], plan: Plan) -> type[Promise]:
+    """The promise of ``kind`` under the offload that ``plan`` asks for (``kind`` for none)."""
+    if plan.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
+        return kind
+    fields = {
+        "whole": kind,
+        "strategy": kind.strategy,
+        "source": f"{kind.source}; {Offloaded.source}",
+        "divided": kind.divided,
+    }
+    return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
+
+
+class Offloaded(Promise):
+    """A strategy of which a part rests on the host tier; the network sees no difference."""
+
+    whole: ClassVar[type[Zero1 | Zero3]]
+    source: ClassVar[str] = (
+        "ZeRO-Offload (arXiv 2101.06840) section 4.1: 2 Psi of gradients down and 2 Psi of "
+        "parameters up in 16 bits, each rank its share; no optimizer state on the device"
+    )
+
+    @cached_property
+    def inner(self) -> Zero1 | Zero3:
+        """The same without offload."""
+        return self.whole(self.plan)
+
+    @property
+    def shards_rest_there(self) -> bool:
+        """Whether shards of parameters are on the host as well."""
+        return self.plan.option(OPTION, "none") == "parameters"
+
+    def flows(self) -> list[Flow]:
+        """As without."""
+        return self.inner.flows()
+
+    def local(self, rank: int) -> Local:
+        """As without."""
+        return self.inner.local(rank)
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """What stays on the device: nothing, or parameters and gradients."""
+        found = self.inner.resident(rank, step, updated)
+        if self.shards_rest_there:
+            return dict.fromkeys(found, 0)
+        return found | {"masters": 0, "optimizer_state": 0}
+
+    def host(self, rank: int, step: int, updated: int) -> Bytes:
+        """State and, of what is not there as such, masters: one copy of what this rank updates."""
+        found = self.inner.resident(rank, step, updated)
+        if self.shards_rest_there:
+            return found
+        masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
+        return {"masters": masters, "optimizer_state": found["optimizer_state"]}
+
+    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """Gradients down, parameters up; in a step whose update is skipped only what is computed
+        with.
+        """
+        if self.shards_rest_there:
+            return self._moved_shards()
+        if updated != step:
+            return {"down": 0, "up": 0}
+        ready = {t.name for t in used(self.plan.parameters, step)}
+        down = up = 0
+        for tensor, count in self.trained(rank):
+            if tensor.name in ready:
+                down += count * ITEMSIZE[self._travels_down(tensor)]
+                up += count * ITEMSIZE[self._travels_up(tensor)]
+        return {"down": down, "up": up}
+
+    def trained(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` updates."""
+        return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
+
+    def _moved_shards(self) -> dict[str, int]:
+        assert isinstance(self.inner, Zero3)
+        gathered = sum(f.shard_bytes(self.plan.compute(f.dtype)) for f in self.inner.flats)
+        reduced = sum(flat.shard_bytes() for flat in self.inner.trained)
+        return {"down": reduced, "up": 2 * self.plan.rounds * gathered}
+
+    def _travels_down(self, tensor: TensorPlan) -> str:
+        """Whole parameters have gradients as summed, shards have them as built."""
+        if isinstance(self.inner, Zero3):
+            return tensor.dtype
+        return self.plan.reduction(tensor.dtype)
+
+    def _travels_up(self, tensor: TensorPlan) -> str:
+        if isinstance(self.inner, Zero3):
+            return tensor.dtype
+        return self.plan.compute(tensor.dtype)
