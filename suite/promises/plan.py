@@ -53,7 +53,8 @@ class Plan:
     """One case, as far as its costs depend on it.
 
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
-    ``micro_batches`` counts those of each data coordinate in one step.
+    ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
+    each parameter group that the optimizer makes (empty: all trained ones in one).
     """
 
     axes: Mapping[str, int]
@@ -63,6 +64,7 @@ class Plan:
     modules: Mapping[str, str] = field(default_factory=dict)
     units: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = (1,)
+    groups: tuple[tuple[str, ...], ...] = ()
     optimizer: str = "sgd"
     momentum: float = 0.9
     clipped: bool = False
@@ -103,6 +105,14 @@ class Plan:
         """Floating-point buffers."""
         return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
 
+    @property
+    def grouped(self) -> list[list[TensorPlan]]:
+        """Trained parameters by parameter group, in the order in which an optimizer has them."""
+        if not self.groups:
+            return [list(self.trainable)]
+        by_name = {t.name: t for t in self.trainable}
+        return [[by_name[name] for name in names] for names in self.groups]
+
     # ----------------------------------------------------------------------------- the options
 
     def option(self, name: str, default: Any) -> Any:
@@ -138,6 +148,7 @@ class Plan:
             fields[name] = tuple(_tensor(row) for row in fields[name])
         for name in ("units", "micro_batches"):
             fields[name] = tuple(fields[name])
+        fields["groups"] = tuple(tuple(names) for names in fields["groups"])
         return cls(**fields)
 
 
@@ -173,6 +184,12 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         units=tuple(workload.units),
         micro_batches=tuple(workload.micro_batch_counts(case.data_coordinates)),
+        groups=tuple(
+            tuple(names)
+            for _, names in case.optimizer.assign(
+                name for name, p in model.named_parameters() if p.requires_grad
+            )
+        ),
         optimizer=case.optimizer.name,
         momentum=case.optimizer.momentum,
         clipped=case.optimizer.clip_norm is not None,

@@ -1,0 +1,239 @@
+"""What DeepSpeed 0.19.8 really sends and holds in fp32, beside what ZeRO's paper says.
+
+    stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
+    0        2                                         2                -
+    1        3 (2 with one reduce an owner)            2                buckets are all-reduced
+    2        2 m + 1 (m + 1 with one reduce an owner)  m + 1            the same
+    3        3 m                                       3 m              -
+
+and a norm of one number per parameter group, whether or not gradients are clipped.  Files are those
+under ``deepspeed/runtime/zero``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from suite.promises.base import Bytes, Flow, Local, flow
+from suite.promises.plan import TensorPlan, counter_bytes, slots
+from suite.promises.replicated import Single
+
+#: DeepSpeed is judged in fp32 only.
+FP32 = 4
+_PAPER = "ZeRO (arXiv 1910.02054) section VII"
+
+
+def _ceil(count: int, divisor: int) -> int:
+    return -(-count // divisor)
+
+
+class DeepSpeedZero0(Single):
+    """Whole copies: 2 (N-1) Psi, and one number where gradients are clipped.
+
+    Every gradient stays until the next backward; parameters without one get zeros.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero0"
+    source: ClassVar[str] = (
+        "all-reduce of all gradients at once, engine.py: buffered_allreduce_fallback; "
+        "utils.py: clip_grad_norm_ averages the norm over the ranks"
+    )
+
+    def flows(self) -> list[Flow]:
+        """One all-reduce, or more for more than 500 million elements; the norm."""
+        plan = self.plan
+        whole = [sum(t.nbytes for t in plan.trainable)]
+        norm = [FP32] if plan.clipped else []
+        return [_free(f) for f in flow(plan, "replicate", "all_reduce", whole + norm)]
+
+
+class _Sharded(Single):
+    """What stages 1 to 3 share."""
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section ``zero_optimization``."""
+        found: Mapping[str, Any] = self.plan.option("zero_optimization", {})
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self.plan.size("shard")
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the optimizer is."""
+        return (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+class DeepSpeedZero1(_Sharded):
+    """P Psi + (masters + O) Psi / N, each parameter group padded to a multiple of 2 N elements.
+
+    In fp32 the master is a second copy of the partition, which ZeRO's own strategy does not hold.
+    At ``gradients_final`` a rank still has the whole gradient of every parameter that its partition
+    touches (``copy_grads_in_partition``), from ``after_clip`` on its flat partition.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero1"
+    source: ClassVar[str] = (
+        f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
+        "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
+    )
+    divided = (False, False, True)
+
+    @property
+    def reductions(self) -> int:
+        """Once a step."""
+        return 1
+
+    @property
+    def padded(self) -> list[int]:
+        """Elements of each group's flat buffer."""
+        block = 2 * self.ranks
+        return [
+            _ceil(sum(t.numel for t in group), block) * block
+            for group in self.plan.grouped
+            if group
+        ]
+
+    def flows(self) -> list[Flow]:
+        """Reductions, norms of the groups, gathers."""
+        plan, zero = self.plan, self.zero
+        to_owners = (
+            not zero.get("use_multi_rank_bucket_allreduce", True)
+            and zero.get("reduce_scatter", True)
+            and (zero.get("contiguous_gradients", True) or self.offloaded)
+        )
+        whole = [sum(t.nbytes for t in plan.trainable)]
+        norms = [FP32] * len(self.padded) if zero.get("compute_grad_norm", True) else []
+        gathered = [FP32 * count for count in self.padded]
+        how = "reduce" if to_owners else "all_reduce"
+        found = [
+            *flow(plan, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
+            *flow(plan, "shard", "all_reduce", norms),
+        ]
+        return [*(_free(f) for f in found), *flow(plan, "shard", "all_gather", gathered)]
+
+    def fragments(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
+        found = []
+        for group, padded in zip(filter(None, self.plan.grouped), self.padded, strict=True):
+            low = padded // self.ranks * rank
+            high, at = low + padded // self.ranks, 0
+            for tensor in group:
+                count = min(high, at + tensor.numel) - max(low, at)
+                at += tensor.numel
+                if count > 0:
+                    found.append((tensor, count))
+        return found
+
+    def resident(self, rank: int, point: str, step: int) -> Bytes:
+        """Flat buffers, padding included; one step counter a group."""
+        share = FP32 * sum(self.padded) // self.ranks
+        ready = step if point == "after_update" else step - 1
+        touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
+        frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
+        state = slots(self.plan) * share + counter_bytes(self.plan) * len(self.padded)
+        gradients = {"gradients_final": touched, "after_clip": share}.get(point, 0)
+        return {
+            "parameters": frozen + FP32 * sum(self.padded),
+            "masters": share,
+            "gradients": share if self.offloaded else gradients,
+            "optimizer_state": state if ready >= 0 else 0,
+        }
+
+    def local(self, rank: int) -> Local:
+        """Whole parameters; fragments of the rest."""
+        own = {tensor.name: count for tensor, count in self.fragments(rank)}
+        every = {t.name: t.numel for t in self.plan.parameters}
+        return Local(every, own, own if slots(self.plan) else {})
+
+
+class DeepSpeedZero2(DeepSpeedZero1):
+    """As stage 1; every micro-batch is reduced."""
+
+    strategy: ClassVar[str] = "deepspeed_zero2"
+    source: ClassVar[str] = (
+        f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
+        "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
+    )
+    divided = (False, True, True)
+
+    @property
+    def reductions(self) -> int:
+        """One a micro-batch."""
+        return self.plan.rounds
+
+
+class DeepSpeedZero3(_Sharded):
+    """(P + G + O) Psi / N, each parameter padded to a multiple of N elements.
+
+    What is gathered depends on the trace of earlier steps, except with the options of
+    :attr:`untraced`; only then a promise of traffic is made.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero3"
+    source: ClassVar[str] = (
+        f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
+        "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
+    )
+    divided = (True, True, True)
+    #: Options under which every module's parameters are gathered before and freed after its use.
+    untraced: ClassVar[tuple[str, ...]] = (
+        "stage3_param_persistence_threshold",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+    )
+
+    def shard(self, tensor: TensorPlan) -> int:
+        """Elements of a rank's shard."""
+        return _ceil(tensor.numel, self.ranks)
+
+    def flows(self) -> list[Flow]:
+        """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
+        plan, zero = self.plan, self.zero
+        if any(zero.get(name) != 0 for name in self.untraced):
+            names = ", ".join(self.untraced)
+            raise ValueError(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
+        if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
+            raise ValueError("deepspeed_zero3 promises no traffic for other reductions, sub-groups")
+        gathered = [FP32 * self.ranks * self.shard(t) for t in plan.parameters]
+        reduced = [FP32 * self.ranks * self.shard(t) for t in plan.trainable]
+        norms = [FP32 if self.offloaded else 8] * sum(1 for group in plan.grouped if group)
+        return [
+            *(_free(f) for f in flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds)),
+            *(_free(f) for f in flow(plan, "shard", "reduce_scatter", reduced, plan.rounds)),
+            *flow(plan, "shard", "all_reduce", norms),
+        ]
+
+    def resident(self, rank: int, point: str, step: int) -> Bytes:
+        """Shards with their padding; the reduced ones are copied once more for the update."""
+        trained = FP32 * sum(self.shard(t) for t in self.plan.trainable)
+        groups = sum(1 for group in self.plan.grouped if group)
+        ready = step if point == "after_update" else step - 1
+        state = slots(self.plan) * trained + counter_bytes(self.plan) * groups
+        return {
+            "parameters": FP32 * sum(self.shard(t) for t in self.plan.parameters),
+            "masters": trained if self.offloaded else 0,
+            "gradients": trained * (2 if point == "after_clip" or self.offloaded else 1),
+            "optimizer_state": state if ready >= 0 else 0,
+        }
+
+    def local(self, rank: int) -> Local:
+        """Shards, padding left out."""
+        held = {}
+        for tensor in self.plan.parameters:
+            each = self.shard(tensor)
+            count = min(each, tensor.numel - min(each * rank, tensor.numel))
+            if count > 0:
+                held[tensor.name] = count
+        names = {t.name for t in self.plan.trainable}
+        own = {name: count for name, count in held.items() if name in names}
+        return Local(held, own, own if slots(self.plan) else {})
+
+
+def _free(found: Flow) -> Flow:
+    """The same bytes in a number of calls that is not promised."""
+    return Flow(found.axis, found.operation, found.bytes, None)
