@@ -88,7 +88,7 @@ class Masters:
     @torch.no_grad()
     def _master(self, name: str, working: Tensor) -> Tensor:
         dtype = self.built[name]
-        if self.tier is not None:
+        if self.tier is not None and not self.tier.holds(working):
             self.landed[name] = self.tier.zeros(working.shape, dtype)
         if working.dtype == dtype and (self.tier is None or self.tier.holds(working)):
             if gradient_dtype(working) == dtype:

@@ -77,6 +77,9 @@ class FlatShard:
         self.reduced: Tensor | None = None  # receives the reduction in flight
         self.total: Tensor | None = None  # the shard of the sum over ranks and micro-batches
         self.crossing: Work | None = None  # its all-reduce over replicas, in flight
+        self.landed: Tensor | None = None  # on the tier: the total once it is final
+        if tier and self.trained:
+            self.landed = tier.zeros(self.shard.shape, self.layout.dtype)
         self.free()
 
     # --------------------------------------------------------------------------------- parameters
@@ -109,13 +112,14 @@ class FlatShard:
 
     def free(self, within: Comm | None = None) -> None:
         """Drop the whole parameters; keep a chunk of 1/``within.size``, if it is given."""
-        if self.is_resident or not self.is_whole:
-            return
-        self.wait()
-        if within is not None:
-            self.kept = self.whole.view(within.size, -1)[within.rank].clone()
-        self.whole.untyped_storage().resize_(0)
-        self.is_whole = False
+        if self.is_whole and not self.is_resident:
+            self.wait()
+            chunks = None if within is None else self.whole.view(within.size, -1)
+            self.kept = None if within is None or chunks is None else chunks[within.rank].clone()
+            self.whole.untyped_storage().resize_(0)
+            self.is_whole = False
+        elif within is None:
+            self.kept = None
 
     # ---------------------------------------------------------------------------------- gradients
 
@@ -165,12 +169,14 @@ class FlatShard:
             self.crossing = replicas.all_reduce(self.total, async_op=True)
 
     def settle(self) -> None:
-        """The total is final on return."""
+        """The total is final on return, and where its shard rests."""
         if self.crossing is not None:
             self.crossing.wait()
             self.crossing = None
         if self.total is not None:
             self.total = self.total.to(self.layout.dtype)
+            if self.landed is not None:
+                self.total = self.landed.copy_(self.total)
 
     def hand_over(self, used: Mapping[str, bool]) -> None:
         """Give the optimizer's targets their gradients, none to what no rank used."""
