@@ -411,6 +411,11 @@ def details(line: Line) -> list[str]:
             f"{line['seconds']:.0f} s; effects from {line['smallest_effect']:.1%} on can be seen"
         )
     same, differ = line.get("aa"), line.get("launches_differ_p")
+    if same:
+        told.append(
+            f"    A/A: SD of a block {same['sd']:.3f}; a half-width of 5 % takes "
+            f"{same['blocks_needed']} blocks here"
+        )
     if same and (same["low"] > 1 or same["high"] < 1):
         told.append("    caution: A differs from its own twin here: take no verdict from this run")
     if differ is not None and differ < 0.01:

@@ -133,6 +133,16 @@ def test_smallest_effect_is_found_as_often_as_said() -> None:
     assert 0.76 <= seen <= 0.85
 
 
+def test_blocks_needed_are_the_fewest() -> None:
+    for sd in (0.05, 0.1, 0.2):
+        count = stats.blocks_needed(sd)
+
+        def half(blocks: int, sd: float = sd) -> float:
+            return stats.t_quantile(0.95, blocks - 1) * sd / math.sqrt(blocks)
+
+        assert half(count) <= math.log1p(0.05) < half(count - 1)
+
+
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     rows = simulated(1.0, 0.0, 2, 0)
     times = stats.step_times(rows)

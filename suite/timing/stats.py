@@ -134,6 +134,14 @@ def smallest_effect(found: Estimate, least: float, power: float = POWER) -> floa
     return max(least, reach * error)
 
 
+def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
+    """Blocks from which on an interval is at most ``half_width`` (log units) to each side."""
+    count = 2
+    while t_quantile(CONFIDENCE, count - 1) * sd / math.sqrt(count) > half_width:
+        count += 1
+    return count
+
+
 # -------------------------------------------------------------------------------- from raw times
 
 
@@ -204,7 +212,9 @@ def judge(rows: Iterable[Row]) -> dict[str, Any]:
         "p_exact": found.exact,
         "margin": math.expm1(least),
         "smallest_effect": math.expm1(smallest_effect(found, least)),
-        "aa": None if same is None else {**_ratios(same), "blocks": same.blocks},
+        "aa": None
+        if same is None
+        else {**_ratios(same), "blocks": same.blocks, "blocks_needed": blocks_needed(same.sd)},
         "median_seconds": medians,
         "launches_differ_p": launches_differ(logs["ab"]),
         "log": asdict(found),
