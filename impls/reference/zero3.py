@@ -85,12 +85,12 @@ class Zero3(WrappedHandle):
         super().__init__(*args)
         self.order: list[Unit] = []  # that of the forward under way
         self.last_order: list[Unit] = []  # that of the forward before
-        self.ways_back: list[Unit] = []  # units in the order in which their forwards ended
+        self.way_back: list[Unit] = []  # units in the order in which their forwards ended
 
     def accumulate(self, is_last: bool) -> None:
         """A new forward begins."""
         super().accumulate(is_last)
-        self.last_order, self.order, self.ways_back = self.order, [], []
+        self.last_order, self.order, self.way_back = self.order, [], []
 
     def before_forward(self, unit: Unit, again: bool) -> None:
         """Gather the unit, wait for it, and start to gather the one that came next last time."""
@@ -108,8 +108,9 @@ class Zero3(WrappedHandle):
         """Free the unit, unless its backward follows at once."""
         if not again:
             unit.free()
-            if unit not in self.ways_back:
-                self.ways_back.append(unit)
+            if unit in self.way_back:
+                self.way_back.remove(unit)
+            self.way_back.append(unit)
 
     def before_backward(self, unit: Unit) -> None:
         """Gather the unit, wait for it, and start to gather the one before it."""
@@ -117,9 +118,9 @@ class Zero3(WrappedHandle):
             self.land()  # what the round before left under way
         self.gather(unit)
         unit.wait()
-        while self.ways_back and self.ways_back[-1] is unit:
-            self.ways_back.pop()
-        for preceding in self.ways_back[-1:]:
+        if unit in self.way_back:
+            del self.way_back[self.way_back.index(unit) :]
+        for preceding in self.way_back[-1:]:
             self.gather(preceding)
 
     def after_backward(self, unit: Unit) -> None:

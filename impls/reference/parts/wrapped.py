@@ -103,11 +103,15 @@ class WrappedHandle(Handle, Listener):
 
     def start_reduction(self, unit: Unit) -> None:
         """One reduction at a time is under way, and the root's, which is the last of a round."""
-        if unit is not self.root:
+        crosses = self.rounds.is_last and self.replicas is not None
+        if crosses or unit is not self.root:
             self.land()
         for flat in unit.trained:
             self.used |= flat.filled
-        self.flying.append((unit, unit.reduce(), self.rounds.is_last))
+        works = unit.reduce()
+        self.flying.append((unit, works, self.rounds.is_last))
+        if crosses and (unit is self.root or not works):
+            self.land()  # so that its way over the replicas begins in backward, too
 
     def land(self) -> None:
         """Wait for reductions under way; in the last round their shards go to the replicas."""
