@@ -27,6 +27,7 @@ CHECKS: dict[str, str] = {
         "equivalence",
         "replicas",
         "norm",
+        "loss_scale",
         "traffic",
         "memory",
         "overlap",

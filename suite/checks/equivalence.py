@@ -435,8 +435,8 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     # A parameter with a master is exactly its rounding, a frozen one what it was.
     exact_values = {name: value for name, value in before.items() if name not in named}
     for name in masters:
-        parameter = name.removesuffix(f".{MASTER}")
-        exact_values[parameter] = slots.first()[name]
+        held_as = name.removesuffix(f".{MASTER}")
+        exact_values[held_as] = slots.first()[name]
     held = expected | {n: t.to(after.first()[n].dtype) for n, t in exact_values.items()}
     expected_slots = read_slots(optimizer, named) | {
         name: expected[name.removesuffix(f".{MASTER}")] for name in masters

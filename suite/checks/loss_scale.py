@@ -1,0 +1,81 @@
+"""Loss scaling: all ranks skip the same steps, keep the same scale, and a skipped step is no step.
+
+The oracle follows the same policy, so scale and skipped steps must equal its, on every rank.  After
+a skipped step parameters, masters, moments and step counters are those of the step before, bit for
+bit.  A case in which nothing ever overflows proves half of this: under the trait
+``overflow_on_one_rank`` it is a ``precondition``.
+
+*Cannot see* whether finite gradients were divided by the scale (``equivalence`` can), nor who found
+the overflow: only that all act on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from suite.checks import Outcome, Worst
+from suite.evidence import Figures, Row
+
+TRAIT = "overflow_on_one_rank"
+
+
+def decide(figures: Figures) -> Outcome:
+    """Compare every rank's metrics with the oracle's, and the state around skipped steps."""
+    if figures.case.optimizer.scaler is None:
+        return Outcome("loss_scale", "skip", "losses are not scaled")
+    truth = figures.oracle["steps"]
+    told: dict[str, Any] = {
+        "scales": [truth[step]["scale"] for step in figures.steps],
+        "skipped": [step for step in figures.steps if truth[step]["skipped"]],
+    }
+    for step in figures.steps:
+        for record in figures.records:
+            if record["steps"][step].get("present", True):
+                problem = _metrics(record["steps"][step]["metrics"], truth[step])
+                if problem:
+                    where = f"step {step}, rank {record['rank']}: {problem}"
+                    return Outcome("loss_scale", "fail", where, figures=told)
+    for step in told["skipped"]:
+        worst = _moved(figures.tensors, step)
+        if worst is not None:
+            text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
+            return Outcome("loss_scale", "fail", text, worst, told)
+    if TRAIT in figures.workload["traits"] and not told["skipped"]:
+        message = "no step overflowed: more steps are needed"
+        return Outcome("loss_scale", "precondition", message, figures=told)
+    return Outcome("loss_scale", "pass", figures=told)
+
+
+def _metrics(found: dict[str, float], truth: Row) -> str:
+    """What is wrong with one rank's metrics (``""``: nothing)."""
+    missing = [name for name in ("scale", "skipped") if name not in found]
+    if missing:
+        return f"its metrics lack {missing[0]!r}, which loss scaling must tell"
+    if bool(found["skipped"]) != bool(truth["skipped"]):
+        did = "skipped the update" if found["skipped"] else "made the update"
+        return f"it {did}, the oracle did not"
+    if found["scale"] != truth["scale"]:
+        return f"its scale was {found['scale']:g}, the oracle's {truth['scale']:g}"
+    return ""
+
+
+def _moved(rows: list[Row], step: int) -> Worst | None:
+    """A parameter or slot whose bits after ``step`` are not those that it had before."""
+    before: dict[tuple[str, str, int], str] = {}
+    after: dict[tuple[str, str, int], Row] = {}
+    earlier = (step - 1, "after_update" if step else "initial")
+    for row in rows:
+        key = (row["kind"], row["name"], row["replica"])
+        if row["kind"] not in ("parameters", "optimizer"):
+            continue
+        if (row["step"], row["point"]) == earlier:
+            before[key] = row["digest"]
+        elif (row["step"], row["point"]) == (step, "after_update"):
+            after[key] = row
+    for key, row in after.items():
+        fresh_master = not step and row["name"].endswith(".master")
+        if not fresh_master and before.get(key) != row["digest"]:
+            phase = f"after_update {row['kind']}"
+            owner = f"ranks {row['owners']}"
+            return Worst(row["name"], step, phase, owner, float("inf"), 0.0)
+    return None
