@@ -25,6 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
 from impls.reference.parts.state import broadcast_tensors, load_state, named_state
+from impls.reference.parts.units import Wrap, plan_units
 from suite.comm import Comm, Mesh
 from suite.contract import (
     Batch,
@@ -41,6 +42,12 @@ from suite.contract import (
 
 #: What torch's checkpoint wrapper adds to names.
 CHECKPOINT = "_checkpoint_wrapped_module."
+
+#: Traits that recomputation breaks: what it declines, and why.
+RECOMPUTED = {
+    "dropout_stateful": "torch's checkpoint puts the global generators back, not a module's own",
+    "rebound_buffer": "a forward that is run again moves the buffer again",
+}
 
 
 class Adapter(Implementation):
@@ -172,15 +179,21 @@ def checkpoint_units(module: nn.Module, units: Iterable[str]) -> None:
     )
 
 
-def whole_units(module: nn.Module, units: Iterable[str]) -> list[str]:
-    """Of ``units``, those that share no parameter with what lies outside of them.
+def whole_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:
+    """The units of ``wrap`` but the root, in order of registration, as far as torch can have them.
 
-    torch wants both owners of a tied parameter in one unit; the others are left to the root.
+    torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
+    outside of it is left to the unit around it.
     """
-    names = list(units)
-    owners: dict[int, set[str]] = {}
+    names = [unit.name for unit in plan_units(module, wrap, blocks) if unit.name]
+    owners: dict[int, list[str]] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        unit = next((name for name in names if path.startswith(f"{name}.")), "")
-        owners.setdefault(id(parameter), set()).add(unit)
-    torn = {unit for several in owners.values() if len(several) > 1 for unit in several}
-    return [name for name in names if name not in torn]
+        owners.setdefault(id(parameter), []).append(path)
+    return [
+        name
+        for name in names
+        if all(
+            sum(path.startswith(f"{name}.") for path in paths) in (0, len(paths))
+            for paths in owners.values()
+        )
+    ]

@@ -26,7 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -40,12 +40,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from impls.pytorch.adapter import Adapter, checkpoint_units, plain, whole_units
+from impls.pytorch.adapter import RECOMPUTED, Adapter, checkpoint_units, plain, whole_units
 from impls.reference.parts.norm import clip_factor, power_sum, total_norm
 from impls.reference.parts.optimizer import slot_pieces
 from impls.reference.parts.options import Training, at_least, parse_options
+from impls.reference.parts.units import Wrap
 from suite.comm import Mesh
 from suite.contract import Capabilities, Kind, Piece, Refused
 
@@ -62,6 +64,7 @@ AXES = {
 class Options(Training):
     """As the reference's, as far as FSDP1 has them; prefetching is on or off."""
 
+    wrap: Wrap = field(default_factory=Wrap)
     sharding_strategy: Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = (
         "FULL_SHARD"
     )
@@ -84,7 +87,15 @@ class Options(Training):
 
     def declines(self) -> dict[str, str]:
         """Traits that torch does not support."""
-        return {"unequal_micro_batches": "every forward gathers: ranks must run the same number"}
+        reasons = {
+            "scalar": "ValueError: FSDP doesn't support scalar parameters",
+            "non_contiguous": "FSDP1 shards a transposed parameter by its place in memory: what a "
+            "rank holds is no range of its elements",
+            "unequal_micro_batches": "every forward gathers: ranks must run the same number",
+        }
+        zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
+        reasons |= dict.fromkeys(("unused", "conditional_late_step"), zeros)
+        return reasons | (RECOMPUTED if self.recompute_every else {})
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ class PyTorchFSDP1(Adapter):
         for path, parameter in module.named_parameters(remove_duplicate=False):
             owner, _, leaf = path.rpartition(".")
             names[owners[owner], leaf] = first[id(parameter)]
-        units = whole_units(module, self.build.units)
+        units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)
         self.loss_factor = float(self.data.size)
@@ -236,6 +247,13 @@ class PyTorchFSDP1(Adapter):
         for gradient in gradients:
             gradient.mul_(clip_factor(norm, limit))
         return norm
+
+    def settle(self) -> None:
+        """Free the root, and with SHARD_GRAD_OP all: FSDP keeps them for a backward to come."""
+        for unit in FSDP.fsdp_modules(self.module):
+            handle = unit._handle
+            if handle is not None and handle.uses_sharded_strategy:
+                _reshard(unit, handle, free_unsharded_flat_param=True)
 
     def local_state(self, kind: Kind) -> list[Piece]:
         """Flat ranges."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,11 +39,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from impls.pytorch.adapter import Adapter, checkpoint_units, plain, whole_units
+from impls.pytorch.adapter import RECOMPUTED, Adapter, checkpoint_units, plain, whole_units
 from impls.reference.parts.optimizer import slot_pieces
 from impls.reference.parts.options import Training, at_least, parse_options
+from impls.reference.parts.units import Wrap
 from suite.comm import Mesh
 from suite.contract import Capabilities, Kind, Piece, Refused
+
+#: Traits under which the parameters that take part in a backward vary.
+VARYING = (
+    "conditional_by_rank",
+    "conditional_by_micro_batch",
+    "conditional_last_micro_batch",
+    "conditional_late_step",
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Options(Training):
     streams overlap).
     """
 
+    wrap: Wrap = field(default_factory=Wrap)
     reshard_after_forward: bool | int | None = None
     prefetch_forward: int = 0
     prefetch_backward: int = 1
@@ -80,9 +90,16 @@ class Options(Training):
             "scalar": "ValueError: fully_shard doesn't support scalar parameters",
             "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
             "parameters yet",
+            "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
             "unequal_micro_batches": "every forward gathers: ranks must run the same number",
         }
-        return reasons
+        if self.reduce_scatter_unused_params:
+            given = "reduce_scatter_unused_params=True gives unused parameters a gradient of zero"
+            reasons |= dict.fromkeys(("unused", "conditional_late_step"), given)
+        else:
+            wanted = "needs reduce_scatter_unused_params=True: ranks reduce what they used"
+            reasons |= dict.fromkeys(VARYING, wanted)
+        return reasons | (RECOMPUTED if self.recompute_every else {})
 
 
 class PyTorchFSDP2(Adapter):
@@ -129,7 +146,7 @@ class PyTorchFSDP2(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Checkpoint, then shard: unit by unit, what is left in the root."""
-        units = whole_units(module, self.build.units)
+        units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)
         axes = tuple(axis for axis in ("replicate", "shard") if axis in self.mesh.axes)
@@ -139,10 +156,12 @@ class PyTorchFSDP2(Adapter):
             "mp_policy": self.mixed_precision(),
             "offload_policy": self.offload(),
         }
-        order = [module.get_submodule(name) for name in units]
-        self.sharded: list[FSDPModule] = [fully_shard(unit, **arguments) for unit in order]
-        self.prefetch(module)
-        self.sharded.append(fully_shard(module, **arguments))
+        for name in sorted(units, key=lambda name: -name.count(".")):  # inner ones first
+            fully_shard(module.get_submodule(name), **arguments)
+        fully_shard(module, **arguments)
+        parts: list[Any] = [*(module.get_submodule(name) for name in units), module]
+        self.sharded: list[FSDPModule] = parts
+        self.prefetch()
         for part in self.sharded:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -166,9 +185,9 @@ class PyTorchFSDP2(Adapter):
             return CPUOffloadPolicy(pin_memory=self.mesh.device != "cpu")
         return OffloadPolicy()
 
-    def prefetch(self, root: nn.Module) -> None:
+    def prefetch(self) -> None:
         """Say which units are gathered while one computes, beyond torch's own choice."""
-        units, ahead = self.sharded, self.options.prefetch_forward
+        units, ahead = self.sharded[:-1], self.options.prefetch_forward
         behind = self.options.prefetch_backward
         for index, unit in enumerate(units):
             if ahead:

@@ -16,8 +16,8 @@ by group: the partition is known from shapes alone.
 Cost: ``zero_redundancy_optimizer.payload_bytes`` = DDP's and (N-1) trainable bytes of broadcasts:
 3 (N-1)/N Psi a rank, 1.5 times what ZeRO-1 by reduce-scatter and all-gather sends.
 Numbers: as DDP.
-Left out: ``overlap_with_ddp`` (torch refuses gloo: "Gloo backend using Overlapping DDP with ZeRO may
-meet hangs"), partitions by hand.
+Left out: ``overlap_with_ddp`` (torch refuses gloo: "Gloo backend using Overlapping DDP with ZeRO
+may meet hangs"), partitions by hand.
 """
 
 from __future__ import annotations

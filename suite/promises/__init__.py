@@ -11,6 +11,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from suite.promises.base import Bound, Flow, Local, Promise
+from suite.promises.deepspeed import (
+    DeepSpeedZero0,
+    DeepSpeedZero1,
+    DeepSpeedZero2,
+    DeepSpeedZero3,
+)
+from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
 from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
@@ -18,7 +25,12 @@ from suite.promises.sharded import Zero1, Zero2, Zero3
 
 #: Strategy -> its promise.
 PROMISES: dict[str, type[Promise]] = {
-    promise.strategy: promise for promise in (Single, NaiveDDP, DDP, Zero1, Zero2, Zero3)
+    promise.strategy: promise
+    for promise in (
+        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3),
+        *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
+        *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
+    )
 }
 
 __all__ = ["PROMISES", "Bound", "Flow", "Local", "Plan", "Promise", "memory_ratio", "promise_of"]

@@ -1,0 +1,350 @@
+"""What PyTorch's own sharded systems really send and hold, each term with the source it comes from.
+
+Paths are those of torch 2.13, below ``torch/distributed``; found by reading them and confirmed call
+by call with the traffic ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import ClassVar
+
+from suite.promises.base import Bytes, Flow, Local, Promise, flow, state_bytes
+from suite.promises.layout import unit_names, units
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
+from suite.promises.replicated import DDP
+
+
+def whole_units(plan: Plan) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+    """Name and tensors of each unit, the root first.
+
+    torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
+    outside is left to the root.
+    """
+    torn = {
+        name
+        for tensor in plan.parameters
+        for name in unit_names(plan)
+        if 0 < sum(_within(owner, name) for owner in tensor.owners) < len(tensor.owners)
+    }
+    kept = [name for name in unit_names(plan) if name not in torn]
+    chosen = units(replace(plan, options={**plan.options, "wrap": {"units": kept}}), 1)
+    return [(unit.name, unit.members) for unit in chosen]
+
+
+def _within(owner: str, name: str) -> bool:
+    return owner == name or owner.startswith(f"{name}.")
+
+
+class _Native(Promise):
+    """What the native systems share."""
+
+    divided = (True, True, True)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces."""
+        silent = self.plan.option("accumulate_without_communication", False)
+        return 1 if silent else self.plan.rounds
+
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
+        raise NotImplementedError
+
+    def local(self, rank: int) -> Local:
+        """Own parts of everything."""
+        own = {t.name: n for t, n in self.kept(rank) if n}
+        last = {t.name for t in used(self.plan.parameters, self.plan.steps - 1)}
+        trained = {name: n for name, n in own.items() if name in last}
+        slots = trained if self.plan.optimizer == "adamw" or self.plan.momentum else {}
+        return Local(own, trained, slots)
+
+
+# ------------------------------------------------------------------------------------------ FSDP2
+
+
+class FSDP2(_Native):
+    """``fully_shard``: every parameter is cut into chunks on dim 0, padded to the first chunk's
+    size; a unit's chunks travel together.
+    """
+
+    strategy: ClassVar[str] = "fsdp2"
+    source: ClassVar[str] = (
+        "fsdp/_fully_shard: padding per parameter on dim 0 (_fsdp_param.py, padded_sharded_size); "
+        "a gather of every unit before forward and, where it was resharded, before backward, over "
+        "k ranks for an int k (_fsdp_param_group.py, unshard; fully_shard: the root is not "
+        "resharded by default); a reduce-scatter of what has a gradient, then an all-reduce of the "
+        "shards over replicas (_fsdp_collectives.py, foreach_reduce); clip_grad_norm_ "
+        "all-reduces one scalar a gradient, because torch.stack makes every partial norm whole "
+        "(nn/utils/clip_grad.py, _get_total_norm)"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Over which parameters are sharded."""
+        return self.plan.size("shard")
+
+    @cached_property
+    def units(self) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+        """The root first."""
+        return whole_units(self.plan)
+
+    def padded(self, tensor: TensorPlan) -> int:
+        """Elements of all chunks."""
+        rows, *rest = tensor.shape
+        return -(-rows // self.ranks) * self.ranks * math.prod(rest)
+
+    def rows(self, tensor: TensorPlan, rank: int) -> int:
+        """Elements of the chunk of ``rank``, without padding."""
+        rows, *rest = tensor.shape
+        chunk = -(-rows // self.ranks)
+        first = min(self.plan.coordinate(rank).get("shard", 0) * chunk, rows)
+        return (min(first + chunk, rows) - first) * math.prod(rest)
+
+    def reduced(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` takes part in reduce-scatters."""
+        if self.plan.option("reduce_scatter_unused_params", False):
+            return tensor.trainable
+        return tensor.trainable and tensor.first_use is not None
+
+    def regathered(self, name: str) -> int:
+        """Over how many ranks unit ``name`` is gathered before backward (1: it is not)."""
+        chosen = self.plan.options.get("reshard_after_forward")
+        if chosen is None:
+            chosen = name != ""
+        return int(chosen) if not isinstance(chosen, bool) else (self.ranks if chosen else 1)
+
+    def flows(self) -> list[Flow]:
+        """Gathers, gathers again, reductions over both axes, the norm."""
+        plan, found = self.plan, list[Flow]()
+        for name, members in self.units:
+            gathered = [sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)]
+            reduced = [
+                sum(
+                    self.padded(t) * ITEMSIZE[plan.reduction(t.dtype)]
+                    for t in members
+                    if self.reduced(t)
+                )
+            ]
+            found += flow(plan, "shard", "all_gather", gathered, plan.rounds)
+            found += self.second(name, gathered[0])
+            if reduced[0]:
+                shards = [reduced[0] // self.ranks]
+                found += flow(plan, "shard", "reduce_scatter", reduced, self.reductions)
+                found += flow(plan, "replicate", "all_reduce", shards, self.reductions)
+        if plan.clipped:
+            norms = [ITEMSIZE[t.dtype] for t in plan.parameters if self.reduced(t)]
+            found += flow(plan, "shard", "all_reduce", [sum(norms)])  # coalesced
+        return found
+
+    def second(self, name: str, payload: int) -> list[Flow]:
+        """The gather of unit ``name`` before backward."""
+        plan, k = self.plan, self.regathered(name)
+        if k == 1:
+            return []
+        total = Fraction((k - 1) * payload * (plan.world // k) * plan.rounds)
+        return [Flow("shard", "all_gather", total, plan.rounds * plan.world)]
+
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Chunks, empty ones too: the optimizer gets them all."""
+        return [(t, self.rows(t, rank)) for t in self.plan.parameters]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Padded chunks of parameters and gradients; state of what the chunks really hold."""
+        return {
+            "parameters": sum(self._chunk(t) for t in self.plan.parameters),
+            "masters": 0,
+            "gradients": sum(self._chunk(t) for t in self.plan.parameters if self.reduced(t)),
+            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+        }
+
+    def _chunk(self, tensor: TensorPlan) -> int:
+        return self.padded(tensor) // self.ranks * ITEMSIZE[tensor.dtype]
+
+
+# ------------------------------------------------------------------------------------------ FSDP1
+
+#: Bytes at whose multiples FSDP1 lays parameters (``_get_aligned_numel``).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """FSDP1's flat parameter: members at multiples of 16 bytes, the end padded for ``ranks``."""
+
+    members: tuple[TensorPlan, ...]
+    ranks: int
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First element of every member, and the end of the last, before padding for the ranks."""
+        found, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.dtype]
+        for tensor in self.members:
+            at = -(-at // step) * step
+            found.append(at)
+            at += tensor.numel
+        return [*found, at]
+
+    @property
+    def dtype(self) -> str:
+        """As built."""
+        return self.members[0].dtype
+
+    @property
+    def padded(self) -> int:
+        """Elements with all padding."""
+        return -(-self.starts[-1] // self.ranks) * self.ranks
+
+    def overlap(self, index: int, shard: int, shards: int) -> int:
+        """Elements of member ``index`` in one of ``shards`` shards."""
+        size = self.padded // shards
+        start, stop = self.starts[index], self.starts[index] + self.members[index].numel
+        return max(0, min(stop, (shard + 1) * size) - max(start, shard * size))
+
+
+class FSDP1(_Native):
+    """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
+
+    strategy: ClassVar[str] = "fsdp1"
+    source: ClassVar[str] = (
+        "fsdp: parameters at multiples of 16 bytes, the end padded to the ranks, NO_SHARD too "
+        "(_flat_param.py, _init_flat_param_and_metadata); a gather of every unit before forward "
+        "and, but for SHARD_GRAD_OP and the root, before backward (_runtime_utils.py, "
+        "_post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through no_sync "
+        "(_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over replicas "
+        "(_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 scalar, "
+        "where the adapter computes the norm an fp64 one"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The sharding strategy."""
+        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+
+    @property
+    def shards(self) -> int:
+        """Parts of a flat parameter."""
+        return 1 if self.kind == "NO_SHARD" else self.plan.size("shard")
+
+    @cached_property
+    def flats(self) -> list[tuple[str, FlatParameter]]:
+        """Unit and flat parameter, the root first."""
+        axis = "replicate" if self.kind == "NO_SHARD" else "shard"
+        ranks = self.plan.size(axis)
+        return [(name, FlatParameter(m, ranks)) for name, m in whole_units(self.plan)]
+
+    @staticmethod
+    def trained(flat: FlatParameter) -> bool:
+        """Whether the flat parameter ever has a gradient."""
+        return any(t.trainable and t.first_use is not None for t in flat.members)
+
+    def flows(self) -> list[Flow]:
+        """Gathers, reductions, the norm."""
+        plan, found = self.plan, list[Flow]()
+        silent = self.reductions < plan.rounds
+        for name, flat in self.flats:
+            gathered = [flat.padded * ITEMSIZE[plan.compute(flat.dtype)]]
+            reduced = [flat.padded * ITEMSIZE[plan.reduction(flat.dtype)]]
+            if self.kind == "NO_SHARD":
+                found += flow(plan, "replicate", "all_reduce", reduced, self.reductions)
+                continue
+            if self.kind == "SHARD_GRAD_OP":
+                times = 1 if silent else plan.rounds
+            else:
+                times = plan.rounds * (2 if name else 1)
+            found += flow(plan, "shard", "all_gather", gathered, times)
+            if self.trained(flat):
+                shard = [reduced[0] // self.shards]
+                found += flow(plan, "shard", "reduce_scatter", reduced, self.reductions)
+                found += flow(plan, "replicate", "all_reduce", shard, self.reductions)
+        if plan.clipped and self.kind != "NO_SHARD":
+            wide = plan.trainable[0].dtype == "float64"
+            found += flow(plan, "shard", "all_reduce", [8 if wide else 4])
+        return found
+
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Parts of the shards; a tensor of no elements is on every rank."""
+        shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
+        found = []
+        for _, flat in self.flats:
+            for index, tensor in enumerate(flat.members):
+                count = flat.overlap(index, shard, self.shards)
+                if count or not tensor.numel:
+                    found.append((tensor, count))
+        return found
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards with padding; state of what they really hold."""
+        shard = {name: f.padded // self.shards * ITEMSIZE[f.dtype] for name, f in self.flats}
+        return {
+            "parameters": sum(shard.values()),
+            "masters": 0,
+            "gradients": sum(shard[name] for name, flat in self.flats if self.trained(flat)),
+            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+        }
+
+
+# ------------------------------------------------------------------------- ZeroRedundancyOptimizer
+
+
+class ZeroRedundancyOptimizer(Promise):
+    """DDP, and an optimizer that gives whole parameters to ranks and broadcasts what they update:
+    2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
+    """
+
+    strategy: ClassVar[str] = "zero_redundancy_optimizer"
+    source: ClassVar[str] = (
+        "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
+        "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
+        "_sync_params, _build_param_buckets"
+    )
+    divided = (False, False, True)
+
+    @property
+    def ddp(self) -> DDP:
+        """The same model under DDP."""
+        return DDP(replace(self.plan, axes={"replicate": self.plan.world}))
+
+    @cached_property
+    def owner(self) -> Mapping[str, int]:
+        """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
+        sizes, found = [0] * self.plan.world, dict[str, int]()
+        for group in self.plan.grouped:
+            for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
+                rank = sizes.index(min(sizes))
+                found[tensor.name] = rank
+                sizes[rank] += tensor.numel
+        return found
+
+    def flows(self) -> list[Flow]:
+        """DDP's, and the updated parameters."""
+        plan = self.plan
+        sent = [t.nbytes for t in plan.trainable]
+        if plan.option("parameters_as_bucket_view", False):
+            owned = [[t for t in plan.trainable if self.owner[t.name] == r] for r in self._ranks]
+            sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
+        moved = [replace(one, axis="shard") for one in self.ddp.flows()]
+        return [*moved, *flow(plan, "shard", "broadcast", sent)]
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.plan.world)
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """DDP's, but state of own parameters only."""
+        mine = [(t, t.numel) for t in self.plan.trainable if self.owner[t.name] == rank]
+        state = state_bytes(self.plan, mine, updated)
+        found = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
+        if not self.plan.option("gradient_as_bucket_view", False):
+            found["gradients"] = sum(t.nbytes for t in used(self.plan.parameters, step))
+        return found
+
+    def local(self, rank: int) -> Local:
+        """Everything, but state of own parameters only."""
+        found = self.ddp.local(rank)
+        own = {n: size for n, size in found.optimizer.items() if self.owner[n] == rank}
+        return Local(found.parameters, found.gradients, own)
