@@ -97,9 +97,10 @@ class Engine(Implementation):
         self.handle.finish()
         metrics = self.unscale() if self.scaler else {}
         observe("gradients_final")
-        norm = None if self.spec.clip_norm is None else self.norm()
+        norm = None
         if not metrics.get("skipped"):
-            if norm is not None and self.spec.clip_norm is not None:
+            if self.spec.clip_norm is not None:
+                norm = self.norm()
                 self.clip(norm, self.spec.clip_norm)
                 observe("after_clip")
             set_learning_rate(self.optimizer, self.spec, batch.step)
