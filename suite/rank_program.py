@@ -198,7 +198,9 @@ class _Rank:
         """Label what the rank holds at this moment, and mark it."""
         if self.memory is None or self.implementation is None:
             return
-        pieces = {kind: self.implementation.local_state(kind) for kind in KINDS}
+        pieces: dict[str, list[Piece]] = {
+            kind: self.implementation.local_state(kind) for kind in KINDS
+        }
         modules = [module for made in self.built if (module := made()) is not None]
         self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
         self.memory.mark(point)
@@ -282,6 +284,7 @@ class _Rank:
             "norm": None if result.norm is None else _number(result.norm),
             "metrics": dict(result.metrics),
             "observed": observed,
+            "held": {point: _elements(kinds) for point, kinds in observed.items()},
             "calls": [first_call, len(ledger.calls) if ledger else 0],
             "events": [first_event, log.now if log else 0],
         }
@@ -293,6 +296,28 @@ def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
     if log is None or not weighable(case, capabilities.backends):
         return None
     return MemoryLedger(lambda: log.phase)
+
+
+def _elements(kinds: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Elements by kind and name of what the rank holds at a moment; names of none are left out.
+
+    Of a parameter's optimizer slots the largest counts; counters and masters do not.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for kind, pieces in kinds.items():
+        sizes: dict[str, int] = {}
+        for piece in pieces:
+            if piece["tensor"].numel():
+                sizes[piece["name"]] = sizes.get(piece["name"], 0) + piece["tensor"].numel()
+        if kind == "optimizer":
+            slots: dict[str, int] = {}
+            for name, size in sizes.items():
+                owner, _, slot = name.rpartition(".")
+                if slot != "step" and not slot.startswith("master"):
+                    slots[owner] = max(slots.get(owner, 0), size)
+            sizes = slots
+        found[kind] = sizes
+    return found
 
 
 def _placed(batch: Batch, device: str, factor: float) -> Batch:

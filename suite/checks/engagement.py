@@ -1,20 +1,27 @@
 """The feature is really on: what a strategy claims is what it does.
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
-and, for data parallelism, at the calls: gradients travel in buckets (fewer than parameters, as
-many as the scenario expects with ``expect.buckets``), and accumulation stays silent until the last
-micro-batch.  A silent fall-back to something simpler is a ``fail``, however right its numbers.
+at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
+the whole is no shard; see :mod:`suite.promises`), and, for data parallelism, at the calls:
+gradients travel in buckets (fewer than parameters, as many as the scenario expects with
+``expect.buckets``), and accumulation stays silent until the last micro-batch.  How many gathers and
+reductions there are is counted by ``traffic``.  A silent fall-back to something simpler is a
+``fail``, however right its numbers.
 
 *Cannot see* features that leave no trace in calls, names or capabilities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from suite.checks import Outcome
 from suite.checks.overlap import REDUCTIONS
 from suite.checks.traffic import step_calls
 from suite.contract import PROFILES
 from suite.evidence import Figures
+from suite.formulas import CaseFacts
+from suite.promises import promise_of
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -36,6 +43,9 @@ def decide(evidence: Figures) -> Outcome:
     if names != expected:
         changed = ", ".join(sorted(names ^ expected)[:4])
         return Outcome("engagement", "fail", f"parameter names did not survive setup: {changed}")
+    problem = _sizes(evidence)
+    if problem:
+        return Outcome("engagement", "fail", problem)
     if not evidence.case.ledgers:
         return Outcome("engagement", "skip", "ledgers are off")
     figures: dict[str, object] = {}
@@ -43,6 +53,45 @@ def decide(evidence: Figures) -> Outcome:
         if problem:
             return Outcome("engagement", "fail", problem, None, figures)
     return Outcome("engagement", "pass", "", None, figures)
+
+
+#: Kind of state -> the observation point at which its sizes are compared, and the promise's field.
+_SIZES = (
+    ("parameters", "after_update", "parameters"),
+    ("gradients", "gradients_final", "gradients"),
+    ("optimizer", "after_update", "optimizer"),
+)
+
+
+def _sizes(evidence: Figures) -> str:
+    """Every rank holds the elements of each name that the strategy promises, no more and no less.
+
+    Sizes are those that a rank told in the last step; of the optimizer the largest slot counts.
+    """
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    strategy = evidence.capabilities["strategy"]
+    promise = promise_of(strategy, plan)
+    if promise is None or evidence.case.membership:
+        return ""
+    for record in evidence.records:
+        told = record["steps"][-1]
+        if any(step["metrics"].get("skipped") for step in record["steps"]):
+            return ""
+        local = promise.local(record["rank"])
+        for kind, point, field in _SIZES:
+            held = told.get("held", {}).get(point, {}).get(kind)
+            if held is None:
+                continue
+            wanted: Mapping[str, int] = getattr(local, field)
+            # A piece without elements tells nothing, and who holds it is nobody's promise.
+            own = {name: count for name, count in wanted.items() if count}
+            odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
+            if odd is not None:
+                return (
+                    f"rank {record['rank']} holds {held.get(odd, 0):,} elements of the {kind} of "
+                    f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
+                )
+    return ""
 
 
 def _silent_accumulation(evidence: Figures) -> str:

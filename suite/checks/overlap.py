@@ -8,15 +8,21 @@ it.
 
 *Cannot see* whether the hardware overlaps anything, nor steps before the bucket order is settled:
 steps 0 and 1 are left out.
+
+Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
+another unit computes (prefetch), against what the strategy promises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from suite.checks import Outcome
 from suite.checks.traffic import step_calls
 from suite.evidence import Figures
+from suite.formulas import CaseFacts
+from suite.promises import promise_of
 
 #: Steps in which an implementation may still be learning the order of its gradients.
 SETTLING = 2
@@ -31,10 +37,16 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
     if "overlap" not in evidence.capabilities["features"]:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
+    promise = promise_of(
+        evidence.capabilities["strategy"],
+        evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None,
+    )
+    ahead = promise.ahead() if promise is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:
         return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
     total = inside = hidden = 0
+    gathers: list[int] = []
     for index, record in enumerate(evidence.records):
         units = [n for n, kind, _ in record["events"] if kind == "backward"]
         for step in settled:
@@ -56,6 +68,19 @@ def decide(evidence: Figures) -> Outcome:
             rank = record["rank"]
             # A bucket with a parameter that this rank did not use can only leave after backward.
             allowed = 1 if evidence.workload["unused_possible"] else 0
+            if ahead is not None:
+                rounds = _forwards(record, first, last)
+                allowed = ahead.late * rounds
+                early_gathers = _gathers_ahead(evidence, index, step)
+                gathers.append(early_gathers)
+                if early_gathers < ahead.gathers * rounds:
+                    return _fail(
+                        f"rank {rank}, step {step}: {early_gathers} gathers are issued while "
+                        f"another unit computes, {ahead.gathers * rounds} promised",
+                        total,
+                        inside,
+                        hidden,
+                    )
             if len(late) > allowed:
                 return _fail(
                     f"rank {rank}, step {step}: {len(late)} of {len(calls)} reductions are issued "
@@ -82,7 +107,34 @@ def decide(evidence: Figures) -> Outcome:
                 )
     if not total:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
-    return Outcome("overlap", "pass", "", None, _figures(total, inside, hidden))
+    figures = _figures(total, inside, hidden)
+    if gathers:
+        figures["gathers_ahead"] = min(gathers)
+    return Outcome("overlap", "pass", "", None, figures)
+
+
+def _forwards(record: Mapping[str, Any], first: int, last: int) -> int:
+    """Forward passes of the whole model between two events."""
+    return sum(
+        kind == "forward" and unit == "" and first <= n < last for n, kind, unit in record["events"]
+    )
+
+
+def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:
+    """Gathers that fly while some unit begins to compute."""
+    record = evidence.records[index]
+    first, last = record["steps"][step]["events"]
+    units = [
+        n
+        for n, kind, _ in record["events"]
+        if kind in ("forward", "backward", "recompute") and first <= n < last
+    ]
+    return sum(
+        call["operation"] == "all_gather"
+        and call["phase"] in ("forward", "backward")
+        and _computed_while_flying(call, units)
+        for call in step_calls(evidence, step, index)
+    )
 
 
 def _computed_while_flying(call: dict[str, Any], units: list[int]) -> bool:

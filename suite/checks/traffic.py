@@ -1,21 +1,26 @@
-"""Bytes sent equal the closed formula: exact rationals, summed over ranks, tolerance 0, every step.
+"""Calls and bytes equal the closed formula, axis by axis: exact, tolerance 0, in every step.
 
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
-wire).  Set-up and control traffic (integers, objects, barriers) stand in rows of their own; for
-data parallelism a step's control traffic is bounded: gradients can travel disguised as integers.
+wire), summed over ranks in exact rationals; and the calls, where their number is promised, in
+groups of more than one rank.  A scenario's own ``expect.traffic`` is compared with the sum over
+all axes instead.  Set-up and control traffic (integers, objects, barriers) stand in rows of their
+own; a step's control traffic is bounded, for gradients can travel disguised as integers.
 
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from suite.checks import Outcome, Worst
 from suite.evidence import Figures
-from suite.formulas import evaluate
+from suite.formulas import CaseFacts, evaluate
+from suite.promises import PROMISES, Flow, Promise, promise_of
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -23,36 +28,119 @@ CONTROL_BYTES_A_NAME = 64
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare each step's floating-point payload with the formula named by the scenario."""
-    case = evidence.case
+    """Compare each step's floating-point payload with the promise, or the scenario's formula."""
+    case, strategy = evidence.case, evidence.capabilities["strategy"]
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
-    formula = case.expect.get("traffic") or f"{evidence.capabilities['strategy']}.payload_bytes"
-    expected = evaluate(formula, evidence.facts)
+    own = case.expect.get("traffic")
+    formula = own or f"{strategy}.payload_bytes"
+    promises = [_promise(evidence, step) for step in evidence.steps]
     sent = [_payload(evidence, step) for step in evidence.steps]
     figures = {
         "formula": formula,
-        "bytes_expected": str(expected),
         "bytes_sent": str(sent[-1]),
         "calls_per_step": len(step_calls(evidence, evidence.steps[-1], 0)),
         "setup_bytes": str(_setup_bytes(evidence)),
         "control_bytes": str(_control_bytes(evidence)),
     }
-    for step, value in enumerate(sent):
-        if value != expected:
-            worst = Worst(
-                "payload bytes", step, "step", "all ranks", float(abs(value - expected)), 0.0
-            )
-            message = (
-                f"step {step} sends {_text(value)} bytes of floating-point payload over all ranks, "
-                f"{formula} promises {_text(expected)}"
-            )
+    for step, (value, promise) in enumerate(zip(sent, promises, strict=True)):
+        if own or promise is None:
+            expected = evaluate(formula, evidence.facts)
+            message = _sum_differs(step, value, formula, expected)
+        else:
+            expected = promise.payload()
+            figures["source"], figures["flows"] = promise.source, _rows(promise.flows())
+            found = flows_of(evidence, step)
+            message = _flow_differs(step, strategy, found, promise.flows())
+        figures["bytes_expected"] = str(expected)
+        if message:
+            distance = float(abs(value - expected))
+            worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
             figures["bytes_sent"] = str(value)
             return Outcome("traffic", "fail", message, worst, figures)
     problem = _too_much_control(evidence)
     if problem:
         return Outcome("traffic", "fail", problem, None, figures)
     return Outcome("traffic", "pass", "", None, figures)
+
+
+#: (axis, operation) -> calls and logical bytes, summed over ranks.
+Flows = dict[tuple[str, str], tuple[int, Fraction]]
+
+
+def flows_of(evidence: Figures, step: int) -> Flows:
+    """What the ranks sent in ``step``; groups of one rank send nothing and do not count."""
+    found: Flows = {}
+    for index in range(len(evidence.records)):
+        for call in step_calls(evidence, step, index):
+            if len(call["group"]) > 1:
+                key = axis_of(call["group"], evidence.case.mesh), call["operation"]
+                calls, total = found.get(key, (0, Fraction(0)))
+                found[key] = calls + 1, total + Fraction(call["logical_bytes"])
+    return found
+
+
+def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
+    """The axes of ``mesh`` (last innermost) on which the global ranks of ``group`` differ.
+
+    A part of an axis counts as that axis; several are joined by ``+``.
+    """
+    found, stride = [], 1
+    for axis, size in reversed(list(mesh.items())):
+        if len({rank // stride % size for rank in group}) > 1:
+            found.append(axis)
+        stride *= size
+    return "+".join(reversed(found))
+
+
+def _promise(evidence: Figures, step: int) -> Promise | None:
+    """The promise for ``step``: a skipped update clips nothing."""
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    if plan is not None and plan.clipped:
+        skipped = any(
+            record["steps"][step]["metrics"].get("skipped") for record in evidence.records
+        )
+        plan = dataclasses.replace(plan, clipped=not skipped)
+    return promise_of(evidence.capabilities["strategy"], plan)
+
+
+def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -> str:
+    if value == expected:
+        return ""
+    return (
+        f"step {step} sends {_text(value)} bytes of floating-point payload over all ranks, "
+        f"{formula} promises {_text(expected)}"
+    )
+
+
+def _flow_differs(step: int, strategy: str, found: Flows, promised: Sequence[Flow]) -> str:
+    """The first axis and operation whose bytes, or else calls, are not those promised."""
+    wanted: dict[tuple[str, str], tuple[int, int, Fraction]] = {}
+    for flow in promised:
+        low, high, total = wanted.get((flow.axis, flow.operation), (0, 0, Fraction(0)))
+        least, most = flow.range
+        wanted[flow.axis, flow.operation] = low + least, high + most, total + flow.bytes
+    for key in sorted({*wanted, *found}):
+        low, high, expected = wanted.get(key, (0, 0, Fraction(0)))
+        calls, total = found.get(key, (0, Fraction(0)))
+        axis, operation = key
+        where = f"step {step}, axis {axis}, {operation}"
+        if total != expected:
+            return (
+                f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
+                f"{strategy} promises {_text(expected)}"
+            )
+        if not low <= calls <= high:
+            wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            return f"{where}: {calls:,} calls over all ranks, {strategy} promises {wish}"
+    return ""
+
+
+def _rows(flows: Sequence[Flow]) -> list[dict[str, Any]]:
+    return [
+        {"axis": f.axis, "operation": f.operation, "calls": f.calls, "bytes": str(f.bytes)}
+        for f in flows
+    ]
 
 
 def step_calls(evidence: Figures, step: int, index: int) -> list[dict[str, Any]]:
@@ -78,8 +166,8 @@ def _payload(evidence: Figures, step: int) -> Fraction:
 
 
 def _too_much_control(evidence: Figures) -> str:
-    """Data parallelism agrees on a few integers per parameter, buffer and rank, not per element."""
-    if evidence.capabilities["strategy"] not in ("ddp", "naive_ddp"):
+    """A few integers per parameter, buffer and rank are agreed on, not some per element."""
+    if evidence.capabilities["strategy"] not in PROMISES:
         return ""
     names = {row["name"] for row in evidence.tensors if row["kind"] in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))

@@ -6,6 +6,7 @@ promise it leaves ``None``, and the checks then say so instead of passing.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,13 @@ class Flow:
     bytes: Fraction
     calls: int | tuple[int, int] | None
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Fewest and most calls."""
+        if self.calls is None:
+            return 0, sys.maxsize
+        return self.calls if isinstance(self.calls, tuple) else (self.calls, self.calls)
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -53,6 +61,18 @@ class Local:
     parameters: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Program order of one forward and backward on one rank.
+
+    ``gathers``: at least so many are issued while another unit computes, and waited for later;
+    ``late``: at most so many reductions are issued after backward has ended.
+    """
+
+    gathers: int
+    late: int
 
 
 class Promise(ABC):
@@ -89,6 +109,10 @@ class Promise(ABC):
     def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Floating-point bytes that ``rank`` copies between the tiers in ``step``, by direction."""
         return {"down": 0, "up": 0}
+
+    def ahead(self) -> Ahead | None:
+        """What overlaps, once the order of the units is known; ``None``: not promised."""
+        return None
 
     @abstractmethod
     def local(self, rank: int) -> Local:

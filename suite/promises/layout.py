@@ -13,7 +13,6 @@ from typing import Any
 
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan
 
-
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-from suite.promises.base import Bytes, Flow, Local, Promise
+from suite.promises.base import Ahead, Bytes, Flow, Local, Promise
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
 from suite.promises.sharded import Zero1, Zero3
 
@@ -56,6 +56,10 @@ class Offloaded(Promise):
     def local(self, rank: int) -> Local:
         """As without."""
         return self.inner.local(rank)
+
+    def ahead(self) -> Ahead | None:
+        """As without."""
+        return self.inner.ahead()
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""

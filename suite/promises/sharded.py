@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from suite.promises.base import (
+    Ahead,
     Bound,
     Bytes,
     Flow,
@@ -18,7 +19,7 @@ from suite.promises.base import (
     state_bytes,
 )
 from suite.promises.layout import Flat, Unit, buckets, units
-from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Default of the option ``bucket_bytes``.
@@ -93,11 +94,10 @@ class Zero1(Promise):
         return sum(flat.padded_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
 
     def local(self, rank: int) -> Local:
-        """Whole parameters; gradients whole or sharded, optimizer state sharded."""
+        """Whole parameters; sums of gradients and optimizer state of own parts."""
         own = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
         whole = {t.name: t.numel for t in self.plan.parameters}
-        last = {t.name: t.numel for t in used(self.plan.parameters, self.plan.steps - 1)}
-        return Local(whole, last, own)
+        return Local(whole, own, own if slots(self.plan) else {})
 
 
 class Zero2(Zero1):
@@ -122,11 +122,6 @@ class Zero2(Zero1):
         """The kept shards."""
         flats = owned(self.plan, self.flats, rank, step)
         return sum(flat.shard_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
-
-    def local(self, rank: int) -> Local:
-        """Gradients as the optimizer's state."""
-        found = super().local(rank)
-        return Local(found.parameters, found.optimizer, found.optimizer)
 
 
 class Zero3(Promise):
@@ -189,13 +184,47 @@ class Zero3(Promise):
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
         last = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
-        return Local(dict(own), last, last)
+        return Local(dict(own), last, last if slots(self.plan) else {})
+
+    def ahead(self) -> Ahead:
+        """The next unit is gathered while one computes, in both directions; a unit that ends with
+        the whole backward (the root, and where a parameter may go unused) is reduced late.
+        """
+        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        gathers = 2 * sum(len(unit.flats) for unit in inner) if self.plan.size("shard") > 1 else 0
+        late = [
+            len(unit.trained)
+            for unit in self.units
+            if not unit.name
+            or any(".conditional_" in f".{t.name}" or t.first_use != 0 for t in unit.members)
+        ]
+        return Ahead(gathers, sum(late))
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """Gathered parameters: at least the largest unit beside its shard, at most root, largest
-        unit and what is prefetched.
+        """Gathered parameters: the largest unit beside the shards; at most root, the unit that
+        computes and the one that is gathered meanwhile.  Gradients on the way: no more than two
+        units' whole gradients and a shard each.
         """
-        return {}
+        if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
+            return {}
+        if not self.plan.micro_batches[self._coordinate(rank)]:
+            return {}
+        plan = self.plan
+        sizes = {
+            u.name: sum(f.padded_bytes(plan.compute(f.dtype)) for f in u.flats) for u in self.units
+        }
+        root = sizes.pop("", 0)
+        largest = sorted(sizes.values())[-2:]
+        resting = self.resident(rank, step, step)["parameters"]
+        low = resting + root + max(largest, default=0)
+        return {"parameters": Bound(low, resting + root + sum(largest))}
+
+    def _coordinate(self, rank: int) -> int:
+        place, index = self.plan.coordinate(rank), 0
+        for axis, size in self.plan.axes.items():
+            if axis in ("replicate", "shard"):
+                index = index * size + place[axis]
+        return index
 
 
 def owned(plan: Plan, flats: Iterable[Flat], rank: int, step: int) -> list[Flat]:
