@@ -12,12 +12,13 @@ by the number of ranks, so that the loss is multiplied by it.  Its shared-memory
 minute of compilation at the first use of gloo, is switched off; gloo's own collectives are used.
 
 Gradients and optimizer state lie in flat partitions inside the engine; each stage says where.
-Clipping and update are one call, group by group: the clipped gradients are copied by a hook before
-the update of their group, and ``after_clip`` is told when the last group's are known.
+Clipping and update are one call, group by group: a hook keeps the clipped gradients of each group
+from being freed, and ``after_clip`` is told when the last group's are known.
 
 Left out: fp16 and bf16 (a lossy oracle would be needed), NVMe, ZeRO++ and everything else that
-needs a compiler or a GPU.  fp64 cannot be judged: stage 0 and 3 refuse it, and stages 1 and 2 train
-an fp64 model through an fp32 master without a word (``stage_1_and_2.py``, ``_configure_master_weights``).
+needs a compiler or a GPU.  fp64 cannot be judged: stages 0 and 3 refuse it, and stages 1 and 2
+train an fp64 model through an fp32 master without a word (``stage_1_and_2.py``,
+``_configure_master_weights``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import sys
 from abc import abstractmethod
@@ -74,6 +76,7 @@ if importlib.util.find_spec("deepspeed") is not None:
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
 
 class Engine(Implementation):
     """The adapter's frame; stages fill in where gradients and optimizer state lie."""
@@ -145,7 +148,7 @@ class Engine(Implementation):
             "gradient_clipping": self.spec.clip_norm or 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": section(options, self.stage),
+            "zero_optimization": self.section(module, options),
         }
         deepspeed.init_distributed(
             dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
@@ -157,6 +160,18 @@ class Engine(Implementation):
             dist_init_required=False,
         )
         return engine
+
+    def section(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``zero_optimization``, with buckets no larger than the model.
+
+        That changes no call; but 2 GB a rank, DeepSpeed's default, are allocated in every backward,
+        and torch fills them where it is asked for determinism.
+        """
+        given = section(options, self.stage)
+        if self.stage:
+            elements = sum(math.prod(shape) for shape in self.shapes.values())
+            given["reduce_bucket_size"] = min(int(self.zero.reduce_bucket_size), max(elements, 1))
+        return given
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """Backward of every micro-batch through the engine, then the engine's step."""

@@ -2,12 +2,12 @@
 
 A scenario gives what would stand in ``ds_config.json``::
 
-    options: {zero_optimization: {stage: 2, reduce_bucket_size: 5000, offload_optimizer: {device: cpu}}}
+    options: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}
 
 DeepSpeed takes any key and drops those that it does not know, or that its stage does not use; here
 both are :class:`~suite.contract.Refused`.  What the case decides (optimizer, clipping, batch sizes,
-precision) cannot stand there a second time.  Names and defaults: ``deepspeed/runtime/zero/config.py``
-and ``offload_config.py`` of 0.19.8.  This module does not need DeepSpeed.
+precision) cannot stand there a second time.  Names and defaults: ``config.py`` and
+``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module needs no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ STAGES: dict[str, tuple[int, ...]] = {
     "use_multi_rank_bucket_allreduce": (1, 2),
     "compute_grad_norm": (1, 2),
     "round_robin_gradients": (1, 2),
-    "parameter_alignment": (1, 2),
     "offload_param": (3,),
     "sub_group_size": (3,),
     "stage3_prefetch_bucket_size": (3,),
@@ -78,7 +77,6 @@ class ZeroOptimization:
     use_multi_rank_bucket_allreduce: bool = True
     compute_grad_norm: bool = True
     round_robin_gradients: bool = False
-    parameter_alignment: bool = False
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
     sub_group_size: float = 1e9

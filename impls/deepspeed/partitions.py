@@ -44,7 +44,7 @@ class Partitioned(Engine):
         """The flat gradient of partition ``number`` before clipping."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """As every stage; copies of clipped gradients live until its end."""
+        """As every stage; clipped gradients are kept until its end."""
         result = super().step(batch, observe)
         self.clipped = {}
         return result
@@ -61,7 +61,7 @@ class Partitioned(Engine):
         updated = {id(p) for group in self.torch_optimizer.param_groups for p in group["params"]}
         for number, flat in enumerate(flats):
             if id(flat) in updated and flat.grad is not None:
-                self.clipped[number] = flat.grad.detach().clone()
+                self.clipped[number] = flat.grad.detach()
         if len(self.clipped) == len(flats):
             observe, self.observe = self.observe, None
             observe("after_clip")

@@ -6,8 +6,8 @@
     fp32 master, optimizer      this rank's partition of every group (in fp32 a second copy)
 
     step     micro-batches but the last   gradients add up locally
-             last micro-batch             copied into a bucket of ``reduce_bucket_size`` elements, which
-                                          is all-reduced when full; each rank keeps its partition
+             last micro-batch             copied into a bucket of ``reduce_bucket_size`` elements,
+                                          all-reduced when full; each rank keeps its partition
              engine.step()                norm over the partitions, clip, update, all-gather
 
 Cost: ``deepspeed_zero1.payload_bytes``.  Buckets are *all-reduced* although the option is called

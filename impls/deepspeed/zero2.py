@@ -5,12 +5,13 @@
     gradients                   this rank's partition, outside of the bucket being filled
     fp32 master, optimizer      this rank's partition of every group (in fp32 a second copy)
 
-    step     every micro-batch   a bucket is reduced when full, during backward; the rank's partition
-                                 is added to what it has
+    step     every micro-batch   a bucket is reduced when full, during backward; the rank's
+                                 partition is added to what it has
              engine.step()       norm over the partitions, clip, update, all-gather
 
 Cost: ``deepspeed_zero2.payload_bytes``: one reduction *a micro-batch*, by all-reduce unless
-``use_multi_rank_bucket_allreduce`` is off (see ``zero1``): 2 m + 1 instead of m + 1 times (N-1) Psi.
+``use_multi_rank_bucket_allreduce`` is off (see ``zero1``): 2 m + 1 instead of m + 1 times
+(N-1) Psi.
 Numbers: the mean over ranks of losses times N.
 """
 

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-3: parameters are sharded as well, each parameter by itself.
 
     what                        where
-    parameters                  this rank's N-th of every parameter, flattened and padded; whole ones
-                                while a module computes, and always up to
+    parameters                  this rank's N-th of every parameter, flattened and padded; whole
+                                ones while a module computes, and always up to
                                 ``stage3_param_persistence_threshold`` elements
     gradients                   this rank's N-th of every parameter
     fp32 master                 none in fp32: the optimizer runs on the shards themselves

@@ -1,0 +1,101 @@
+"""DeepSpeed's stages: its JSON form, which needs no DeepSpeed, and cases in real leaders, which do."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impls.deepspeed.json_form import parse, section
+from suite import registry
+from suite.contract import GroupSpec, OptimizerSpec, Refused
+
+sys.path.append(str(Path(__file__).parent / "contract_trial"))
+from trial_cases import case, compared, judged, told
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="the optional extra 'deepspeed' is not installed",
+)
+STAGES = (0, 1, 2, 3)
+ALL_SHARDED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "told_by"),
+    [
+        (1, {"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        (1, {"zero_optimization": {"reduce_bucket": 1}}, "did you mean 'zero_optimization.reduce"),
+        (1, {"zero_optimization": {"stage": 2}}, "contradicts deepspeed/zero1"),
+        (1, {"zero_optimization": {"stage": 7}}, "must be 0, 1, 2 or 3"),
+        (1, {"zero_optimization": {"reduce_bucket_size": 0}}, "at least 1"),
+        (1, {"zero_optimization": {"reduce_bucket_size": 1.5}}, "counts elements"),
+        (0, {"zero_optimization": {"overlap_comm": True}}, "ignored by stage 0"),
+        (2, {"zero_optimization": {"offload_param": {"device": "cpu"}}}, "ignored by stage 2"),
+        (3, {"zero_optimization": {"offload_param": {"divice": "cpu"}}}, "offload_param.device"),
+        (3, {"gradient_clipping": 1.0}, "the scenario's clip"),
+        (3, {"fp16": {"enabled": True}}, "the case's dtype"),
+    ],
+)
+def test_bad_forms_are_refused_by_name(stage: int, options: dict[str, Any], told_by: str) -> None:
+    with pytest.raises(Refused, match=told_by):
+        parse(options, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_empty_form_is_the_stage_with_its_defaults(stage: int) -> None:
+    assert parse({}, stage).stage == stage
+    assert section({}, stage) == {"stage": stage}
+
+
+def test_sizes_in_floating_form_become_integers() -> None:
+    given = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}
+    assert section(given, 2)["reduce_bucket_size"] == 500_000_000
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_claims_need_no_deepspeed(stage: int) -> None:
+    claims = registry.load(f"deepspeed/zero{stage}").capabilities({})
+    assert claims.packages == ("deepspeed",)
+    assert claims.backends == ("gloo",) and claims.dtypes == ("float32",)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_norms_and_bytes_hold(stage: int) -> None:
+    groups = (GroupSpec("norm|bias", lr_scale=0.5, weight_decay=0.0),)
+    options = {"zero_optimization": ALL_SHARDED} if stage == 3 else {}
+    cases = [
+        case(
+            f"deepspeed/zero{stage}",
+            {"shard" if stage else "replicate": 2},
+            backend="gloo",
+            optimizer=optimizer,
+            options=options,
+            dtype="float32",
+            lane="native",
+            checks=("equivalence", "replicas", "norm", "traffic", "engagement"),
+        )
+        for optimizer in (
+            OptimizerSpec(),
+            OptimizerSpec("adamw", lr=1e-3, weight_decay=0.1, groups=groups, clip_norm=0.05),
+        )
+    ]
+    results = judged(cases)
+    assert {r["verdict"] for r in results} == {"pass (native only)"}, told(results)
+    assert all(compared(r) > 100 for r in results)
+
+
+@needs_deepspeed
+def test_ranks_as_threads_are_not_asked_of_it() -> None:
+    (result,) = judged([case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="native")])
+    assert (result["verdict"], result["reason"]) == ("skip", "runs on gloo only")
