@@ -431,9 +431,10 @@ def _profile(told: Mapping[str, Any] | None) -> list[str]:
     if "problem" in told:
         return [f"    no profile: {told['problem']}"]
     lines = ["    ms of a mean step, slowest rank     A        B"]
-    for phase in (*(key for key in told["a"] if key not in ("wall", "threads")), "wall", "threads"):
-        note = "  CPU of other threads, beside the wall time" if phase == "threads" else ""
-        lines.append(f"      {phase:24} {told['a'][phase]:10.1f} {told['b'][phase]:8.1f}{note}")
+    notes = {"blocked": "  of it without a core", "threads": "  CPU of other threads, beside it"}
+    for phase in told["a"]:
+        both = f"{told['a'][phase]:10.1f} {told['b'][phase]:8.1f}"
+        lines.append(f"      {phase:24} {both}{notes.get(phase, '')}")
     return lines
 
 

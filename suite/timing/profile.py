@@ -1,17 +1,17 @@
 """Where a step's time goes: the rank program behind ``shardproof bench --profile``.
 
-Two passes over the same steps.  Without a profiler, three clocks: wall time, CPU time of the rank's
-own thread, and CPU time of its other threads (gloo's).  Wall minus own CPU is time in which the
-rank *waits*: for communication, or for a core.  With torch's profiler, the own thread's CPU time is
-shared out by operator:
+Two passes over the same steps.  Under torch's profiler the time of the rank's own thread is shared
+out by operator:
 
+    communication   calls to process groups, as far as this thread runs them, waits inside included
     optimizer       inside Optimizer.step
-    copies          copy_, zero_, fill_, cat and the like, outside of the optimizer
-    communication   calls to process groups, as far as this thread runs them
+    copies          copy_, zero_, fill_, cat and the like
     compute         every other operator: forward and backward
-    python          what remains of the own CPU time: interpreter, hooks, dispatch
+    other           the rest of the step: Python, hooks, and waits outside of operators
 
-The profiler makes operators slower, so their shares are scaled to the CPU time measured without it.
+The profiler makes steps slower, so shares are scaled to the wall time measured without it.  That
+pass also reads two CPU clocks: ``blocked`` is wall time in which the own thread had no core (it
+waited for communication, or for other load), ``threads`` the CPU time of other threads (gloo's).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from suite.timing.plan import Pair
 
 STEPS = 8
 WARM = 3
-#: In the order of the table; all but the last two add up to the wall time.
-PHASES = ("compute", "copies", "optimizer", "communication", "python", "waiting")
+#: In the order of the table; they add up to ``wall``.
+PHASES = ("compute", "copies", "optimizer", "communication", "other")
 _COPIES = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::cat", "aten::_foreach_copy_")
 _TRAFFIC = ("c10d::", "gloo:", "record_param_comms", "nccl:")
 
 
 def profile(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
-    """Milliseconds of a mean step by phase; ``wall``, and ``threads`` of CPU time beside it."""
+    """Milliseconds of a mean step by phase, their sum ``wall``, ``blocked`` and ``threads``."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
@@ -46,22 +46,21 @@ def profile(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[s
     ended = time.perf_counter(), time.thread_time(), time.process_time()
     wall, own, process = (1e3 * (b - a) / STEPS for a, b in zip(began, ended, strict=True))
 
-    clock = time.thread_time()
     with profiled(activities=[ProfilerActivity.CPU]) as recorded:
-        clock = time.thread_time()
+        clock = time.perf_counter()
         for _ in range(STEPS):
             arm.step()
-        clock = 1e3 * (time.thread_time() - clock) / STEPS
+        clock = 1e3 * (time.perf_counter() - clock) / STEPS
     shares = _by_phase(recorded.events())
     arm.close()
-    told = {phase: shares.get(phase, 0.0) * own / clock for phase in PHASES}
-    told["python"] = max(0.0, own - sum(told.values()))
-    told["waiting"] = max(0.0, wall - own)
-    return {"rank": rank, **told, "wall": wall, "threads": max(0.0, process - own)}
+    told = {phase: shares.get(phase, 0.0) * wall / clock for phase in PHASES}
+    told["other"] = max(0.0, wall - sum(told.values()))
+    beside = {"blocked": max(0.0, wall - own), "threads": max(0.0, process - own)}
+    return {"rank": rank, **told, "wall": wall, **beside}
 
 
 def _by_phase(events: Any) -> dict[str, float]:
-    """Self CPU milliseconds a step by phase, of operators on the thread that ran the steps."""
+    """Own milliseconds a step by phase, of operators on the thread that ran the steps."""
     main = max(
         (event.thread for event in events if event.name.startswith("Optimizer.step")), default=None
     )
@@ -76,11 +75,11 @@ def _by_phase(events: Any) -> dict[str, float]:
 
 
 def _phase(event: Any) -> str:
+    if event.name.startswith(_TRAFFIC):
+        return "communication"
     above = event
     while above is not None:
         if above.name.startswith("Optimizer.step"):
             return "optimizer"
         above = above.cpu_parent
-    if event.name.startswith(_TRAFFIC):
-        return "communication"
     return "copies" if event.name in _COPIES else "compute"

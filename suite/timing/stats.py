@@ -21,7 +21,7 @@ from scipy import stats as distributions
 
 #: A difference below this is called small even where it is certain.
 SMALLEST_MARGIN = 0.05
-#: Where an A/A pair leaves more than this open, nothing is called the same.
+#: Where an A/A pair leaves more than this open, nothing beyond it is called the same or small.
 LARGEST_MARGIN = 0.10
 CONFIDENCE = 0.95
 #: The effect that a comparison "can see" is the one it would call different this often.
@@ -117,7 +117,10 @@ def verdict(found: Estimate, least: float) -> Verdict:
     if found.differs:
         if abs(found.mean) >= least:
             return "slower" if found.mean > 0 else "faster"
-        return "same" if _alike(found, least) else "small difference"
+        if _alike(found, least):
+            return "same"
+        small = abs(found.mean) < math.log1p(LARGEST_MARGIN)
+        return "small difference" if small else "inconclusive"
     return "same" if _alike(found, least) else "inconclusive"
 
 
