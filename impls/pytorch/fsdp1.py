@@ -188,14 +188,14 @@ class PyTorchFSDP1(Adapter):
 
     def wrap(self, module: nn.Module, units: set[nn.Module]) -> FSDP:
         """FSDP around ``module`` and each of ``units``."""
-        groups = [self.mesh.comm(axis).group for axis in reversed(self.axes)]
+        groups: Any = tuple(self.mesh.comm(axis).group for axis in reversed(self.axes))
         precision, ahead = self.options.precision, bool(self.options.prefetch_backward)
         mixed = MixedPrecision(precision.parameters, precision.reduce, precision.buffers)
         with warnings.catch_warnings():  # of deprecation, and of NO_SHARD in a world of one
             warnings.simplefilter("ignore")
             return FSDP(
                 module,
-                process_group=groups[0] if len(groups) == 1 else tuple(groups),
+                process_group=groups[0] if len(groups) == 1 else groups,
                 sharding_strategy=ShardingStrategy[self.options.sharding_strategy],
                 cpu_offload=CPUOffload(offload_params=self.options.offload == "parameters"),
                 auto_wrap_policy=CustomPolicy(lambda child: child in units),
@@ -212,7 +212,7 @@ class PyTorchFSDP1(Adapter):
             flat = unit._flat_param
             if flat is None:
                 continue
-            rows = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+            rows: Any = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
             for index, (info, shape, part) in enumerate(rows):
                 name = names[info.module, info.param_name]
                 if not shape.numel():
