@@ -450,7 +450,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget() -> None:
     found = [case for file in find([str(SHIPPED)]) for case in expand(file, installed())]
     assert len({case.id for case in found}) == len(found)
     quick = [case for case in found if case.tier == "quick"]
-    assert 150 <= len(quick) <= 252
+    assert 150 <= len(quick) <= 320
     assert {case.backend for case in quick} == {"in_memory", "gloo"}
     ddp = [case for case in quick if case.implementation in ("reference/ddp", "pytorch/ddp")]
     assert {case.world for case in ddp} == {1, 2, 3, 4, 5}
