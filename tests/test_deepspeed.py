@@ -1,4 +1,4 @@
-"""DeepSpeed's stages: its JSON form, which needs no DeepSpeed, and cases in real leaders, which do."""
+"""DeepSpeed's stages: its JSON form, which needs no DeepSpeed, and whole cases, which do."""
 
 from __future__ import annotations
 

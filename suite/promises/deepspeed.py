@@ -129,19 +129,20 @@ class DeepSpeedZero1(_Sharded):
                     found.append((tensor, count))
         return found
 
-    def resident(self, rank: int, point: str, step: int) -> Bytes:
-        """Flat buffers, padding included; one step counter a group."""
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Flat buffers, padding included; one step counter a group.
+
+        Gradients are those at ``gradients_final``; later a rank has its flat partition or none.
+        """
         share = FP32 * sum(self.padded) // self.ranks
-        ready = step if point == "after_update" else step - 1
         touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
         frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
         state = slots(self.plan) * share + counter_bytes(self.plan) * len(self.padded)
-        gradients = {"gradients_final": touched, "after_clip": share}.get(point, 0)
         return {
             "parameters": frozen + FP32 * sum(self.padded),
             "masters": share,
-            "gradients": share if self.offloaded else gradients,
-            "optimizer_state": state if ready >= 0 else 0,
+            "gradients": share if self.offloaded else touched,
+            "optimizer_state": state if updated >= 0 else 0,
         }
 
     def local(self, rank: int) -> Local:
@@ -208,17 +209,19 @@ class DeepSpeedZero3(_Sharded):
             *flow(plan, "shard", "all_reduce", norms),
         ]
 
-    def resident(self, rank: int, point: str, step: int) -> Bytes:
-        """Shards with their padding; the reduced ones are copied once more for the update."""
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards with their padding.
+
+        Gradients are those at ``gradients_final``; the update copies each group once more.
+        """
         trained = FP32 * sum(self.shard(t) for t in self.plan.trainable)
         groups = sum(1 for group in self.plan.grouped if group)
-        ready = step if point == "after_update" else step - 1
         state = slots(self.plan) * trained + counter_bytes(self.plan) * groups
         return {
             "parameters": FP32 * sum(self.shard(t) for t in self.plan.parameters),
             "masters": trained if self.offloaded else 0,
-            "gradients": trained * (2 if point == "after_clip" or self.offloaded else 1),
-            "optimizer_state": state if ready >= 0 else 0,
+            "gradients": trained * (2 if self.offloaded else 1),
+            "optimizer_state": state if updated >= 0 else 0,
         }
 
     def local(self, rank: int) -> Local:
