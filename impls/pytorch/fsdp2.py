@@ -244,7 +244,9 @@ class PyTorchFSDP2(Adapter):
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
             raise Refused(f"gathers parameters and buffers only, not {kind}")
-        full = {n: p.detach().full_tensor() for n, p in self.named.items()}
+        full = {
+            n: p.full_tensor().detach() for n, p in self.named.items() if isinstance(p, DTensor)
+        }
         return {name: tensor.clone() for name, tensor in full.items()}
 
 
