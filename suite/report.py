@@ -158,6 +158,58 @@ def medians(results: Iterable[Result]) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
+# -------------------------------------------------------------------------------------- memory
+
+#: Resident model state on the rank that holds most.  *whole copies* is data parallelism with the
+#: same options; *theory* leaves padding and step counters out, *limit* is that of many ranks.
+MEMORY_HEADINGS = (
+    "implementation",
+    "optimizer",
+    "precision",
+    "world",
+    "accounting",
+    "bytes held",
+    "whole copies",
+    "measured",
+    "promised",
+    "theory",
+    "limit",
+)
+
+
+def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
+    """How many times less is held than by whole copies, one row per distinct cell, by world."""
+    found: dict[tuple[Any, ...], tuple[str, ...]] = {}
+    for result in results:
+        told = next((c for c in result["checks"] if c["check"] == "memory"), None)
+        if told is None or "ratio_measured" not in told["figures"]:
+            continue
+        case, figures = result["case"], told["figures"]
+        name = case["implementation"] + (f"+{case['label']}" if case.get("label") else "")
+        policy = case.get("precision") or {}
+        precision = ", ".join(f"{k} {v}" for k, v in policy.items()) or case["dtype"]
+        limit = figures["ratio_limit"]
+        row = (
+            name,
+            case["optimizer"]["name"],
+            precision,
+            str(world_of(case)),
+            figures["accounting"],
+            f"{figures['bytes_held']:,}",
+            f"{figures['bytes_whole']:,}",
+            _ratio(figures["ratio_measured"]),
+            _ratio(figures["ratio_promised"]),
+            f"{_ratio(figures['ratio_theory'])} = {figures['ratio_theory']}",
+            "world" if limit is None else _ratio(limit),
+        )
+        found.setdefault((name, row[1], row[2], world_of(case), *row[5:]), row)
+    return [row for _, row in sorted(found.items(), key=lambda item: item[0][:4])]
+
+
+def _ratio(text: str) -> str:
+    return f"{float(Fraction(text)):.3f}x"
+
+
 # --------------------------------------------------------------------------------- kill matrix
 
 
@@ -210,6 +262,15 @@ def markdown(run: Run) -> str:
     lines += [_markdown_row(row.cells()) for row in rows(run.cases, by_world=False)]
     lines.append("")
     lines.append(f"{closing(run)}.")
+    memory = memory_rows(run.cases)
+    if memory:
+        lines.append("")
+        lines.append(
+            "Resident bytes of model state on the rank that holds most, against whole copies:"
+        )
+        lines.append("")
+        lines += [_markdown_row(MEMORY_HEADINGS), _markdown_row(["---"] * len(MEMORY_HEADINGS))]
+        lines += [_markdown_row(row) for row in memory]
     if run.kills:
         killed = sum(bool(kill["killed"]) for kill in run.kills)
         lines.append(f"Planted faults: {killed} of {len(run.kills)} killed by their named check.")
@@ -277,6 +338,8 @@ def html(run: Run) -> str:
         rows=rows(run.cases),
         broken=[r for r in ordered if verdicts.kind(r["verdict"]) in verdicts.RED],
         cases=[(verdicts.kind(r["verdict"]), r) for r in ordered],
+        memory_headings=MEMORY_HEADINGS,
+        memory=memory_rows(run.cases),
         kill_headings=KILL_HEADINGS,
         kills=[(bool(kill["killed"]), kill_cells(kill)) for kill in run.kills],
         columns=columns,

@@ -143,7 +143,8 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
             if step == last
         }
     whole = memory_ratio(promise) * promise.total()
-    limit = accounting.ratio(type(promise), None)
+    shards = promise.plan.size("shard")
+    limit = accounting.ratio(type(promise), None) if shards > 1 else Fraction(1)
     return {
         "strategy": promise.strategy,
         "source": promise.source,
@@ -153,6 +154,7 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
         "bytes_whole": int(whole),
         "ratio_measured": str(Fraction(int(whole), max(totals) or 1)),
         "ratio_promised": str(memory_ratio(promise)),
+        "ratio_theory": str(accounting.ratio(type(promise), shards)),
         "ratio_limit": None if limit is None else str(limit),
         "resident": resident,
         "peaks": peaks,

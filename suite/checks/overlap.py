@@ -60,6 +60,8 @@ def decide(evidence: Figures) -> Outcome:
             if not own:
                 continue  # a rank without micro-batches computes nothing to hide behind
             late = [call for call in calls if not call["inside_backward"]]
+            if _idles(evidence, index, step):
+                late = []  # what it joins without a micro-batch of its own
             early = [call for call in calls if call["issued"] < own[-1]]
             exposed = [call for call in early if not _computed_while_flying(call, own)]
             total += len(calls)
@@ -68,9 +70,12 @@ def decide(evidence: Figures) -> Outcome:
             rank = record["rank"]
             # A bucket with a parameter that this rank did not use can only leave after backward.
             allowed = 1 if evidence.workload["unused_possible"] else 0
+            waits = False
             if ahead is not None:
                 rounds = _forwards(record, first, last)
-                allowed = ahead.late * rounds
+                idle = promise.plan.rounds - rounds if promise is not None else 0
+                allowed = ahead.late * rounds + ahead.idle * idle
+                waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)
                 gathers.append(early_gathers)
                 if early_gathers < ahead.gathers * rounds:
@@ -89,7 +94,7 @@ def decide(evidence: Figures) -> Outcome:
                     inside,
                     hidden,
                 )
-            if exposed:
+            if exposed and (ahead is None or ahead.watched):
                 return _fail(
                     f"rank {rank}, step {step}: {len(exposed)} of {len(early)} reductions issued "
                     "in time are waited for before any further unit computes",
@@ -97,7 +102,8 @@ def decide(evidence: Figures) -> Outcome:
                     inside,
                     hidden,
                 )
-            if len(calls) > 2 and not early:
+            # Gradients that wait for a round in which only others compute leave late.
+            if len(calls) > 2 and not early and not waits:
                 return _fail(
                     f"rank {rank}, step {step}: none of {len(calls)} reductions is issued before "
                     "the last unit's backward",
@@ -118,6 +124,12 @@ def _forwards(record: Mapping[str, Any], first: int, last: int) -> int:
     return sum(
         kind == "forward" and unit == "" and first <= n < last for n, kind, unit in record["events"]
     )
+
+
+def _idles(evidence: Figures, index: int, step: int) -> bool:
+    """Whether this rank computes fewer micro-batches in ``step`` than some other."""
+    counts = [_forwards(r, *r["steps"][step]["events"]) for r in evidence.records]
+    return counts[index] < max(counts)
 
 
 def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:

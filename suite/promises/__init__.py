@@ -2,7 +2,8 @@
 
 A promise is never asked of the implementation that is judged: it is computed from a
 :class:`~suite.promises.plan.Plan`.  ``base`` has the words, ``layout`` the arithmetic of buckets
-and units, ``replicated``, ``sharded`` and ``native`` the strategies, ``accounting`` the ids.
+and units, ``replicated``, ``sharded``, ``fsdp``, ``native`` and
+``deepspeed`` the strategies, ``accounting`` the ids.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from suite.promises.deepspeed import (
     DeepSpeedZero2,
     DeepSpeedZero3,
 )
+from suite.promises.fsdp import FSDP
 from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
 from suite.promises.plan import Plan
@@ -27,7 +29,7 @@ from suite.promises.sharded import Zero1, Zero2, Zero3
 PROMISES: dict[str, type[Promise]] = {
     promise.strategy: promise
     for promise in (
-        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3),
+        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
     )

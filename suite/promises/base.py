@@ -65,14 +65,18 @@ class Local:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Program order of one forward and backward on one rank.
+    """Program order on one rank, per forward and backward that it computes.
 
     ``gathers``: at least so many are issued while another unit computes, and waited for later;
-    ``late``: at most so many reductions are issued after backward has ended.
+    ``late``: at most so many reductions are issued after backward has ended; ``idle``: so many more
+    in a round in which only other ranks compute.  ``watched``: whether the log tells the beginning
+    of every unit, so that a reduction without computing behind it would show.
     """
 
     gathers: int
     late: int
+    idle: int = 0
+    watched: bool = True
 
 
 class Promise(ABC):

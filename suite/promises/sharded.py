@@ -166,15 +166,24 @@ class Zero3(Promise):
 
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
-        shard = self.plan.coordinate(rank).get("shard", 0)
-        return [part for flat in self.flats for part in flat.parts(shard)]
+        return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard ``rank`` holds."""
+        return self.plan.coordinate(rank).get("shard", 0)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards, as built: they are their own masters."""
+        """Shards, as built: they are their own masters (one of padding only is nobody's)."""
+        mine = self.shard_of(rank)
+        now = {t.name for t in used(self.plan.parameters, step)}
         return {
-            "parameters": sum(flat.shard_bytes() for flat in self.flats),
+            "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
-            "gradients": sum(flat.shard_bytes() for flat in self.trained),
+            "gradients": sum(
+                f.shard_bytes()
+                for f in self.trained
+                if any(t.name in now for t, _ in f.parts(mine))
+            ),
             "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
         }
 
@@ -198,26 +207,41 @@ class Zero3(Promise):
             if not unit.name
             or any(".conditional_" in f".{t.name}" or t.first_use != 0 for t in unit.members)
         ]
-        return Ahead(gathers, sum(late))
+        watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
+        return Ahead(gathers, sum(late), len(self.trained), watched)
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """Gathered parameters: the largest unit beside the shards; at most root, the unit that
-        computes and the one that is gathered meanwhile.  Gradients on the way: no more than two
-        units' whole gradients and a shard each.
+        """Whole parameters beside the shards: at least root and largest unit; at most root, the
+        unit that computes and those gathered meanwhile (or recomputed together).
         """
         if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
             return {}
         if not self.plan.micro_batches[self._coordinate(rank)]:
             return {}
-        plan = self.plan
-        sizes = {
-            u.name: sum(f.padded_bytes(plan.compute(f.dtype)) for f in u.flats) for u in self.units
-        }
+        sizes = self.whole_bytes()
         root = sizes.pop("", 0)
-        largest = sorted(sizes.values())[-2:]
+        alive = 1 + self._prefetched(phase) + self._recomputed()
+        largest = sorted(sizes.values(), reverse=True)[:alive]
         resting = self.resident(rank, step, step)["parameters"]
         low = resting + root + max(largest, default=0)
         return {"parameters": Bound(low, resting + root + sum(largest))}
+
+    def whole_bytes(self) -> dict[str, int]:
+        """Bytes of every unit when it is gathered."""
+        compute = self.plan.compute
+        return {u.name: sum(f.padded_bytes(compute(f.dtype)) for f in u.flats) for u in self.units}
+
+    def _prefetched(self, phase: str) -> int:
+        """Units that are gathered while another computes."""
+        return int(self.plan.option(f"prefetch_{phase}", 1))
+
+    def _recomputed(self) -> int:
+        """Units that lie in a group of blocks that is computed again as one: whole together."""
+        inside = [
+            sum(f"{unit.name}.".startswith(f"{block}.") for unit in self.units)
+            for block in self.plan.units
+        ]
+        return int(self.plan.option("recompute_every", 0)) * max(inside, default=0)
 
     def _coordinate(self, rank: int) -> int:
         place, index = self.plan.coordinate(rank), 0

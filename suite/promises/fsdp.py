@@ -1,0 +1,94 @@
+"""FSDP with flat units: ZeRO-3 with a choice of what is sharded, over whom, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import ClassVar
+
+from suite.promises.base import Ahead, Bound, Flow, flow, norm_flow
+from suite.promises.sharded import Zero3
+
+
+class FSDP(Zero3):
+    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O) Psi / F over F shards.
+
+    Gathers before forward, and before backward of all but the root unless they are kept whole;
+    reductions over the shards every round, or once a step; over the replicas once a step.
+    """
+
+    strategy: ClassVar[str] = "fsdp"
+    source: ClassVar[str] = (
+        "FSDP (arXiv 2304.11277) sections 3.2.1 (padding) and 3.2.2: 3 (F-1)/F Psi a rank and "
+        "micro-batch, and 2 (R-1)/R of a shard between replicas (exact ring factors); the root "
+        "stays whole between forward and backward; torch fully_shard, reshard_after_forward"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The sharding strategy."""
+        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether gradients are reduced once a step only."""
+        return bool(self.plan.option("accumulate_without_communication", False))
+
+    @property
+    def rests(self) -> int:
+        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+        chosen = self.plan.options.get("reshard_after_forward")
+        if chosen is None:
+            chosen = self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
+        if isinstance(chosen, bool):
+            return self.plan.size("shard") if chosen else 1
+        return int(chosen)
+
+    def flows(self) -> list[Flow]:
+        """Gathers, gathers again, reductions over both axes, the norm."""
+        plan, found = self.plan, list[Flow]()
+        forwards = min(plan.rounds, 1) if self.is_silent and self.rests == 1 else plan.rounds
+        for unit in self.units:
+            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(plan, "shard", "all_gather", gathered, forwards)
+            if unit.name:
+                found += self.again(gathered)
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+        crossing = [size // plan.size("shard") for size in reduced]
+        once = min(plan.rounds, 1)
+        times = once if self.is_silent else plan.rounds
+        found += flow(plan, "shard", "reduce_scatter", reduced, times)
+        found += flow(plan, "replicate", "all_reduce", crossing, once)
+        return [*found, *norm_flow(plan, "shard")]
+
+    def again(self, payloads: list[int]) -> list[Flow]:
+        """The gathers of one unit before backward, over the ranks that it is sharded over then."""
+        plan, k = self.plan, self.rests
+        if k == 1:
+            return []
+        total = Fraction((k - 1) * sum(payloads) * (plan.world // k) * plan.rounds)
+        return [Flow("shard", "all_gather", total, len(payloads) * plan.rounds * plan.world)]
+
+    def ahead(self) -> Ahead:
+        """Prefetched units in both directions; of late units also the way over the replicas."""
+        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        gathers = 0
+        if self.plan.size("shard") > 1 and not (self.is_silent and self.rests == 1):
+            count = sum(len(unit.flats) for unit in inner)
+            gathers += count if self.plan.option("prefetch_forward", 1) else 0
+            gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
+        calls = sum(self.plan.size(axis) > 1 for axis in ("replicate", "shard"))
+        found = super().ahead()
+        return replace(found, gathers=gathers, late=calls * found.late, idle=calls * found.idle)
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """As ZeRO-3; all units where they are kept, 1/k of them where they rest over k ranks."""
+        found = super().peaks(rank, phase, step)
+        if not found:
+            return found
+        whole, bound = sum(self.whole_bytes().values()), found["parameters"]
+        if self.rests == 1:
+            level = self.resident(rank, step, step)["parameters"] + whole
+            return {"parameters": Bound(level, level)}
+        chunk = whole // self.rests if self.rests < self.plan.size("shard") else 0
+        return {"parameters": replace(bound, high=bound.high + chunk)}

@@ -1,0 +1,229 @@
+"""Promises against hand counts: bytes by class, calls and bytes by axis, ratios."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from suite.promises import PROMISES, Plan, memory_ratio
+from suite.promises.accounting import KNOWN, accounting_of
+from suite.promises.base import Flow
+from suite.promises.layout import Flat, buckets, units
+from suite.promises.plan import TensorPlan
+
+
+def tensor(name: str, *shape: int, **more: Any) -> TensorPlan:
+    fields = {"dtype": "float32", "owners": (name.rpartition(".")[0],)} | more
+    return TensorPlan(name, shape, **fields)
+
+
+#: 7 + 5 + 3 elements: padding shows at 2, 4 and 8 ranks.
+MODEL = (tensor("head.w", 7), tensor("b.0.w", 5), tensor("b.1.w", 3))
+MODULES = {"": "M", "head": "L", "b": "ModuleList", "b.0": "B", "b.1": "B"}
+
+
+def plan(strategy: str = "zero3", ranks: int = 2, **more: Any) -> Plan:
+    axis = "replicate" if strategy in ("ddp", "naive_ddp", "single") else "shard"
+    fields: dict[str, Any] = {
+        "axes": {axis: ranks},
+        "options": {},
+        "parameters": MODEL,
+        "modules": MODULES,
+        "units": ("b.0", "b.1"),
+        "optimizer": "adamw",
+    }
+    return Plan(**fields | more)
+
+
+def sums(flows: list[Flow]) -> dict[tuple[str, str], tuple[int, Fraction]]:
+    found: dict[tuple[str, str], tuple[int, Fraction]] = {}
+    for one in flows:
+        calls, total = found.get((one.axis, one.operation), (0, Fraction(0)))
+        assert isinstance(one.calls, int)
+        found[one.axis, one.operation] = calls + one.calls, total + one.bytes
+    return found
+
+
+def test_a_flat_layout_is_padded_to_the_ranks_and_cut_anywhere() -> None:
+    flat = Flat((MODEL[0], MODEL[1]), 4)
+    assert (flat.numel, flat.padded, flat.shard_numel) == (12, 12, 3)
+    assert [[(t.name, n) for t, n in flat.parts(r)] for r in range(4)] == [
+        [("head.w", 3)],
+        [("head.w", 3)],
+        [("head.w", 1), ("b.0.w", 2)],
+        [("b.0.w", 3)],
+    ]
+    assert Flat((MODEL[0],), 4).padded == 8
+
+
+def test_buckets_hold_at_most_the_limit_and_one_dtype() -> None:
+    wide = tensor("x", 2, dtype="float64")
+    found = buckets([MODEL[0], MODEL[1], wide, MODEL[2]], limit=33, shards=1)
+    assert sorted([t.name for t in f.members] for f in found) == [
+        ["b.0.w", "b.1.w"],
+        ["head.w"],
+        ["x"],
+    ]
+
+
+def test_units_are_innermost_and_what_is_tied_over_them_is_the_roots() -> None:
+    tied = tensor("b.0.t", 4, owners=("b.0", "head"))
+    found = units(plan(parameters=(*MODEL, tied)), 2)
+    assert {u.name: [t.name for t in u.members] for u in found} == {
+        "": ["head.w", "b.0.t"],
+        "b.0": ["b.0.w"],
+        "b.1": ["b.1.w"],
+    }
+    frozen = tensor("b.0.f", 4, trainable=False)
+    found = units(plan(parameters=(*MODEL, frozen)), 2)
+    assert [len(u.flats) for u in found] == [1, 2, 1]
+    assert [len(u.trained) for u in found] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        ({}, ["", "b.0", "b.1"]),
+        ({"units": ["b.1"]}, ["", "b.1"]),
+        ({"module_class": ["B"]}, ["", "b.0", "b.1"]),
+        ({"minimum_parameters": 5}, ["", "head", "b.0"]),
+    ],
+)
+def test_wrap_policies(wrap: dict[str, Any], names: list[str]) -> None:
+    assert [u.name for u in units(plan(options={"wrap": wrap}), 2)] == names
+
+
+# bytes of fp32: 15 elements = 60 bytes; 2 ranks: one bucket padded to 16; units padded to 8+6+4.
+RESIDENT = {
+    # strategy: parameters, gradients, elements of state on rank 0 and 1
+    "ddp": (60, 60, (15, 15)),
+    "zero1": (64, 64, (8, 7)),
+    "zero2": (64, 32, (8, 7)),
+    "zero3": (36, 36, (9, 6)),
+    "fsdp": (36, 36, (9, 6)),
+}
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
+    promise = PROMISES[strategy](plan(strategy))
+    parameters, gradients, elements = RESIDENT[strategy]
+    for rank in range(2):
+        before = promise.resident(rank, 0, -1)
+        assert before["optimizer_state"] == 0
+        after = promise.resident(rank, 0, 0)
+        assert after["parameters"] == parameters
+        assert after["gradients"] == gradients
+        state = sum(promise.local(rank).optimizer.values())
+        assert state == elements[rank]
+        assert after["optimizer_state"] == 2 * 4 * elements[rank] + 4 * len(
+            promise.local(rank).optimizer
+        )
+
+
+def test_sgd_keeps_one_slot_or_none() -> None:
+    one = PROMISES["zero1"](plan(optimizer="sgd")).resident(0, 0, 0)["optimizer_state"]
+    assert one == 4 * 8
+    none = PROMISES["zero1"](plan(optimizer="sgd", momentum=0.0))
+    assert none.resident(0, 0, 0)["optimizer_state"] == 0
+    assert none.local(0).optimizer == {}
+
+
+def test_a_parameter_that_is_never_used_has_no_state() -> None:
+    late = tensor("b.1.w", 3, first_use=1)
+    promise = PROMISES["ddp"](plan("ddp", parameters=(*MODEL[:2], late)))
+    assert promise.resident(0, 0, 0)["optimizer_state"] == 2 * 4 * 12 + 2 * 4
+    assert promise.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
+
+
+# 2 ranks, m = 3 micro-batches on the busiest: (calls, bytes) over both ranks.
+FLOWS = {
+    "naive_ddp": {("replicate", "all_reduce"): (6, 2 * 60)},
+    "zero1": {("shard", "reduce_scatter"): (2, 64), ("shard", "all_gather"): (2, 64)},
+    "zero2": {("shard", "reduce_scatter"): (6, 3 * 64), ("shard", "all_gather"): (2, 64)},
+    "zero3": {("shard", "all_gather"): (36, 6 * 72), ("shard", "reduce_scatter"): (18, 3 * 72)},
+    # The root's 32 bytes are gathered once a round, not twice.
+    "fsdp": {
+        ("shard", "all_gather"): (30, 6 * 72 - 3 * 32),
+        ("shard", "reduce_scatter"): (18, 3 * 72),
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", FLOWS)
+def test_calls_and_bytes_by_axis(strategy: str) -> None:
+    promise = PROMISES[strategy](plan(strategy, micro_batches=(2, 3)))
+    assert sums(promise.flows()) == FLOWS[strategy]
+    assert promise.payload() == sum(total for _, total in FLOWS[strategy].values())
+
+
+def test_clipping_costs_one_scalar_over_shards() -> None:
+    found = sums(PROMISES["zero1"](plan(clipped=True)).flows())
+    assert found["shard", "all_reduce"] == (2, 2 * 8)
+    assert ("replicate", "all_reduce") not in sums(
+        PROMISES["naive_ddp"](plan("naive_ddp", ranks=1, clipped=True)).flows()
+    )
+
+
+def test_hybrid_sums_shards_over_replicas() -> None:
+    options = {"sharding_strategy": "HYBRID_SHARD"}
+    found = sums(PROMISES["fsdp"](plan(axes={"replicate": 3, "shard": 2}, options=options)).flows())
+    # Three units' shards, 36 bytes in all, are summed over 3 replicas in each of 2 groups.
+    assert found["replicate", "all_reduce"] == (3 * 6, 2 * (3 - 1) * 36 * 2)
+    assert found["shard", "reduce_scatter"] == (3 * 6, 3 * 72)
+
+
+def test_precision_narrows_what_travels_and_adds_masters() -> None:
+    policy = {"precision": {"parameters": "bfloat16", "reduce": "float32"}}
+    promise = PROMISES["zero1"](plan(options=policy))
+    assert sums(promise.flows()) == {
+        ("shard", "reduce_scatter"): (2, 64),
+        ("shard", "all_gather"): (2, 32),
+    }
+    assert promise.resident(0, 0, 0)["masters"] == 4 * 8
+    assert accounting_of(promise.plan).id == "M18"
+    whole = PROMISES["zero3"](plan(options=policy))
+    assert whole.resident(0, 0, 0)["masters"] == 0
+    assert whole.resident(0, 0, 0)["parameters"] == 36
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "ratio", "limit"),
+    [
+        ("zero1", 2, Fraction(16, 10), 4),
+        ("zero1", 64, Fraction(16 * 64, 4 * 64 + 12), 4),
+        ("zero2", 8, Fraction(16 * 8, 2 * 8 + 14), 8),
+        ("zero3", 64, Fraction(64), None),
+    ],
+)
+def test_ratios_are_exact_functions_of_the_ranks(
+    strategy: str, ranks: int, ratio: Fraction, limit: int | None
+) -> None:
+    promise = PROMISES[strategy]
+    assert KNOWN["A16"].ratio(promise, ranks) == ratio
+    assert KNOWN["A16"].ratio(promise, None) == limit
+    assert KNOWN["A32"].ratio(PROMISES["zero1"], None) == 2
+
+
+def test_zero_table_one_comes_out() -> None:
+    """ZeRO, Table I: 7.5 billion parameters, GB a rank."""
+    for ranks, rows in {4: (52.5, 41.25, 30.0), 64: (31.4, 16.6, 1.88)}.items():
+        for stage, gigabytes in enumerate(rows, 1):
+            ratio = KNOWN["A16"].ratio(PROMISES[f"zero{stage}"], ranks)
+            assert ratio is not None
+            assert float(Fraction(120) / ratio) == pytest.approx(gigabytes, rel=3e-3)
+
+
+def test_the_measured_ratio_counts_padding_and_counters() -> None:
+    promise = PROMISES["zero1"](plan())
+    held = 64 + 64 + 2 * 4 * 8 + 4 * len(promise.local(0).optimizer)
+    assert memory_ratio(promise) == Fraction(60 + 60 + 120 + 12, held)
+
+
+def test_a_plan_survives_as_plain_data() -> None:
+    import json
+
+    found = plan(groups=(("head.w",), ("b.0.w", "b.1.w")))
+    assert Plan.from_dict(json.loads(json.dumps(found.to_dict()))) == found
