@@ -17,7 +17,10 @@ from suite.case import Case
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
 #: Every mutant faces every check; those that do not apply to its case skip.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
+CHECKS = (
+    *("equivalence", "replicas", "norm", "loss_scale"),
+    *("traffic", "memory", "overlap", "engagement"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,10 @@ def pair(mutant: Any) -> Pair:
         optimizer=mutant.optimizer,
         lane=mutant.lane,
         checks=CHECKS,
-        options=dict(mutant.options),
+        options=dict(mutant.options)
+        | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,
+        precision=dict(mutant.precision),
         steps=mutant.steps,
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))

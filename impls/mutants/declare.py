@@ -37,6 +37,7 @@ class Mutant:
     backend: str = "in_memory"
     lane: Lane = "fp64"
     dtype: str = "float64"
+    precision: Mapping[str, str] = field(default_factory=dict)
     steps: int = 3
 
     @property

@@ -120,6 +120,7 @@ class ReferenceZero1(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero1"
+    handle_type: type[Zero1] = Zero1
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -135,8 +136,7 @@ class ReferenceZero1(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        comms = {"shard": mesh.comm("shard")}
-        return apply(module, comms, parse_options(Options, options))
+        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""

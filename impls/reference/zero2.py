@@ -142,6 +142,7 @@ class ReferenceZero2(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero2"
+    handle_type: type[Zero2] = Zero2
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -157,8 +158,7 @@ class ReferenceZero2(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        comms = {"shard": mesh.comm("shard")}
-        return apply(module, comms, parse_options(Options, options))
+        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""
