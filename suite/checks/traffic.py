@@ -20,7 +20,7 @@ from typing import Any
 from suite.checks import Outcome, Worst
 from suite.evidence import Figures
 from suite.formulas import CaseFacts, evaluate
-from suite.promises import PROMISES, Flow, Promise, promise_of
+from suite.promises import PROMISES, Flow, Promise, Unpromised, promise_of
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -48,7 +48,10 @@ def decide(evidence: Figures) -> Outcome:
             expected = evaluate(formula, evidence.facts)
             message = _sum_differs(step, value, formula, expected)
         else:
-            expected = promise.payload()
+            try:
+                expected = promise.payload()
+            except Unpromised as error:
+                return Outcome("traffic", "skip", str(error), None, figures)
             figures["source"], figures["flows"] = promise.source, _rows(promise.flows())
             found = flows_of(evidence, step)
             message = _flow_differs(step, strategy, found, promise.flows())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from suite.promises.base import Bound, Flow, Local, Promise
+from suite.promises.base import Bound, Flow, Local, Promise, Unpromised
 from suite.promises.deepspeed import (
     DeepSpeedZero0,
     DeepSpeedZero1,
@@ -35,7 +35,17 @@ PROMISES: dict[str, type[Promise]] = {
     )
 }
 
-__all__ = ["PROMISES", "Bound", "Flow", "Local", "Plan", "Promise", "memory_ratio", "promise_of"]
+__all__ = [
+    "PROMISES",
+    "Bound",
+    "Flow",
+    "Local",
+    "Plan",
+    "Promise",
+    "Unpromised",
+    "memory_ratio",
+    "promise_of",
+]
 
 
 def promise_of(strategy: str, plan: Plan | None) -> Promise | None:

@@ -21,6 +21,10 @@ JUDGED = ("parameters", "masters", "gradients", "optimizer_state")
 Bytes = dict[str, int]
 
 
+class Unpromised(ValueError):
+    """No formula for these options; the message says which and what would be promised."""
+
+
 @dataclass(frozen=True)
 class Flow:
     """Calls of one kind along one axis in one optimizer step, summed over all ranks.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from suite.promises.base import Bytes, Flow, Local, flow
+from suite.promises.base import Bytes, Flow, Local, Unpromised, flow
 from suite.promises.plan import TensorPlan, counter_bytes, slots
 from suite.promises.replicated import Single
 
@@ -197,9 +197,9 @@ class DeepSpeedZero3(_Sharded):
         plan, zero = self.plan, self.zero
         if any(zero.get(name) != 0 for name in self.untraced):
             names = ", ".join(self.untraced)
-            raise ValueError(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
+            raise Unpromised(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
-            raise ValueError("deepspeed_zero3 promises no traffic for other reductions, sub-groups")
+            raise Unpromised("deepspeed_zero3 promises no traffic for other reductions, sub-groups")
         gathered = [FP32 * self.ranks * self.shard(t) for t in plan.parameters]
         reduced = [FP32 * self.ranks * self.shard(t) for t in plan.trainable]
         norms = [FP32 if self.offloaded else 8] * sum(1 for group in plan.grouped if group)
