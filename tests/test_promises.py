@@ -222,6 +222,13 @@ def test_the_measured_ratio_counts_padding_and_counters() -> None:
     assert memory_ratio(promise) == Fraction(60 + 60 + 120 + 12, held)
 
 
+def test_whole_copies_are_counted_under_the_same_accounting() -> None:
+    policy = {"precision": {"parameters": "bfloat16"}}
+    promise = PROMISES["zero3"](plan(options=policy, optimizer="sgd", momentum=0.0))
+    whole = memory_ratio(PROMISES["zero1"](promise.plan)) * PROMISES["zero1"](promise.plan).total()
+    assert whole == (2 + 2 + 4) * 15
+
+
 def test_a_plan_survives_as_plain_data() -> None:
     import json
 

@@ -92,7 +92,8 @@ class DDP(Single):
 
     def gradient_bytes(self, step: int) -> int:
         """Gradients are views of the buckets, which hold every trained tensor."""
-        return sum(t.nbytes for t in self.plan.trainable)
+        plan = self.plan
+        return sum(t.numel * ITEMSIZE[plan.reduction(t.dtype)] for t in plan.trainable)
 
 
 def _between(found: Flow, least: int) -> Flow:
