@@ -60,8 +60,6 @@ def decide(evidence: Figures) -> Outcome:
             if not own:
                 continue  # a rank without micro-batches computes nothing to hide behind
             late = [call for call in calls if not call["inside_backward"]]
-            if _idles(evidence, index, step):
-                late = []  # what it joins without a micro-batch of its own
             early = [call for call in calls if call["issued"] < own[-1]]
             exposed = [call for call in early if not _computed_while_flying(call, own)]
             total += len(calls)
@@ -124,12 +122,6 @@ def _forwards(record: Mapping[str, Any], first: int, last: int) -> int:
     return sum(
         kind == "forward" and unit == "" and first <= n < last for n, kind, unit in record["events"]
     )
-
-
-def _idles(evidence: Figures, index: int, step: int) -> bool:
-    """Whether this rank computes fewer micro-batches in ``step`` than some other."""
-    counts = [_forwards(r, *r["steps"][step]["events"]) for r in evidence.records]
-    return counts[index] < max(counts)
 
 
 def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:
