@@ -68,16 +68,16 @@ HEADINGS = (
 )
 
 
-def rows(results: Iterable[Result], by_world: bool = True) -> list[Row]:
-    """One row per (implementation, backend, world), or per (implementation, backend)."""
+def rows(results: Iterable[Result], detailed: bool = True) -> list[Row]:
+    """One row per (implementation with options, backend, world), or (implementation, backend)."""
     groups: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
     for result in results:
         case = result["case"]
-        label = f"+{case['label']}" if case.get("label") else ""
-        world = world_of(case)
-        groups[case["implementation"] + label, case["backend"], world if by_world else 0].append(
-            result
-        )
+        name, world = case["implementation"], 0
+        if detailed:
+            name += f"+{case['label']}" if case.get("label") else ""
+            world = world_of(case)
+        groups[name, case["backend"], world].append(result)
     return [
         _row(implementation, backend, members)
         for (implementation, backend, _), members in sorted(groups.items())
@@ -257,9 +257,9 @@ def kill_counts(kills: Sequence[Result]) -> str:
 
 
 def markdown(run: Run) -> str:
-    """The README's table: implementation x backend, worlds together, and the kill count."""
+    """The README's tables: implementation x backend, options and worlds together; kill count."""
     lines = [_markdown_row(HEADINGS), _markdown_row(["---"] * len(HEADINGS))]
-    lines += [_markdown_row(row.cells()) for row in rows(run.cases, by_world=False)]
+    lines += [_markdown_row(row.cells()) for row in rows(run.cases, detailed=False)]
     lines.append("")
     lines.append(f"{closing(run)}.")
     memory = memory_rows(run.cases)
