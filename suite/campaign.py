@@ -1,79 +1,237 @@
 """Randomized clean cases: the measure of false alarms.
 
-A campaign draws cases of implementations that are believed right, over seeds, worlds, backends,
-optimizers, clipping, lanes and combinations of traits, and expects every one to pass.  The draw
-depends on the seed alone, so that a false alarm can be repeated.
+A campaign draws cases of implementations that are believed right, over seeds, meshes, backends,
+options, optimizers, clipping, lanes and combinations of traits, and expects every one to pass.
+Case ``number`` depends on the campaign's seed and on that number alone: a false alarm can be
+repeated from its id, whatever else was drawn or filtered.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from suite import workloads
 from suite.case import Case, Lane, WorkloadSpec
 from suite.contract import OptimizerSpec
 
-#: What a campaign draws from; labels of options are those of the conformance scenarios.
-IMPLEMENTATIONS: Sequence[tuple[str, Mapping[str, Any]]] = (
-    ("plain", {}),
-    ("reference/ddp", {}),
-    ("reference/ddp", {"bucket_bytes": 4096}),
-    ("reference/naive_ddp", {}),
-    ("pytorch/ddp", {"find_unused_parameters": True}),
-    ("pytorch/ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+LARGEST_WORLD = 5
+MOST_TRAITS = 3
+#: What every option is drawn from.
+Choices = Mapping[str, Sequence[Any]]
+#: Traits that a system declines under its options.
+Declines = Callable[[str, Mapping[str, Any]], Collection[str]]
+
+
+@dataclass(frozen=True)
+class System:
+    """An implementation, and what its meshes and options are drawn from.
+
+    ``options`` are independent of each other but for ``only``: combinations that it refuses are
+    drawn again.  ``mixed``: knows mixed precision.  ``sums_ranks_first``: adds every micro-batch up
+    over ranks before it adds it to the others, so that with several micro-batches two ranks are not
+    promised equal bits.
+    """
+
+    name: str
+    meshes: Sequence[Mapping[str, int]]
+    options: Choices = field(default_factory=dict)
+    mixed: bool = False
+    sums_ranks_first: Callable[[Mapping[str, Any]], bool] = lambda options: False
+    only: Callable[[Mapping[str, Any], Mapping[str, int]], bool] = lambda options, mesh: True
+
+
+def _line(axis: str) -> list[dict[str, int]]:
+    return [{axis: size} for size in range(1, LARGEST_WORLD + 1)]
+
+
+def _always(options: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _communicates(options: Mapping[str, Any]) -> bool:
+    """Without ``accumulate_without_communication`` every micro-batch is reduced by itself."""
+    return not options.get("accumulate_without_communication")
+
+
+def _reshards(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
+    """Whether an integer ``reshard_after_forward`` divides the ranks that parameters lie on."""
+    k = options.get("reshard_after_forward")
+    return k is None or isinstance(k, bool) or mesh["shard"] % k == 0
+
+
+_HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
+_SHARDS = _line("shard")
+#: Shared by the sharded systems.  A wrap policy must match something in every workload.
+_WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
+_SILENT = {"accumulate_without_communication": (False, True)}
+_RECOMPUTE = {"recompute_every": (0, 0, 1, 2)}
+_STATE = {"offload": ("none", "none", "optimizer")}
+_EVERYTHING = {"offload": ("none", "none", "optimizer", "parameters")}
+_BUCKETS = {"bucket_bytes": (4096, 49152, 25 * 2**20)}
+_PREFETCH = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
+_FSDP = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
+_NATIVE_FSDP = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
+_NATIVE_DDP = {
+    "find_unused_parameters": (True,),
+    "gradient_as_bucket_view": (False, True),
+    "bucket_cap_mb": (None, 0.05),
+}
+
+
+def _fsdp(strategy: str, meshes: Sequence[Mapping[str, int]], **options: Sequence[Any]) -> System:
+    return System(
+        "reference/fsdp",
+        meshes,
+        {"sharding_strategy": (strategy,), **_FSDP, **options},
+        mixed=True,
+        sums_ranks_first=_communicates if "shard" in meshes[0] else lambda options: False,
+        only=_reshards,
+    )
+
+
+def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
+    options: Choices = {
+        "sharding_strategy": (strategy,),
+        **_NATIVE_FSDP,
+        "prefetch_forward": (0, 1),
+        "prefetch_backward": (0, 1),
+    }
+    return System("pytorch/fsdp1", meshes, options, mixed=True, sums_ranks_first=_communicates)
+
+
+#: What a campaign draws from, all with equal chances.
+SYSTEMS: Sequence[System] = (
+    System("plain", [{"replicate": 1}]),
+    System("reference/ddp", _line("replicate"), {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
+    System("reference/naive_ddp", _line("replicate")),
+    System("pytorch/ddp", _line("replicate"), _NATIVE_DDP),
+    System("reference/zero1", _SHARDS, {**_BUCKETS, **_RECOMPUTE, **_STATE}, mixed=True),
+    System(
+        "reference/zero2",
+        _SHARDS,
+        {**_BUCKETS, **_RECOMPUTE, **_STATE},
+        mixed=True,
+        sums_ranks_first=_always,
+    ),
+    System(
+        "reference/zero3",
+        _SHARDS,
+        {**_WRAP, **_RECOMPUTE, **_EVERYTHING},
+        mixed=True,
+        sums_ranks_first=_always,
+    ),
+    _fsdp("NO_SHARD", _line("replicate")),
+    _fsdp("SHARD_GRAD_OP", _SHARDS, **_EVERYTHING, reshard_after_forward=(None, False)),
+    _fsdp("FULL_SHARD", _SHARDS, **_EVERYTHING, reshard_after_forward=(None, True, 2)),
+    _fsdp("HYBRID_SHARD", _HYBRID, **_EVERYTHING, reshard_after_forward=(None, False, True, 2)),
+    System(
+        "pytorch/fsdp2",
+        (*_SHARDS, *_HYBRID),
+        {
+            **_NATIVE_FSDP,
+            "offload": ("none", "parameters"),
+            "prefetch_forward": (0, 1, 2),
+            "prefetch_backward": (1, 2),
+            "reshard_after_forward": (None, True, False, 2),
+            "reduce_scatter_unused_params": (False, True),
+        },
+        mixed=True,
+        sums_ranks_first=_communicates,
+        only=_reshards,
+    ),
+    _fsdp1("NO_SHARD", _line("replicate")),
+    _fsdp1("SHARD_GRAD_OP", _SHARDS),
+    _fsdp1("FULL_SHARD", _SHARDS),
+    _fsdp1("HYBRID_SHARD", _HYBRID),
+    System(
+        "pytorch/zero_redundancy_optimizer",
+        _SHARDS,
+        {**_NATIVE_DDP, "parameters_as_bucket_view": (False, True)},
+    ),
 )
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
 #: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
 LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "native")
 DYADIC = "dyadic_mlp"
-LARGEST_WORLD = 5
-MOST_TRAITS = 3
+#: Mixed precision: what the model is built in, and the policy.
+POLICIES: Sequence[tuple[str, Mapping[str, str]]] = (
+    ("float32", {}),
+    ("bfloat16", {}),
+    ("float32", {"parameters": "bfloat16"}),
+    ("float32", {"parameters": "bfloat16", "reduce": "float32"}),
+    ("float32", {"parameters": "float16"}),
+    ("float32", {"reduce": "bfloat16"}),
+)
 
 
-def draw(count: int, seed: int, traits: Mapping[str, Sequence[str]]) -> list[Case]:
-    """``count`` random clean cases.  ``traits`` maps each workload to the traits it can carry."""
-    source = random.Random(seed)
-    return [_case(source, number, seed, traits) for number in range(count)]
+def draw(count: int, case: Callable[[int], Case], wanted: Callable[[Case], bool]) -> list[Case]:
+    """The first ``count`` of the cases 0, 1, 2, ... that are ``wanted``."""
+    return list(itertools.islice(filter(wanted, map(case, itertools.count())), count))
 
 
-def _case(
-    source: random.Random, number: int, seed: int, traits: Mapping[str, Sequence[str]]
+def case_of(
+    number: int, seed: int, traits: Mapping[str, Sequence[str]], declines: Declines
 ) -> Case:
-    name, options = source.choice(IMPLEMENTATIONS)
-    world = 1 if name == "plain" else source.randint(1, LARGEST_WORLD)
+    """Case ``number`` of the campaign with ``seed``.
+
+    ``traits`` maps each workload to the traits it can carry.
+    """
+    source = random.Random(f"{seed} {number}")
+    system = source.choice(SYSTEMS)
+    mesh, options = _configured(source, system)
     backend = source.choice(("in_memory", "gloo"))
     workload = source.choice(sorted(traits))
-    lane, dtype = _lane(source, workload)
-    optimizer = _optimizer(source, lane)
-    spec = _workload(source, workload, sorted(traits[workload]))
+    lane, dtype, policy = _lane(source, workload, system.mixed)
+    if policy:
+        options["precision"] = dict(policy)
+    one = lane == "bitwise" and system.sums_ranks_first(options)
+    declined = {*declines(system.name, options), *(("unequal_micro_batches",) if one else ())}
+    carried = sorted(trait for trait in traits[workload] if trait not in declined)
+    spec = _workload(source, workload, carried, most_micro_batches=1 if one else 3)
+    groups = workloads.suggested_groups(spec.traits)
+    optimizer = replace(_optimizer(source, lane), groups=groups)
     clipped = "noclip" if optimizer.clip_norm is None else "clip"
+    shape = "x".join(f"{axis}{size}" for axis, size in mesh.items())
     return Case(
-        id=f"campaign-{seed}::{number:04d}::{name}::{backend}::replicate{world}::{workload}"
-        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer.name}::{clipped}::{lane}-{dtype}",
+        id=f"campaign-{seed}::{number:04d}::{system.name}::{backend}::{shape}::{workload}"
+        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer.name}::{clipped}"
+        f"::{'-'.join((lane, dtype, *policy.values()))}",
         scenario="campaign",
-        implementation=name,
-        options=dict(options),
+        implementation=system.name,
+        options=options,
         backend=backend,
-        mesh={"replicate": world},
+        mesh=mesh,
         workload=spec,
         optimizer=optimizer,
         lane=lane,
         dtype=dtype,
+        precision=dict(policy),
         checks=CHECKS,
         steps=source.choice((3, 4)),
     )
 
 
-def _lane(source: random.Random, workload: str) -> tuple[Lane, str]:
-    """A lane that ``workload`` has a form for, and a dtype in which it is judged."""
+def _configured(source: random.Random, system: System) -> tuple[dict[str, int], dict[str, Any]]:
+    """A mesh and options that go together."""
+    while True:
+        mesh = dict(source.choice(list(system.meshes)))
+        options = {name: source.choice(choices) for name, choices in system.options.items()}
+        if system.only(options, mesh):
+            return mesh, options
+
+
+def _lane(source: random.Random, workload: str, mixed: bool) -> tuple[Lane, str, Mapping[str, str]]:
+    """A lane that ``workload`` has a form for, a dtype and a policy with which it is judged."""
     if workload == DYADIC:
-        return "dyadic", source.choice(("float32", "float64"))
+        return "dyadic", source.choice(("float32", "float64")), {}
     lane: Lane = source.choice(LANES)
     if lane == "native":
-        return lane, source.choice(("float32", "bfloat16"))
-    return lane, "float32" if lane == "bitwise" else "float64"
+        return lane, *source.choice(POLICIES if mixed else POLICIES[:2])
+    return lane, "float32" if lane == "bitwise" else "float64", {}
 
 
 def _optimizer(source: random.Random, lane: Lane) -> OptimizerSpec:
@@ -90,7 +248,9 @@ def _optimizer(source: random.Random, lane: Lane) -> OptimizerSpec:
     )
 
 
-def _workload(source: random.Random, name: str, carried: Sequence[str]) -> WorkloadSpec:
+def _workload(
+    source: random.Random, name: str, carried: Sequence[str], most_micro_batches: int
+) -> WorkloadSpec:
     """A random workload that can be made: some traits ask for more than one micro-batch."""
     while True:
         spec = WorkloadSpec(
@@ -98,8 +258,8 @@ def _workload(source: random.Random, name: str, carried: Sequence[str]) -> Workl
             traits=tuple(sorted(source.sample(carried, source.randint(0, MOST_TRAITS)))),
             seed=source.randrange(2**31),
             global_batch=source.choice((12, 15, 24)),
-            micro_batches=source.choice((1, 2, 3)),
-            windows=source.choice((1, 1, 2)),
+            micro_batches=source.randint(1, most_micro_batches),
+            windows=1 if most_micro_batches == 1 else source.choice((1, 1, 2)),
         )
         try:
             workloads.check(spec)

@@ -166,6 +166,7 @@ def run(
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
     shardproof run --campaign 200 --seed 7              look for false alarms
+    shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
 
     A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
@@ -178,12 +179,12 @@ def run(
     kept: list[dict[str, Any]] = []
     cases: list[Case] | None = None
     if campaign is not None:
-        given = {"SCENARIO": scenarios, "--impl": impl, "--backend": backend, "--world": world}
+        given = {"SCENARIO": scenarios, "--backend": backend, "--world": world}
         clash = next((name for name, value in given.items() if value), "-k" if expression else "")
         if clash:
             what = "--campaign draws its own cases"
             raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
-        cases = execute.draw_campaign(campaign, seed or 0)
+        cases = execute.draw_campaign(campaign, seed or 0, impl or ())
     elif not (resume or rerun_failed) or scenarios or impl or backend or world or expression:
         cases = _select(scenarios, impl, backend, world, expression, tier, seed)
     if resume or rerun_failed:

@@ -242,12 +242,32 @@ def choose_mutants(patterns: Sequence[str]) -> list[Any]:
     return found
 
 
-def draw_campaign(count: int, seed: int) -> list[Case]:
-    """Random clean cases over all traits that each workload can carry.
+def draw_campaign(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Case]:
+    """The first ``count`` random clean cases of ``seed`` whose implementation a glob matches.
+
+    :raises SelectionError: a pattern that matches none of a campaign's systems.
+    """
+    from suite import campaign
+
+    known = sorted({system.name for system in campaign.SYSTEMS})
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            remedy = nearest(pattern, known, "implementations")
+            raise SelectionError(Problem("--impl matches nothing in a campaign", remedy, pattern))
+    return campaign.draw(
+        count,
+        lambda number: campaign_case(number, seed),
+        lambda case: not patterns or any(fnmatchcase(case.implementation, p) for p in patterns),
+    )
+
+
+def campaign_case(number: int, seed: int) -> Case:
+    """Case ``number`` of the campaign with ``seed``, over all traits that its workload can carry
+    and its implementation takes.
 
     But for the overflow, which only systems with a loss scaler train through.
     """
-    from suite import campaign
+    from suite import campaign, registry
     from suite.scenarios.matrix import OVERFLOW
     from suite.workloads import TRAITS, WORKLOADS
 
@@ -255,7 +275,12 @@ def draw_campaign(count: int, seed: int) -> list[Case]:
         name: [t for t, about in TRAITS.items() if name in about.applies_to and t != OVERFLOW]
         for name in WORKLOADS
     }
-    return campaign.draw(count, seed, carried)
+    return campaign.case_of(
+        number,
+        seed,
+        carried,
+        lambda name, options: registry.load(name).capabilities(options).declines,
+    )
 
 
 def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:

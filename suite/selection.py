@@ -137,9 +137,9 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
 
 def _redraw(seed: int, number: int, name: str) -> Case:
     """Case ``number`` of the campaign with ``seed``; its id repeats what was drawn."""
-    from suite.execute import draw_campaign
+    from suite.execute import campaign_case
 
-    case = draw_campaign(number + 1, seed)[number]
+    case = campaign_case(number, seed)
     if case.id != name:
         remedy = "campaigns of another version of the suite cannot be repeated"
         raise SelectionError(Problem("no such case", remedy, name))

@@ -267,13 +267,13 @@ class FSDP1(_Native):
         return found
 
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
-        """Parts of the shards; a tensor of no elements is on every rank."""
+        """Parts of the shards; a tensor of no elements is in none of them."""
         shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
         found = []
         for _, flat in self.flats:
             for index, tensor in enumerate(flat.members):
                 count = flat.overlap(index, shard, self.shards)
-                if count or not tensor.numel:
+                if count:
                     found.append((tensor, count))
         return found
 
@@ -328,7 +328,8 @@ class ZeroRedundancyOptimizer(Promise):
             owned = [[t for t in plan.trainable if self.owner[t.name] == r] for r in self._ranks]
             sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
         moved = [replace(one, axis="shard") for one in self.ddp.flows()]
-        return [*moved, *flow(plan, "shard", "broadcast", sent)]
+        copies = flow(plan, "shard", "broadcast", sent)  # empty parameters are sent, too
+        return [*moved, *(replace(one, calls=len(sent) * plan.world) for one in copies)]
 
     @property
     def _ranks(self) -> range:

@@ -1,0 +1,90 @@
+"""Campaigns: every case that is drawn can be run, and can be drawn again from its id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.units import Wrap, plan_units
+from suite import campaign, execute, registry, workloads
+from suite.case import Case
+from suite.decide import declared_away, outside_profile
+from suite.errors import SelectionError
+from suite.rank_program import describe
+from suite.scenarios.vocabulary import installed
+from suite.selection import Selection
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Case]:
+    return execute.draw_campaign(300, 11)
+
+
+def _claims(case: Case) -> dict[str, object]:
+    implementation = registry.load(case.implementation)
+    return describe(implementation, implementation.capabilities(case.options))
+
+
+def test_every_drawn_case_can_be_run(drawn: list[Case]) -> None:
+    for case in drawn:
+        claims = _claims(case)
+        assert not outside_profile(claims), case.id
+        assert not declared_away(case, claims, ""), case.id
+        workloads.check(case.workload)
+        assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+def test_wrap_policies_and_meshes_fit(drawn: list[Case]) -> None:
+    for case in drawn:
+        if "wrap" in case.options:
+            workload = workloads.for_case(case)
+            wrap = parse_options(Wrap, case.options["wrap"])
+            assert len(plan_units(workload.model("meta"), wrap, workload.units)) > 1, case.id
+        k = case.options.get("reshard_after_forward")
+        if k is not None and not isinstance(k, bool):
+            assert case.mesh["shard"] % k == 0, case.id
+
+
+def test_equal_bits_are_asked_for_only_where_they_are_promised(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.lane == "bitwise"]
+    assert found
+    assert all(case.optimizer.clip_norm is None for case in found)
+    for case in found:
+        if case.implementation in ("reference/zero2", "reference/zero3"):
+            assert case.workload.micro_batches == 1
+            assert "unequal_micro_batches" not in case.workload.traits
+
+
+def test_ids_differ_and_repeat_the_case(drawn: list[Case]) -> None:
+    assert len({case.id for case in drawn}) == len(drawn)
+    chosen = next(case for case in drawn if case.precision and case.options)
+    again = Selection(["campaign"], expression=chosen.id).cases(installed())
+    assert again == [chosen]
+
+
+def test_a_filter_changes_no_case(drawn: list[Case]) -> None:
+    part = execute.draw_campaign(10, 11, ["*/fsdp*"])
+    assert part == [case for case in drawn if "/fsdp" in case.implementation][:10]
+
+
+def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -> None:
+    for system in campaign.SYSTEMS:
+        own = [case for case in drawn if case.implementation == system.name]
+        assert own, system.name
+    seen = {json.dumps(pair) for case in drawn for pair in case.options.items()}
+    wanted = set(_values())
+    assert wanted <= seen, wanted - seen
+
+
+def _values() -> Iterator[str]:
+    for system in campaign.SYSTEMS:
+        for name, choices in system.options.items():
+            yield from (json.dumps((name, value)) for value in choices)
+
+
+def test_a_filter_that_matches_no_system_is_refused() -> None:
+    with pytest.raises(SelectionError, match="matches nothing in a campaign"):
+        execute.draw_campaign(1, 0, ["reference/zero9"])
