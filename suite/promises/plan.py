@@ -27,7 +27,8 @@ class TensorPlan:
     """A parameter or buffer; tied parameters once, under their first name.
 
     ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
-    rank gives it a gradient (``None``: none ever does).
+    rank gives it a gradient (``None``: none ever does).  ``strided``: its elements do not lie in
+    row-major order.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TensorPlan:
     trainable: bool = True
     owners: tuple[str, ...] = ()
     first_use: int | None = 0
+    strided: bool = False
 
     @property
     def numel(self) -> int:
@@ -174,6 +176,7 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
                 p.requires_grad,
                 tuple(owners[id(p)]),
                 workload.first_use(name),
+                not p.is_contiguous(),
             )
             for name, p in model.named_parameters()
         ),
