@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,22 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
 def test_ranks_as_threads_are_not_asked_of_it() -> None:
     (result,) = judged([case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="native")])
     assert (result["verdict"], result["reason"]) == ("skip", "runs on gloo only")
+
+
+def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
+    hidden = (
+        "import sys, json; sys.modules['deepspeed'] = None\n"
+        "from suite.runner import conduct\n"
+        "conduct(json.loads(sys.argv[1]))"
+    )
+    told_case = case("deepspeed/zero2", {"shard": 2}, backend="gloo", dtype="float32")
+    payload = {
+        "case": told_case.to_dict(),
+        "workdir": str(tmp_path / "case"),
+        "cache": str(tmp_path / "oracles"),
+    }
+    command = [sys.executable, "-c", hidden, json.dumps(payload)]
+    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[1])
+    result = json.loads((tmp_path / "case" / "result.json").read_text())
+    assert result["verdict"] == "skip"
+    assert "'deepspeed' is not installed" in result["reason"]

@@ -53,6 +53,10 @@ from suite.contract import (
     StepResult,
 )
 
+#: Why traits are declined.
+ZERO_GRADIENT = "DeepSpeed gives a parameter without a gradient zeros and updates it"
+EACH_MICRO_BATCH = "every micro-batch is reduced: ranks with more of them meet another collective"
+
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
@@ -84,7 +88,7 @@ class Engine(Implementation):
     stage: ClassVar[int]
     axis: ClassVar[str] = "shard"
     features: ClassVar[frozenset[str]]
-    declines: ClassVar[Mapping[str, str]] = {}
+    declines: ClassVar[Mapping[str, str]] = {"unused": ZERO_GRADIENT}
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,9 +40,18 @@ class Partitioned(Engine):
         """What this rank updates: (name, number of the flat, start in it, start in the parameter,
         elements)."""
 
-    @abstractmethod
-    def final_gradient(self, number: int) -> Tensor:
-        """The flat gradient of partition ``number`` before clipping."""
+    def final_gradient(self, number: int, at: int, count: int) -> Tensor:
+        """What DeepSpeed will flatten for the ``count`` elements from ``at`` of partition
+        ``number``; of an offloaded optimizer they lie in the partition's gradient already."""
+        if self.zero.offloads_optimizer:
+            gradient = self.flats()[number].grad
+            assert gradient is not None
+            return gradient.narrow(0, at, count)
+        parts = self.zero_optimizer.averaged_gradients[number]
+        starts = accumulate((part.numel() for part in parts), initial=0)
+        pairs = zip(parts, starts, strict=False)
+        (found,) = (part for part, start in pairs if start == at and part.numel())
+        return found.reshape(-1).narrow(0, 0, count)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """As every stage; clipped gradients are kept until its end."""
@@ -69,8 +79,11 @@ class Partitioned(Engine):
     def gradients(self) -> Iterator[Piece]:
         """Fragments of the flat gradients: as reduced, or as clipped once that is known."""
         for name, number, at, start, count in self.fragments():
-            flat = self.clipped[number] if self.clipped else self.final_gradient(number)
-            yield self.piece(name, name, flat.narrow(0, at, count), start)
+            if self.clipped:
+                gradient = self.clipped[number].narrow(0, at, count)
+            else:
+                gradient = self.final_gradient(number, at, count)
+            yield self.piece(name, name, gradient, start)
 
     def slots(self) -> Iterator[Piece]:
         """Fragments of the optimizer's state; a number per partition is given whole."""
@@ -105,12 +118,3 @@ class FlatPartitions(Partitioned):
             if mapping is not None:
                 here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
                 yield name, mapping.param_group_index, here.start, there.start, here.numel
-
-    def final_gradient(self, number: int) -> Tensor:
-        """What DeepSpeed will flatten; with offload it lies in the master's ``grad`` already."""
-        if self.zero.offloads_optimizer:
-            gradient = self.flats()[number].grad
-            assert gradient is not None
-            return gradient
-        parts = self.zero_optimizer.averaged_gradients[number]
-        return torch.cat([part.reshape(-1) for part in parts])

@@ -17,6 +17,10 @@ Numbers: the mean over ranks of losses times N.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
 from impls.deepspeed.partitions import FlatPartitions
 
 
@@ -25,6 +29,10 @@ class DeepSpeedZero2(FlatPartitions):
 
     strategy = "deepspeed_zero2"
     stage = 2
+    declines: ClassVar[Mapping[str, str]] = {
+        **Engine.declines,
+        "unequal_micro_batches": EACH_MICRO_BATCH,
+    }
     features = frozenset(
         {
             "clipping",

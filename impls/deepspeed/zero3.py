@@ -5,7 +5,8 @@
                                 ones while a module computes, and always up to
                                 ``stage3_param_persistence_threshold`` elements
     gradients                   this rank's N-th of every parameter
-    fp32 master                 none in fp32: the optimizer runs on the shards themselves
+    fp32 master                 a second copy of the shards that are trained, although they are
+                                fp32: ``_create_fp32_partitions`` does without one on GPUs only
     optimizer                   this rank's N-th of every parameter
 
     step     forward       a module's parameters are gathered before it runs, freed after it
@@ -21,12 +22,12 @@ Cost: ``deepspeed_zero3.payload_bytes``.  Numbers: the mean over ranks of losses
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from impls.deepspeed import engine
+from impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
 from impls.deepspeed.partitions import Partitioned
 from suite.contract import Kind, Piece, Refused
 
@@ -36,6 +37,10 @@ class DeepSpeedZero3(Partitioned):
 
     strategy = "deepspeed_zero3"
     stage = 3
+    declines: ClassVar[Mapping[str, str]] = {
+        **Engine.declines,
+        "unequal_micro_batches": EACH_MICRO_BATCH,
+    }
     features = frozenset(
         {
             "clipping",
@@ -74,15 +79,6 @@ class DeepSpeedZero3(Partitioned):
                 key = self.zero_optimizer.get_param_id(parameter)
                 number, at, _ = self.zero_optimizer.grad_position[key]
                 yield name, number, at, start, count
-
-    def final_gradient(self, number: int) -> Tensor:
-        """What DeepSpeed will flatten; with offload it lies in the shard's ``grad`` already."""
-        if self.zero.offloads_optimizer:
-            gradient = self.flats()[number].grad
-            assert gradient is not None
-            return gradient
-        parts = self.zero_optimizer.averaged_gradients[number]
-        return torch.cat([part.reshape(-1) for part in parts])
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered by ``GatheredParameters``."""

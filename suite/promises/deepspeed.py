@@ -8,6 +8,10 @@
 
 and a norm of one number per parameter group, whether or not gradients are clipped.  Files are those
 under ``deepspeed/runtime/zero``.
+
+Memory is judged where one number holds at every observation.  Gradients have none: what they are at
+``gradients_final`` is flattened, clipped and let go within ``engine.step()``.  Their formula says
+what they are at ``gradients_final``; :meth:`~suite.promises.base.Promise.resident` leaves them out.
 """
 
 from __future__ import annotations
@@ -28,10 +32,24 @@ def _ceil(count: int, divisor: int) -> int:
     return -(-count // divisor)
 
 
-class DeepSpeedZero0(Single):
+class _DeepSpeed(Single):
+    """What the four stages share: classes that are counted, and not judged at every point."""
+
+    def passing(self, rank: int) -> Bytes:
+        """Bytes of classes that :meth:`resident` leaves out, at ``gradients_final``."""
+        return {}
+
+    def held(self, kind: str) -> int:
+        """As every promise; of what is not resident, the bytes at ``gradients_final``."""
+        found = [self.passing(rank).get(kind) for rank in range(self.plan.world)]
+        most = max((size for size in found if size is not None), default=None)
+        return super().held(kind) if most is None else most
+
+
+class DeepSpeedZero0(_DeepSpeed):
     """Whole copies: 2 (N-1) Psi, and one number where gradients are clipped.
 
-    Every gradient stays until the next backward; parameters without one get zeros.
+    Parameters without a gradient get zeros.
     """
 
     strategy: ClassVar[str] = "deepspeed_zero0"
@@ -47,8 +65,17 @@ class DeepSpeedZero0(Single):
         norm = [FP32] if plan.clipped else []
         return [_free(f) for f in flow(plan, "replicate", "all_reduce", whole + norm)]
 
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole tensors, gradients left out."""
+        found = super().resident(rank, step, updated)
+        return {kind: size for kind, size in found.items() if kind != "gradients"}
 
-class _Sharded(Single):
+    def passing(self, rank: int) -> Bytes:
+        """All gradients."""
+        return {"gradients": sum(t.nbytes for t in self.plan.trainable)}
+
+
+class _Sharded(_DeepSpeed):
     """What stages 1 to 3 share."""
 
     @property
@@ -132,18 +159,22 @@ class DeepSpeedZero1(_Sharded):
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Flat buffers, padding included; one step counter a group.
 
-        Gradients are those at ``gradients_final``; later a rank has its flat partition or none.
+        Gradients of an offloaded optimizer lie in flat partitions that stay.
         """
         share = FP32 * sum(self.padded) // self.ranks
-        touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
         frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
         state = slots(self.plan) * share + counter_bytes(self.plan) * len(self.padded)
         return {
             "parameters": frozen + FP32 * sum(self.padded),
             "masters": share,
-            "gradients": share if self.offloaded else touched,
+            **({"gradients": share} if self.offloaded else {}),
             "optimizer_state": state if updated >= 0 else 0,
         }
+
+    def passing(self, rank: int) -> Bytes:
+        """Whole gradients of what the partition touches."""
+        touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
+        return {} if self.offloaded else {"gradients": touched}
 
     def local(self, rank: int) -> Local:
         """Whole parameters; fragments of the rest."""
@@ -169,10 +200,14 @@ class DeepSpeedZero2(DeepSpeedZero1):
 
 
 class DeepSpeedZero3(_Sharded):
-    """(P + G + O) Psi / N, each parameter padded to a multiple of N elements.
+    """(P + masters + G + O) Psi / N, each parameter padded to a multiple of N elements.
+
+    The master is there in fp32, too, where DeepSpeed's device is a CPU: ``_create_fp32_partitions``
+    means to do without, but compares a ``torch.device`` with the string ``"cpu"``.  The optimizer
+    has it during its step only, where nobody looks unless gradients are clipped: not judged.
 
     What is gathered depends on the trace of earlier steps, except with the options of
-    :attr:`untraced`; only then a promise of traffic is made.
+    :attr:`untraced`; only then a promise of traffic is made and parameters are judged.
     """
 
     strategy: ClassVar[str] = "deepspeed_zero3"
@@ -192,10 +227,25 @@ class DeepSpeedZero3(_Sharded):
         """Elements of a rank's shard."""
         return _ceil(tensor.numel, self.ranks)
 
+    @property
+    def traced(self) -> bool:
+        """Whether earlier steps decide what is gathered and what is kept."""
+        return any(self.zero.get(name) != 0 for name in self.untraced)
+
+    @property
+    def sharded(self) -> int:
+        """Bytes of a rank's shards."""
+        return FP32 * sum(self.shard(t) for t in self.plan.parameters)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a rank's shards of what is trained."""
+        return FP32 * sum(self.shard(t) for t in self.plan.trainable)
+
     def flows(self) -> list[Flow]:
         """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
         plan, zero = self.plan, self.zero
-        if any(zero.get(name) != 0 for name in self.untraced):
+        if self.traced:
             names = ", ".join(self.untraced)
             raise Unpromised(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
@@ -210,19 +260,17 @@ class DeepSpeedZero3(_Sharded):
         ]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards with their padding.
-
-        Gradients are those at ``gradients_final``; the update copies each group once more.
-        """
-        trained = FP32 * sum(self.shard(t) for t in self.plan.trainable)
+        """Shards with their padding."""
         groups = sum(1 for group in self.plan.grouped if group)
-        state = slots(self.plan) * trained + counter_bytes(self.plan) * groups
-        return {
-            "parameters": FP32 * sum(self.shard(t) for t in self.plan.parameters),
-            "masters": trained if self.offloaded else 0,
-            "gradients": trained * (2 if self.offloaded else 1),
-            "optimizer_state": state if updated >= 0 else 0,
-        }
+        state = slots(self.plan) * self.trained + counter_bytes(self.plan) * groups
+        held = {"optimizer_state": state if updated >= 0 else 0}
+        return held if self.traced else {"parameters": self.sharded} | held
+
+    def passing(self, rank: int) -> Bytes:
+        """The update copies gradients, group by group; parameters, where some are kept whole."""
+        twice = 2 if self.offloaded else 1
+        found = {"masters": self.trained, "gradients": twice * self.trained}
+        return found | ({"parameters": self.sharded} if self.traced else {})
 
     def local(self, rank: int) -> Local:
         """Shards, padding left out."""
