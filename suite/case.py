@@ -66,9 +66,11 @@ class Case:
     memory_gib: float = 8.0
     ledgers: bool = True
     #: Set in the second run of a relation only: which share of the batch (as an index) each
-    #: data coordinate gets (empty: its own), and what every loss weight is multiplied by.
+    #: data coordinate gets (empty: its own), what every loss weight is multiplied by, and the step
+    #: before which a fresh instance takes over with the old one's pieces.
     shares: tuple[int, ...] = ()
     loss_scale: float = 1.0
+    reload_at: int | None = None
     xfail: str | None = None
     skip: str | None = None
 

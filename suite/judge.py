@@ -81,7 +81,9 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     claims = account.claims = describe(implementation, capabilities)
     account.missing = (
-        backends.BACKENDS[case.backend].available(case.world) or _lacking(capabilities.packages) or ""
+        backends.BACKENDS[case.backend].available(case.world)
+        or _lacking(capabilities.packages)
+        or ""
     )
     if outside_profile(claims) or declared_away(case, claims, account.missing):
         return None
@@ -128,8 +130,19 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     if run is not run_ranks:
         evidence.unrelated = "these ranks were started elsewhere: they cannot run a second time"
         return
-    case, evidence.unrelated = relations.derive(evidence)
-    if case is None:
+    try:
+        case, evidence.unrelated = relations.derive(evidence)
+        if case is None:
+            return
+        implementation = registry.load(case.implementation)
+        capabilities = implementation.capabilities(case.options)
+    except (Refused, registry.BrokenImplementation) as error:
+        evidence.related = f"the second run cannot be made: {error}"
+        return
+    missing = _lacking(capabilities.packages)
+    reason = declared_away(case, describe(implementation, capabilities), missing)
+    if reason:
+        evidence.unrelated = f"{case.implementation} {reason}"
         return
     workload = workloads.for_case(case)
     folder = workdir / "derived"
@@ -144,6 +157,9 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         weather=backends.weather_of(case.workload.traits),
     )
     cause = root_cause(outcomes)
+    if cause is not None and cause.error_type == "CannotReload":
+        evidence.unrelated = f"{case.implementation} {cause.message}"
+        return
     if cause is not None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
         evidence.related = f"in the second run rank {cause.rank} {what}: {cause.message}"

@@ -16,7 +16,8 @@ from suite.case import Case
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
-#: Every mutant faces every check; those that do not apply to its case skip.
+#: Every mutant faces every check; those that do not apply to its case skip.  One that expects a
+#: relation faces ``relations``, too.
 CHECKS = (
     *("equivalence", "replicas", "norm", "loss_scale"),
     *("traffic", "memory", "overlap", "engagement"),
@@ -64,12 +65,13 @@ def pair(mutant: Any) -> Pair:
         workload=mutant.workload,
         optimizer=mutant.optimizer,
         lane=mutant.lane,
-        checks=CHECKS,
+        checks=CHECKS + (("relations",) if "relation" in mutant.expect else ()),
         options=dict(mutant.options)
         | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,
         precision=dict(mutant.precision),
         steps=mutant.steps,
+        expect=dict(mutant.expect),
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))
 

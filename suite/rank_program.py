@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +47,16 @@ KINDS_AT: dict[Point, tuple[Kind, ...]] = {
     "after_clip": ("gradients",),
     "after_update": ("parameters", "optimizer", "buffers"),
 }
+#: What makes an instance go on as another one, in the order in which it is loaded.
+LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 
 
 class BrokenContract(RuntimeError):
     """The implementation did what the contract forbids, or left out what it asks for."""
+
+
+class CannotReload(RuntimeError):
+    """The implementation refuses to take over what another instance of it held."""
 
 
 def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
@@ -98,6 +105,8 @@ class _Rank:
             for step in range(self.case.steps):
                 if step and self._members(step) != self.mesh.ranks:
                     self._change_seats(self._members(step))
+                if step == self.case.reload_at:
+                    self._reload()
                 if step and step == self.case.steps - 1 and self._judged_between_steps():
                     record["evaluation"] = self._evaluation(step)
                 record["steps"].append(self._step(step))
@@ -167,6 +176,24 @@ class _Rank:
         coordinate = self._batch(0)[1] or 0
         build = _WatchedBuild(self.workload.build_for(self.rank, coordinate), self._watch)
         self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+
+    def _reload(self) -> None:
+        """A fresh instance, set up from other values, gets what this one holds, and goes on."""
+        assert self.implementation is not None
+        self.implementation.drain()
+        held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
+        self.implementation.close()
+        state = None
+        if self.rank == self.mesh.ranks[0] or self.capabilities.initial_state == "everywhere":
+            other = self.workload.build_for(self.mesh.ranks[0], 0)()
+            named = itertools.chain(other.named_parameters(), other.named_buffers())
+            state = {name: tensor.detach() for name, tensor in named}
+        self._set_up(self.mesh, state)
+        for kind, pieces in held.items():
+            try:
+                self.implementation.load_pieces(kind, pieces)
+            except Refused as error:
+                raise CannotReload(f"refuses load_pieces: {error}") from error
 
     def _watch(self, module: nn.Module, units: Sequence[str]) -> None:
         """Set the suite's hooks on what was built."""
@@ -363,6 +390,10 @@ def tensor_digest(tensor: Tensor) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
+
+
+def _copy(piece: Piece) -> Piece:
+    return dataclasses.replace(piece, tensor=piece.tensor.detach().clone(), source=None)
 
 
 def _number(value: Tensor | float) -> float:

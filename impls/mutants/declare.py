@@ -39,6 +39,8 @@ class Mutant:
     dtype: str = "float64"
     precision: Mapping[str, str] = field(default_factory=dict)
     steps: int = 3
+    #: What must come out, as in a scenario: ``relation`` for faults that only a second run shows.
+    expect: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def traits(self) -> tuple[str, ...]:

@@ -152,13 +152,27 @@ class Adapter(Implementation):
 
     @torch.no_grad()
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds under the same name and place."""
+        """Copy into what this rank holds under the same name and place.
+
+        Optimizer slots that do not exist yet, before the first step, are made.
+        """
+        if kind == "optimizer":
+            self.make_slots(pieces)
         held = {(p.name, p.slices, p.flat_range): p.tensor for p in self.local_state(kind)}
         for piece in pieces:
             place = (piece.name, piece.slices, piece.flat_range)
             if place not in held:
                 raise Refused(f"this rank holds no {kind} {piece.name!r} at {place[1] or place[2]}")
             held[place].copy_(piece.tensor)
+
+    def make_slots(self, pieces: Iterable[Piece]) -> None:
+        """Give the optimizer a place for every slot among ``pieces``."""
+        updated = self.updated()
+        for piece in pieces:
+            name, _, slot = piece.name.rpartition(".")
+            if name in updated and slot not in self.optimizer.state[updated[name]]:
+                like = piece.tensor if slot == "step" else updated[name].detach()
+                self.optimizer.state[updated[name]][slot] = torch.zeros_like(like)
 
 
 def data_comm(mesh: Mesh) -> Comm:

@@ -1,35 +1,45 @@
 """Metamorphic relations: a second run whose result follows from the first, with no oracle needed.
 
-``expect.relation`` names one of five.  *split*: twice the micro-batches, the same gradients.
+``expect.relation`` names one of seven.  *split*: twice the micro-batches, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
-world of 1 the system is ``plain``, bit for bit.  *scale*: all loss weights times 2, with SGD's rate
-halved and its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the
-same bits, since a factor of 2 is never rounded.  *recompute*: without activation checkpointing the
-same bits.  Compared are the final gradients of every step and the parameters (*split*, *permute*:
-under SGD only); *split* and *permute* in fp64 at a relative Frobenius error of 1e-12, the others
-bit for bit; *recompute* compares buffers, too.
+world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
+its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
+since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference.
+*reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
+instance, set up from other values, which goes on.  *same_as*: another implementation, other options
+of this one, or both, on a mesh along its axis.
+
+Compared are the final and the clipped gradients of every step, and after the update what ``AFTER``
+lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
+gradient into a full-size update).  *split* and *permute* are judged in fp64 at a relative Frobenius
+error of 1e-12, the others bit for bit; *same_as* at that error in lane fp64, bit for bit in others:
+a scenario claims equal bits by its lane.  Two implementations may hold different numbers of copies:
+a copy that only one of them has is compared with the other's first.
 
 Sees what depends on the cut (a mean of means), on who holds which data (a rank that counts more or
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
 again, a threshold, a second eps), on what is kept for backward (fresh dropout masks, buffers that
-are updated twice), without believing the oracle.
+are updated twice), on state that lies in no piece (a counter that starts again), on when and how
+parameters are gathered, and the last bit (a product over other strides), without believing the
+oracle.
 
 *Cannot see* a fault that both runs share (a sum where a mean belongs passes *permute* and *scale*;
-an update with a wrong sign passes all but *world1*), nor buffers, memory, traffic or order; nor
-anything where the relation does not hold by definition (BatchNorm or a branch by micro-batch under
-*split*, an order of data without shares to exchange): these are ``skip`` with the reason.
+an update with a wrong sign passes all but *world1* and *same_as*), nor memory, traffic or order;
+nor anything where the relation does not hold by definition (BatchNorm or a branch by micro-batch
+under *split*, a generator that no piece holds under *reload*): these are ``skip`` with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from suite import workloads
+from suite import registry, workloads
 from suite.case import Case
 from suite.checks import Outcome, Worst
 from suite.checks.numbers import (
@@ -48,50 +58,97 @@ from suite.checks.numbers import (
 from suite.evidence import Assembled, Evidence, Figures, Row
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
-REORDERED, EXACT = ("split", "permute"), ("world1", "scale", "recompute")
+REORDERED = ("split", "permute")
+EXACT = ("world1", "scale", "recompute", "reload")
+#: What is compared after the update; in *scale* AdamW's moments are 2 and 4 times as large.
+AFTER = dict.fromkeys((*REORDERED, "scale"), ("parameters",)) | dict.fromkeys(
+    ("world1", "recompute", "reload", "same_as"), ("parameters", "optimizer", "buffers")
+)
 #: Branches that a flagged sample opens; their number of micro-batches says which are flagged.
 _BY_MICRO_BATCH = ("conditional_by_micro_batch", "conditional_last_micro_batch")
 
 
+def name_of(relation: str | Mapping[str, Any] | None) -> str:
+    """The relation's name; *same_as* is a mapping of that one key."""
+    return next(iter(relation)) if isinstance(relation, Mapping) else str(relation)
+
+
 def derive(evidence: Figures) -> tuple[Case | None, str]:
-    """The case to run beside this one, or ``None`` and why the relation says nothing here."""
+    """The case to run beside this one, or ``None`` and why the relation says nothing here.
+
+    :raises Refused: the implementation of *same_as* does not take its options.
+    """
     case = evidence.case
-    relation = case.expect.get("relation")
+    relation = name_of(case.expect.get("relation"))
     why = _not_defined(evidence, relation)
     if why:
         return None, why
-    workload, optimizer = case.workload, case.optimizer
-    derived = dataclasses.replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False)
-    if relation == "split":
-        twice = dataclasses.replace(workload, micro_batches=2 * workload.micro_batches)
-        return dataclasses.replace(derived, workload=twice), ""
-    if relation == "permute":
-        shares = tuple(reversed(range(_shares(evidence))))
-        return dataclasses.replace(derived, shares=shares), ""
-    if relation == "world1":
-        mesh = {"replicate": 1}
-        return dataclasses.replace(derived, implementation="plain", options={}, mesh=mesh), ""
-    if relation == "recompute":
-        return dataclasses.replace(derived, options={**case.options, "recompute_every": 0}), ""
-    if optimizer.name == "adamw":
-        optimizer = dataclasses.replace(optimizer, eps=2 * optimizer.eps)
+    return _DERIVE[relation](
+        dataclasses.replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False), evidence
+    ), ""
+
+
+def _split(case: Case, _: Figures) -> Case:
+    twice = dataclasses.replace(case.workload, micro_batches=2 * case.workload.micro_batches)
+    return dataclasses.replace(case, workload=twice)
+
+
+def _permute(case: Case, evidence: Figures) -> Case:
+    return dataclasses.replace(case, shares=tuple(reversed(range(_shares(evidence)))))
+
+
+def _world1(case: Case, _: Figures) -> Case:
+    return dataclasses.replace(case, implementation="plain", options={}, mesh={"replicate": 1})
+
+
+def _scale(case: Case, _: Figures) -> Case:
+    spec = case.optimizer
+    if spec.name == "adamw":
+        spec = dataclasses.replace(spec, eps=2 * spec.eps)
     else:
         groups = tuple(
             g if g.weight_decay is None else dataclasses.replace(g, weight_decay=2 * g.weight_decay)
-            for g in optimizer.groups
+            for g in spec.groups
         )
-        optimizer = dataclasses.replace(
-            optimizer,
-            lr=optimizer.lr / 2,
-            weight_decay=2 * optimizer.weight_decay,
-            groups=groups,
-        )
-    return dataclasses.replace(derived, optimizer=optimizer, loss_scale=2.0), ""
+        decay = 2 * spec.weight_decay
+        spec = dataclasses.replace(spec, lr=spec.lr / 2, weight_decay=decay, groups=groups)
+    return dataclasses.replace(case, optimizer=spec, loss_scale=2.0)
 
 
-def _not_defined(evidence: Figures, relation: str | None) -> str:
+def _recompute(case: Case, _: Figures) -> Case:
+    return dataclasses.replace(case, options={**case.options, "recompute_every": 0})
+
+
+def _reload(case: Case, _: Figures) -> Case:
+    return dataclasses.replace(case, reload_at=case.steps // 2)
+
+
+def _same_as(case: Case, _: Figures) -> Case:
+    other = case.expect["relation"]["same_as"]
+    name = other.get("implementation", case.implementation)
+    kept = case.options if name == case.implementation else {"precision": case.precision}
+    options = {**kept, **other.get("options", {})}
+    if not options.get("precision"):
+        options.pop("precision", None)
+    axes = registry.load(name).capabilities(options).axes
+    mesh = case.mesh if set(case.mesh) <= set(axes) else {axes[0]: case.world}
+    return dataclasses.replace(case, implementation=name, options=options, mesh=mesh)
+
+
+_DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
+    "split": _split,
+    "permute": _permute,
+    "world1": _world1,
+    "scale": _scale,
+    "recompute": _recompute,
+    "reload": _reload,
+    "same_as": _same_as,
+}
+
+
+def _not_defined(evidence: Figures, relation: str) -> str:
     case, claims = evidence.case, evidence.capabilities
-    if relation not in (*REORDERED, *EXACT):
+    if relation not in _DERIVE:
         return "the case names no relation (expect.relation)"
     if relation == "recompute" and claims["exactness"] != "stale":
         return "" if case.options.get("recompute_every") else "option 'recompute_every' is off"
@@ -103,11 +160,12 @@ def _not_defined(evidence: Figures, relation: str | None) -> str:
         return f"{relation} compares bits with clipping off"
     if relation == "world1" and case.world != 1:
         return "world1 compares a world of 1 with plain"
-    if relation == "permute":
-        if case.membership:
-            return "members change: shares have no fixed order"
-        if _shares(evidence) < 2:
-            return "one share of data: nothing to exchange"
+    if relation in ("permute", "reload", "same_as") and case.membership:
+        return f"members change: {relation} compares runs of the same ranks"
+    if relation == "reload":
+        return _not_reloadable(case)
+    if relation == "permute" and _shares(evidence) < 2:
+        return "one share of data: nothing to exchange"
     if relation == "split":
         return _not_splittable(evidence)
     return ""
@@ -122,6 +180,16 @@ def _not_splittable(evidence: Figures) -> str:
         return "gradients depend, by definition, on how the batch is cut"
     if spec.global_batch <= _shares(evidence) * spec.micro_batches * spec.windows:
         return "every micro-batch is one sample already"
+    return ""
+
+
+def _not_reloadable(case: Case) -> str:
+    if case.steps < 2:
+        return "one step has no middle"
+    if case.optimizer.scaler is not None:
+        return "a loss scale is no piece of local state"
+    if "dropout_stateful" in case.workload.traits:
+        return "dropout_stateful: a generator's state is no piece of local state"
     return ""
 
 
@@ -141,17 +209,20 @@ def measure(evidence: Evidence) -> list[Row]:
         return [{"skip": evidence.unrelated or "there was no second run"}]
     if isinstance(other, str):
         return [{"problem": other}]
-    relation = evidence.case.expect["relation"]
+    case = evidence.case
+    relation = name_of(case.expect["relation"])
+    by_order = relation in REORDERED or (relation == "same_as" and case.lane == "fp64")
+    compare = relative_frobenius(FP64_BOUND) if by_order else bitwise
+    after = () if by_order and case.optimizer.name != "sgd" else AFTER[relation]
+    moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
+    moments += [("after_update", kind) for kind in after]
     rows: list[Row] = []
-    compare = relative_frobenius(FP64_BOUND) if relation in REORDERED else bitwise
     for step in evidence.steps:
         if not evidence.has(step, "gradients_final"):
             return [*rows, {"problem": f"step {step}: 'gradients_final' was never observed"}]
-        rows += _compare(evidence, other, step, "gradients_final", "gradients", compare)
-        if relation in EXACT or evidence.case.optimizer.name == "sgd":
-            rows += _compare(evidence, other, step, "after_update", "parameters", compare)
-        if relation == "recompute" and evidence.observed(step, "after_update", "buffers").tensors:
-            rows += _compare(evidence, other, step, "after_update", "buffers", compare)
+        for point, kind in moments:
+            if evidence.has(step, point) and other.has(step, point):
+                rows += _compare(evidence, other, step, point, kind, compare)
         if any("problem" in row for row in rows):
             break
     return rows
@@ -161,9 +232,12 @@ def _compare(
     evidence: Evidence, other: Evidence, step: int, point: str, kind: str, compare: Compare
 ) -> list[Row]:
     """Rows of one moment."""
-    base, derived = (run.observed(step, point, kind) for run in (evidence, other))
+    base, derived = (_observed(run, step, point, kind) for run in (evidence, other))
     phase = point if kind == "gradients" else f"{point} {kind}"
-    problem = _mismatch(base, derived)
+    is_other = name_of(evidence.case.expect["relation"]) == "same_as"
+    if kind == "buffers" and evidence.capabilities["buffers"] != other.capabilities["buffers"]:
+        base, derived = (_of_rank_0(run) for run in (base, derived))
+    problem = _mismatch(base, derived, copies_differ=is_other)
     if problem:
         return [{"problem": f"step {step}, {phase}: {problem}"}]
     factor = other.case.loss_scale if kind == "gradients" else 1.0
@@ -175,16 +249,31 @@ def _compare(
     rows: list[Row] = []
     for name, copies in base.tensors.items():
         place = {"step": step, "phase": phase, "name": name}
-        for replica, tensor in copies.items():
-            want, have = tensor if factor == 1 else tensor * factor, derived.tensors[name][replica]
+        others = derived.tensors[name]
+        first, first_other = copies[min(copies)], others[min(others)]
+        for replica in sorted({*copies, *others}):
+            want, have = copies.get(replica, first), others.get(replica, first_other)
             owner = f"replica {replica}"
+            want = want if factor == 1 else want * factor
             for part, result in _pairs(want, have, regions.get(name, ()), floor, compare):
                 told = {"error": result.error, "bound": result.bound}
                 rows.append(place | {"name": name + part, "owner": owner} | told)
-        whole = base.replica(name, min(copies))
-        if powerless(whole, evidence.case.world, compare):
+        if powerless(first, evidence.case.world, compare):
             rows.append(place | {"tested": False})
     return rows
+
+
+def _observed(run: Evidence, step: int, point: str, kind: str) -> Assembled:
+    """What ``run`` held, without masters: a system may keep them where another needs none."""
+    found = run.observed(step, point, kind)
+    kept = {n: t for n, t in found.tensors.items() if n.rpartition(".")[2] != "master"}
+    return dataclasses.replace(found, tensors=kept if kind == "optimizer" else found.tensors)
+
+
+def _of_rank_0(state: Assembled) -> Assembled:
+    """Its copies alone: what rank 0 has is the same whether the others keep buffers or get its."""
+    kept = {name: {0: copies[0]} for name, copies in state.tensors.items() if 0 in copies}
+    return dataclasses.replace(state, tensors=kept)
 
 
 def _pairs(
@@ -206,14 +295,14 @@ def _pairs(
     return pairs
 
 
-def _mismatch(base: Assembled, derived: Assembled) -> str:
+def _mismatch(base: Assembled, derived: Assembled, copies_differ: bool) -> str:
     """Why the two runs' tensors cannot be laid side by side (``""``: they can)."""
     problems = base.problems or derived.problems
     if problems:
         return "; ".join(problems[:3])
     for name in dict.fromkeys([*base.tensors, *derived.tensors]):
         here, there = (sorted(run.tensors.get(name, ())) for run in (base, derived))
-        if here != there:
+        if here != there and not (copies_differ and here and there):
             return f"{name!r} exists on replicas {here} in one run, on {there} in the other"
     return ""
 
@@ -223,7 +312,7 @@ def _mismatch(base: Assembled, derived: Assembled) -> str:
 
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails; so does a second run that went wrong."""
-    relation = figures.case.expect.get("relation")
+    relation = name_of(figures.case.expect.get("relation"))
     worst: Worst | None = None
     compared, not_tested, problem = 0, set(), ""
     for row in figures.compared.get("relations", []):

@@ -175,7 +175,7 @@ def _as(kind: type[Shape], node: Node, file: str) -> Shape:
 
 
 def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:
-    location = [part for part in detail["loc"] if part != "[key]"]
+    location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
     kind, given = detail["type"], detail["input"]
     line = node.locate(location)
     key = str(location[-1]) if location else ""

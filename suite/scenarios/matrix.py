@@ -16,19 +16,22 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 from suite.case import Case, WorkloadSpec
 from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from suite.errors import Problem, ScenarioError, nearest
 from suite.scenarios.load import ScenarioFile
 from suite.scenarios.schema import (
+    Expect,
     ImplementationChoice,
     Include,
     Match,
     Matrix,
     OptimizerChoice,
     PrecisionChoice,
+    RelationName,
+    SameAs,
     Scenario,
     WorkloadChoice,
 )
@@ -138,6 +141,11 @@ class _Expansion:
         self._check_axes(["matrix"], scenario.matrix)
         for index, include in enumerate(scenario.include):
             self._check_axes(["include", index], include)
+        for path, expect in self._expectations():
+            other = expect.relation
+            if isinstance(other, SameAs) and other.same_as.implementation is not None:
+                place = [*path, "relation", "same_as", "implementation"]
+                self._check_implementation(place, other.same_as.implementation)
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
         refuses = any(e.refuses for e in (scenario.expect, *refusing))
         if refuses != ("refusals" in scenario.checks):
@@ -149,12 +157,8 @@ class _Expansion:
             )
 
     def _check_axes(self, path: list[str | int], axes: Matrix | Include) -> None:
-        known = self.vocabulary.implementations
         for index, choice in enumerate(axes.implementation):
-            if ":" not in choice.name and choice.name not in known:
-                remedy = nearest(choice.name, known, "implementations")
-                at = [*path, "implementation", index, "name"]
-                self._add(at, "unknown implementation", remedy, choice.name)
+            self._check_implementation([*path, "implementation", index, "name"], choice.name)
         for index, backend in enumerate(axes.backend):
             if backend not in self.vocabulary.backends:
                 remedy = nearest(backend, self.vocabulary.backends, "backends")
@@ -163,8 +167,24 @@ class _Expansion:
         if not variants and isinstance(axes, Matrix):
             variants = (None,)
         for index, variant in enumerate(variants):
-            at = ["workload"] if variant is None else [*path, "workload", index]
+            at: list[str | int] = ["workload"] if variant is None else [*path, "workload", index]
             self._check_workload(at, variant)
+
+    def _check_implementation(self, path: list[str | int], name: str) -> None:
+        known = self.vocabulary.implementations
+        if ":" not in name and name not in known:
+            self._add(path, "unknown implementation", nearest(name, known, "implementations"), name)
+
+    def _expectations(self) -> Iterator[tuple[list[str | int], Expect]]:
+        """Every ``expect`` of the file and its place, those that override others first."""
+        parts: list[tuple[list[str | int], Matrix | Include]] = [(["matrix"], self.scenario.matrix)]
+        parts += [(["include", i], rule) for i, rule in enumerate(self.scenario.include)]
+        for axis in ("workload", "implementation"):
+            for path, axes in parts:
+                for index, choice in enumerate(getattr(axes, axis)):
+                    if choice.expect is not None:
+                        yield [*path, axis, index, "expect"], choice.expect
+        yield ["expect"], self.scenario.expect
 
     def _check_workload(self, path: list[str | int], variant: WorkloadChoice | None) -> None:
         spec = self._workload(variant)
@@ -265,7 +285,15 @@ class _Expansion:
                 self._add(
                     ["checks"],
                     "expect.relation and the check `relations` belong together",
-                    "give both or neither: split, permute, world1, scale or recompute",
+                    f"give both or neither: {', '.join(get_args(RelationName))} or same_as",
+                    " ".join(cell.key),
+                )
+                return
+            if self._is_own_pair(cell):
+                self._add(
+                    self._relation_at(cell),
+                    "same_as describes the case itself: the second run must be another one",
+                    "name another implementation, or options that differ",
                     " ".join(cell.key),
                 )
                 return
@@ -277,6 +305,23 @@ class _Expansion:
                     " ".join(cell.key[1:]),
                 )
                 return
+
+    def _is_own_pair(self, cell: Cell) -> bool:
+        """Whether the second run that the cell's relation describes would be the first again."""
+        relation, choice = self._expect(cell).get("relation"), cell.implementation
+        if not isinstance(relation, Mapping):
+            return False
+        other = relation["same_as"]
+        if other.get("implementation", choice.name) != choice.name:
+            return False
+        return {**choice.options, **other["options"]} == choice.options
+
+    def _relation_at(self, cell: Cell) -> list[str | int]:
+        """Where the relation of ``cell`` stands."""
+        own = (cell.workload and cell.workload.expect, cell.implementation.expect)
+        given = next((e for e in own if e and e.relation is not None), self.scenario.expect)
+        at = next(path for path, expect in self._expectations() if expect is given)
+        return [*at, "relation"]
 
     def _marks(
         self, cells: Sequence[Cell], section: str, rules: Sequence[Match]
@@ -402,12 +447,12 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
     """The cells of ``cases`` with another implementation in them, each once.
 
     Serves systems that no scenario names: a user's own, or a mutant.  Cells that expect a refusal
-    are left out (they hang on options), as are ``skip``, ``xfail`` and expected ``buckets``.  A
-    cell is of the quick tier if any implementation has it there.
+    or what another system gives are left out (they hang on options), as are ``skip``, ``xfail`` and
+    expected ``buckets``.  A cell is of the quick tier if any implementation has it there.
     """
     found: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
-        if "refuses" in case.expect:
+        if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, implementation.replace("::", ":"), *middle])

@@ -16,7 +16,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 
@@ -25,6 +27,7 @@ from suite import formulas
 Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
 LaneName = Literal["bitwise", "dyadic", "fp64", "native"]
+RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="why, in a sentence")]
@@ -61,6 +64,33 @@ Sizes = Annotated[
 Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
+class Other(Model):
+    """What the second run of `same_as` is: another implementation, other options, or both."""
+
+    implementation: str | None = Field(None, min_length=1, description="default: the case's own")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="all options of another implementation; changes to the case's own options "
+        "if it is the same one",
+    )
+
+
+class SameAs(Model):
+    """The relation of a case to a second run that is described."""
+
+    same_as: Other
+
+
+def _relation_tag(value: Any) -> str:
+    return "[other]" if isinstance(value, dict | SameAs) else "[name]"
+
+
+Relation = Annotated[
+    Annotated[RelationName, Tag("[name]")] | Annotated[SameAs, Tag("[other]")],
+    Discriminator(_relation_tag),
+]
+
+
 class Expect(Model):
     """What must come out, beyond being right."""
 
@@ -75,7 +105,7 @@ class Expect(Model):
     refuses: str | None = Field(
         None, min_length=1, description="words that the implementation's refusal must contain"
     )
-    relation: Literal["split", "permute", "world1", "scale", "recompute"] | None = Field(
+    relation: Relation | None = Field(
         None, description="what a second run must agree with: see the check `relations`"
     )
 
