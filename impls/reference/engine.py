@@ -33,7 +33,7 @@ from impls.reference.parts.optimizer import (
 )
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.precision import Precision
-from impls.reference.parts.recompute import recompute_units
+from impls.reference.parts.recompute import Call, recompute_units
 from impls.reference.parts.scaler import LossScaler
 from impls.reference.parts.state import copy_pieces, load_state
 from suite.comm import Mesh
@@ -53,6 +53,8 @@ from suite.contract import (
 class Engine(Implementation):
     """An implementation around one :class:`~impls.reference.parts.handle.Handle`."""
 
+    call_type: type[Call] = Call  # what recomputation repeats
+
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the strategy to ``module``, whose values are right on global rank 0 only."""
@@ -69,7 +71,8 @@ class Engine(Implementation):
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
-        recompute_units(module, build.units, options.get("recompute_every", 0))
+        every = options.get("recompute_every", 0)
+        recompute_units(module, build.units, every, self.call_type)
         self.build, self.spec, self.mesh = build, optimizer, mesh
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.cast_buffers(module)

@@ -122,6 +122,7 @@ class Zero2(ShardedUpdate):
             bucket.work.wait()
             self.kept[bucket] += sums
             bucket.release()
+            bucket.work = None
         self.sums.clear()
 
     def gradient(self, bucket: Bucket) -> Tensor:

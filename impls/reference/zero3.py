@@ -50,11 +50,11 @@ from impls.reference.parts.handle import Handle
 from impls.reference.parts.offload import HostTier
 from impls.reference.parts.options import Training, parse_options
 from impls.reference.parts.shards import Unit
-from impls.reference.parts.state import copy_pieces, gather_pieces
+from impls.reference.parts.state import gather_pieces
 from impls.reference.parts.units import Wrap, plan_units
 from impls.reference.parts.wrapped import WrappedHandle
 from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind, Piece
+from suite.contract import Capabilities, Kind
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class ReferenceZero3(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero3"
+    handle_type: type[Zero3] = Zero3
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -151,11 +152,9 @@ class ReferenceZero3(Engine):
         """Apply the handle along the shard axis."""
         chosen = parse_options(Options, options)
         tier = self.tier if chosen.offload == "parameters" else None
-        return apply(module, {"shard": mesh.comm("shard")}, chosen, self.build.units, tier)
-
-    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into this rank's shards."""
-        copy_pieces(self.local_state(kind), pieces)
+        plan = plan_units(module, chosen.wrap, self.build.units)
+        comms = {"shard": mesh.comm("shard")}
+        return self.handle_type(module, comms, plan, chosen.precision, tier)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from all ranks."""

@@ -1,10 +1,11 @@
 """Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
-included), on the device's tier and, where state is offloaded, on the host's.  Between the points
-the largest bytes of a class must lie within two bounds that follow from the largest unit, from
-prefetch and from buckets: too much is state that was not let go, too little is work that was not
-done.  Bytes that are copied between the tiers in a step are counted apart from network traffic and
+included), on the device's tier and, where state is offloaded, on the host's.  Nothing is in flight
+there: where it is promised, buffers of communication must have gone.  Between the points the
+largest bytes of a class must lie within two bounds that follow from the largest unit, from prefetch
+and from buckets: too much is state that was not let go, too little is work that was not done.
+Bytes that are copied between the tiers in a step are counted apart from network traffic and
 compared, too.  Promises are in :mod:`suite.promises`; the accounting (A32, A16, ...) is named.
 
 *Cannot see* activations, buffers and kernels' temporaries (measured, not judged), what an allocator
@@ -45,6 +46,8 @@ def decide(evidence: Figures) -> Outcome:
     promise = promise_of(strategy, plan)
     if promise is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
+    if promise.unweighed():
+        return Outcome("memory", "skip", promise.unweighed())
     accounting = accounting_of(promise.plan)
     figures = _figures(evidence, promise, accounting)
     for record in evidence.records:
@@ -92,6 +95,10 @@ def _resident(
                 for kind, size in promised.items():
                     held = found.get(tier, {}).get(kind, 0)
                     yield what, step, point, kind, held, size, size
+            limit = promise.at_rest(rank, step)
+            if limit is not None:
+                held = found.get("device", {}).get("communication", 0)
+                yield "held", step, point, "communication", held, 0, limit
 
 
 def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> Iterator[Comparison]:

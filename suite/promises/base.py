@@ -16,6 +16,8 @@ from typing import ClassVar, Literal
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+#: A name's share of what ranks may keep of their last agreement by integers.
+VOTE_BYTES = 16
 #: The classes that a memory promise is about; the other classes of the ledger are not judged.
 JUDGED = ("parameters", "masters", "gradients", "optimizer_state")
 Bytes = dict[str, int]
@@ -109,6 +111,16 @@ class Promise(ABC):
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Bounds of the largest bytes of a class (or ``communication``) in a phase of ``step``."""
         return {}
+
+    def unweighed(self) -> str:
+        """Why no bytes are promised for this plan (``""``: they are)."""
+        return ""
+
+    def at_rest(self, rank: int, step: int) -> int | None:
+        """Most bytes of class ``communication`` at the observation points of ``step``, where
+        nothing is in flight; ``None``: not promised.
+        """
+        return None
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""

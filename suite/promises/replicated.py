@@ -90,6 +90,11 @@ class DDP(Single):
             *(_between(f, kinds * plan.world) for f in copies),
         ]
 
+    def unweighed(self) -> str:
+        """A bucket holds no gradients if all in it goes unused; which do is not promised."""
+        idle = [t.name for t in self.plan.trainable if t.first_use != 0]
+        return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
+
     def gradient_bytes(self, step: int) -> int:
         """Gradients are views of the buckets, which hold every trained tensor."""
         plan = self.plan

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from suite.promises.base import (
+    VOTE_BYTES,
     Ahead,
     Bound,
     Bytes,
@@ -81,17 +82,29 @@ class Zero1(Promise):
         }
 
     def parameter_bytes(self) -> int:
-        """Whole, in the flat layouts that they are gathered into; frozen ones as built."""
+        """Whole, in the flat layouts that they are gathered into; beside them frozen ones, and
+        those that keep strides of their own.
+        """
         plan = self.plan
-        frozen = sum(
-            t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters if not t.trainable
+        beside = sum(
+            t.numel * ITEMSIZE[plan.compute(t.dtype)]
+            for t in plan.parameters
+            if t.strided or not t.trainable
         )
-        return frozen + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+        return beside + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
 
     def gradient_bytes(self, rank: int, step: int) -> int:
-        """Whole, in the flat layouts that they are reduced from."""
-        flats = owned(self.plan, self.flats, rank, step)
-        return sum(flat.padded_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
+        """Those that this rank owns a part of."""
+        return sum(map(self.kept_bytes, owned(self.plan, self.flats, rank, step)))
+
+    def kept_bytes(self, flat: Flat) -> int:
+        """Whole gradients, in the flat layouts that they are reduced from."""
+        return flat.padded_bytes(self.plan.reduction(flat.dtype))
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Buffers of gradients that this rank owns no part of."""
+        buffers = sum(map(self.kept_bytes, self.flats))
+        return buffers - self.gradient_bytes(rank, step) + votes(self.plan)
 
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
@@ -118,10 +131,26 @@ class Zero2(Zero1):
         """One a micro-batch of the busiest rank."""
         return self.plan.rounds
 
-    def gradient_bytes(self, rank: int, step: int) -> int:
-        """The kept shards."""
-        flats = owned(self.plan, self.flats, rank, step)
-        return sum(flat.shard_bytes(self.plan.reduction(flat.dtype)) for flat in flats)
+    def kept_bytes(self, flat: Flat) -> int:
+        """The kept shard; whole gradients are let go."""
+        return flat.shard_bytes(self.plan.reduction(flat.dtype))
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """In backward whole gradients of the bucket in flight, the one that fills and the one that
+        it has begun on, and the shard that sums arrive in.  One that waits for what is late, tied
+        or unused holds up all behind it.
+        """
+        plan = self.plan
+        held_up = any(
+            t.first_use != 0 or ".conditional_" in f".{t.name}" or len(t.owners) > 1
+            for t in plan.trainable
+        )
+        if phase != "backward" or held_up or plan.size("shard") == 1:
+            return {}
+        sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
+        whole = sorted(sizes, reverse=True)[:3]
+        shard = max(map(self.kept_bytes, self.flats), default=0)
+        return {"communication": Bound(0, sum(whole) + shard + self.at_rest(rank, step))}
 
 
 class Zero3(Promise):
@@ -187,6 +216,12 @@ class Zero3(Promise):
             "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
         }
 
+    def at_rest(self, rank: int, step: int) -> int:
+        """Shards that hold nothing but padding, or gradients of what no rank used."""
+        shards = sum(f.shard_bytes() for f in (*self.flats, *self.trained))
+        held = self.resident(rank, step, step)
+        return shards - held["parameters"] - held["gradients"] + votes(self.plan)
+
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
         own = Counter[str]()
@@ -211,8 +246,8 @@ class Zero3(Promise):
         return Ahead(gathers, sum(late), len(self.trained), watched)
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """Whole parameters beside the shards: at least root and largest unit; at most root, the
-        unit that computes and those gathered meanwhile (or recomputed together).
+        """Whole parameters beside the shards: at least root and largest unit, with the units that
+        it lies in; at most those gathered meanwhile (or recomputed together) as well.
         """
         if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
             return {}
@@ -220,11 +255,15 @@ class Zero3(Promise):
             return {}
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
-        alive = 1 + self._prefetched(phase) + self._recomputed()
-        largest = sorted(sizes.values(), reverse=True)[:alive]
+        others = self._prefetched(phase) + self._recomputed()
+        least = most = 0
+        for name in sizes:
+            chain = {outer: sizes[outer] for outer in sizes if f"{name}.".startswith(f"{outer}.")}
+            running = sum(chain.values())
+            rest = sorted((sizes[unit] for unit in sizes if unit not in chain), reverse=True)
+            least, most = max(least, running), max(most, running + sum(rest[:others]))
         resting = self.resident(rank, step, step)["parameters"]
-        low = resting + root + max(largest, default=0)
-        return {"parameters": Bound(low, resting + root + sum(largest))}
+        return {"parameters": Bound(resting + root + least, resting + root + most)}
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of every unit when it is gathered."""
@@ -249,6 +288,11 @@ class Zero3(Promise):
             if axis in ("replicate", "shard"):
                 index = index * size + place[axis]
         return index
+
+
+def votes(plan: Plan) -> int:
+    """Bytes of the integers by which ranks agree on what was used."""
+    return VOTE_BYTES * (1 + len(plan.parameters))
 
 
 def owned(plan: Plan, flats: Iterable[Flat], rank: int, step: int) -> list[Flat]:

@@ -68,10 +68,10 @@ from impls.reference.fsdp.schedule import FSDP, Options
 from impls.reference.parts.handle import Handle
 from impls.reference.parts.offload import HostTier
 from impls.reference.parts.options import parse_options
-from impls.reference.parts.state import copy_pieces, gather_pieces
+from impls.reference.parts.state import gather_pieces
 from impls.reference.parts.units import plan_units
 from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind, Piece, Refused
+from suite.contract import Capabilities, Kind, Refused
 
 #: The axes of the mesh that a strategy needs.
 AXES = {
@@ -104,6 +104,7 @@ class ReferenceFSDP(Engine):
     """The strategy as a system under test."""
 
     strategy = "fsdp"
+    handle_type: type[FSDP] = FSDP
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -137,14 +138,10 @@ class ReferenceFSDP(Engine):
                 f"{' and '.join(wanted)}; this one has {' and '.join(mesh.axes)}"
             )
         comms = {axis: mesh.comm(axis) for axis in wanted}
-        if chosen.chunk_ranks is not None:
-            comms["chunks"] = neighbours(mesh, chosen.chunk_ranks)
+        chunks = None if chosen.chunk_ranks is None else neighbours(mesh, chosen.chunk_ranks)
         tier = self.tier if chosen.offload == "parameters" else None
-        return apply(module, comms, chosen, self.build.units, tier)
-
-    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into this rank's shards."""
-        copy_pieces(self.local_state(kind), pieces)
+        plan = plan_units(module, chosen.wrap, self.build.units)
+        return self.handle_type(module, comms, plan, chosen, tier, chunks)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from the ranks that hold shards."""

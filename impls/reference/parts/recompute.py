@@ -36,7 +36,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from suite.contract import Refused
 
 
-def recompute_units(module: nn.Module, units: Sequence[str], every: int) -> None:
+def recompute_units(
+    module: nn.Module, units: Sequence[str], every: int, call_type: type[Call] | None = None
+) -> None:
     """Wrap the forwards of ``units`` (dotted names, in forward order), ``every`` to a group.
 
     0 leaves ``module`` as it is.  In a group each unit but the first is called with what the one
@@ -49,14 +51,16 @@ def recompute_units(module: nn.Module, units: Sequence[str], every: int) -> None
         )
     for start in range(0, len(units), every) if every else ():
         names = units[start : start + every]
-        Group(names, [module.get_submodule(name) for name in names])
+        Group(names, [module.get_submodule(name) for name in names], call_type or Call)
 
 
 class Group:
     """Consecutive units that are computed again together."""
 
-    def __init__(self, names: Sequence[str], units: Sequence[nn.Module]) -> None:
-        self.names, self.units = names, units
+    def __init__(
+        self, names: Sequence[str], units: Sequence[nn.Module], call_type: type[Call]
+    ) -> None:
+        self.names, self.units, self.call_type = names, units, call_type
         self.modules = [part for unit in units for part in unit.modules()]
         for name, unit in zip(names, units, strict=True):
             _refuse_global_draws(name, unit)
@@ -76,7 +80,7 @@ class Group:
         if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         if number == 0:
-            self.call = Call(self, args, kwargs)
+            self.call = self.call_type(self, args, kwargs)
         call = self.call
         if call is None or call.reached != number:
             expected = self.names[call.reached] if call else self.names[0]

@@ -69,7 +69,8 @@ class Bucket:
     def start_round(self) -> None:
         """Nothing has arrived in this backward, nothing is in flight."""
         self.missing = set(self.layout.names)
-        self.work: Work | None = None
+        self.sent = False
+        self.work: Work | None = None  # while it is in flight: it holds on to its memory
 
     def flat(self) -> Tensor:
         """This rank's gradients (uninitialized when it is made)."""
@@ -164,7 +165,7 @@ class ShardedUpdate(Handle):
 
     def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Hook: a backward has given ``parameter`` its gradient, which moves into the bucket."""
-        if bucket.work is not None:
+        if bucket.sent:
             raise RuntimeError(f"{name!r} received a gradient after its bucket had been sent")
         assert parameter.grad is not None
         bucket.add(name, parameter.grad)
@@ -192,6 +193,7 @@ class ShardedUpdate(Handle):
         """Send the next bucket."""
         bucket = self.queue[self.launched]
         self.launched += 1
+        bucket.sent = True
         if bucket.layout.padded:
             self.send(bucket)
 
