@@ -1,0 +1,61 @@
+"""Faults of FSDP's schedule that numbers and the plain model do not show.
+
+Each needs its own trigger: ranks that only follow, a prefetch of nothing, a unit of a branch that
+the last micro-batch does not take.
+"""
+
+from __future__ import annotations
+
+from impls.mutants.ddp import gpt
+from impls.mutants.fsdp import CHUNKS, mutant
+from impls.reference.fsdp.schedule import FSDP
+from impls.reference.parts.shards import Unit
+
+
+@mutant(
+    "fsdp_chunks_outlive_round",
+    zoo=("F16",),
+    summary="freeing a unit leaves the chunk that it kept: the next gather takes it for values",
+    killed_by=("hang",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+    workload=gpt("unequal_micro_batches"),
+)
+class ChunksOutliveRound(FSDP):
+    def rest(self) -> None:
+        kept = [flat.kept for flat in self.flats]
+        super().rest()
+        for flat, chunk in zip(self.flats, kept, strict=True):
+            flat.kept = chunk
+
+
+@mutant(
+    "fsdp_prefetches_all_for_none",
+    zoo=("F25",),
+    summary="prefetch_backward of 0 gathers all units that backward has yet to reach",
+    killed_by=("memory",),
+    options={"prefetch_backward": 0},
+)
+class PrefetchesAllForNone(FSDP):
+    def before_backward(self, unit: Unit) -> None:
+        super().before_backward(unit)
+        for preceding in self.way_back[-self.options.prefetch_backward :]:
+            self.gather(preceding)
+
+
+@mutant(
+    "fsdp_forgets_replicas_of_early_units",
+    zoo=("F08",),
+    summary="a unit that the last micro-batch does not call is not summed over the replicas",
+    killed_by=("equivalence", "replicas", "traffic"),
+    mesh={"replicate": 2, "shard": 2},
+    options={"sharding_strategy": "HYBRID_SHARD", "wrap": {"module_class": ["Block", "Branch"]}},
+    workload=gpt("conditional_by_micro_batch"),
+)
+class ForgetsReplicasOfEarlyUnits(FSDP):
+    def finish(self) -> None:
+        self.idle_rounds()
+        self.land()
+        replicas, self.replicas = self.replicas, None
+        super().finish()
+        self.replicas = replicas
