@@ -572,7 +572,7 @@ class WaitsAfterEachReduction(FSDP):
     "zero3_prefetches_wrong_end",
     zoo=("F25",),
     summary="backward gathers ahead from the wrong end of its way",
-    killed_by=("overlap", "memory"),
+    killed_by=("overlap",),
     workload=replace(gpt(), params={"layers": 5}),
 )
 class PrefetchesWrongEnd(Zero3):

@@ -47,7 +47,7 @@ class PrefetchesAllForNone(FSDP):
     "fsdp_forgets_replicas_of_early_units",
     zoo=("F08",),
     summary="a unit that the last micro-batch does not call is not summed over the replicas",
-    killed_by=("equivalence", "replicas", "traffic"),
+    killed_by=("equivalence", "replicas"),
     mesh={"replicate": 2, "shard": 2},
     options={"sharding_strategy": "HYBRID_SHARD", "wrap": {"module_class": ["Block", "Branch"]}},
     workload=gpt("conditional_by_micro_batch"),

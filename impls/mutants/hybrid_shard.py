@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from impls.mutants import declare
-from impls.mutants.ddp import CLIP, gpt
+from impls.mutants.ddp import CLIP, Nothing, gpt
 from impls.reference.fsdp import ReferenceFSDP
 from impls.reference.fsdp.schedule import FSDP
 from impls.reference.parts.handle import Handle
@@ -75,21 +75,16 @@ class CrossesOverShards(FSDP):
     killed_by=("equivalence", "replicas"),
 )
 class CrossesLastMicroBatch(FSDP):
-    early: Mapping[FlatShard, Tensor] = {}
-
     def land(self) -> None:
         ending = [flat for unit, _, last in self.flying if last for flat in unit.trained]
-        found = {flat: flat.total for flat in ending if flat.total is not None}
-        self.early = {**self.early, **found}
+        early = [flat.total for flat in ending]
         for flat in ending:
             flat.total = None
         super().land()
-
-    def finish(self) -> None:
-        super().finish()
-        for flat, total in self.early.items():
-            flat.total.add_(total) if flat.total is not None else None
-        self.early = {}
+        for flat, total in zip(ending, early, strict=True):
+            flat.settle()
+            flat.crossing = Nothing()
+            flat.total.add_(total) if flat.total is not None and total is not None else None
 
 
 @mutant(
@@ -215,7 +210,7 @@ class NormCountsReplicas(FSDP):
     "hybrid_norm_over_wrong_axis",
     zoo=("H11",),
     summary="the norm is summed over the replicas, not over the shards",
-    killed_by=("norm", "equivalence", "replicas", "traffic"),
+    killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormOverWrongAxis(FSDP):
@@ -242,16 +237,16 @@ class CrossesInBf16(FSDP):
 @mutant(
     "hybrid_narrow_partial_sums",
     zoo=("H14", "O13"),
-    summary="sums of micro-batches are kept in the dtype of the reductions",
+    summary="sums of micro-batches are kept in bf16 until they meet those of the replicas",
     killed_by=("equivalence",),
-    workload=gpt(micro_batches=12),
+    workload=gpt(micro_batches=6),
     lane="native",
     dtype="float32",
-    precision={"reduce": "bfloat16"},
+    precision={"reduce": "float32"},
 )
 class NarrowPartialSums(FSDP):
     def land(self) -> None:
         super().land()
         for flat in self.trained:
             if flat.total is not None:
-                flat.total.copy_(flat.total.to(flat.reduced_in))
+                flat.total.copy_(flat.total.bfloat16())

@@ -1,6 +1,7 @@
 """Faults of mixed precision, of masters and of loss scaling, in ZeRO and in data parallelism.
 
 Policies are judged in the native lane, loss scaling in fp64: an overflow is planted there as well.
+A sum that is rounded to bf16 needs fp32 parameters to show: bf16 gradients are coarser than it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SCALED: Mapping[str, Any] = {
     "options": BUCKETS,
     "steps": 5,
 }
+#: All in one bucket: what overflows, registered first, lies in the last rank's shard alone.
+ALONE: Mapping[str, Any] = {**SCALED, "options": {}}
 #: No overflow, but clipping.
 CLIPPED: Mapping[str, Any] = {
     "workload": WorkloadSpec("charnames_gpt", params=SMALL),
@@ -121,7 +124,7 @@ class KeepsWideGradients(ReferenceZero1):
     zoo=("O13", "H14"),
     summary="sums of micro-batches are rounded to bf16 although fp32 was asked for",
     killed_by=("equivalence",),
-    **WIDE,
+    **{**WIDE, "precision": {"reduce": "float32"}},
 )
 class AccumulatesInBf16(Zero2):
     def land(self) -> None:
@@ -206,7 +209,7 @@ class _Impatient(LossScaler):
     zoo=("O10",),
     summary="a rank skips the update only if its own shard overflows",
     killed_by=("loss_scale", "equivalence"),
-    **SCALED,
+    **ALONE,
 )
 class OverflowOfOwnShard(ReferenceZero1):
     def unscale(self) -> dict[str, float]:
@@ -219,7 +222,7 @@ class OverflowOfOwnShard(ReferenceZero1):
     zoo=("O11",),
     summary="all skip together, but only ranks that saw the overflow lower their scale",
     killed_by=("loss_scale",),
-    **SCALED,
+    **ALONE,
 )
 class ScaleOfOwnShard(ReferenceZero2):
     def unscale(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class GathersTwice(Zero3):
     zoo=("F26",),
     summary="recomputed units stay whole until backward has ended",
     killed_by=("memory",),
+    workload=replace(gpt(), params={"layers": 5}),
 )
 class KeepsGatheredWeights(Zero3):
     again: frozenset[Unit] = frozenset()
@@ -185,26 +187,18 @@ class ForgetsOneShard(ReferenceZero3):
 @mutant(
     "offload_gathers_stale_copy",
     zoo=("F16",),
-    summary="what is gathered comes from device copies of the shards that are one step old",
-    killed_by=("equivalence",),
+    summary="what is gathered comes from device copies of the shards, made before the first step",
+    killed_by=("equivalence", "memory"),
     options=HOST,
 )
 class GathersStaleCopy(Zero3):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.stale = self.fresh = self.copies()
-
-    def copies(self) -> dict[FlatShard, Tensor]:
-        return {flat: flat.shard.clone() for flat in self.flats}
-
-    def before_step(self, micro_batches: int) -> None:
-        self.stale, self.fresh = self.fresh, self.copies()
-        super().before_step(micro_batches)
+    copies: Mapping[FlatShard, Tensor] = {}
 
     def gather(self, unit: Unit) -> None:
-        held = [flat.shard for flat in unit.flats]
-        for flat in unit.flats:
-            flat.shard = self.stale[flat]
+        own = {flat: flat.shard for flat in unit.flats}
+        self.copies = {flat: shard.clone() for flat, shard in own.items()} | {**self.copies}
+        for flat in own:
+            flat.shard = self.copies[flat]
         super().gather(unit)
-        for flat, shard in zip(unit.flats, held, strict=True):
+        for flat, shard in own.items():
             flat.shard = shard

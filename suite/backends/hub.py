@@ -67,11 +67,13 @@ class Pending:
             return [r for i, r in enumerate(self.group.ranks) if i != own]
         return [self.group.ranks[request.peer]]
 
-    def writes_of(self, rank: int) -> list[arithmetic.Write]:
-        """What global ``rank`` has yet to copy into its own outputs (with delay only)."""
+    def take_writes(self, rank: int) -> list[arithmetic.Write]:
+        """What global ``rank`` has yet to copy into its own outputs (with delay only); once."""
         if not self.writes:
             return []
-        return self.writes[0 if self.is_exchange else self.group.ranks.index(rank)]
+        index = 0 if self.is_exchange else self.group.ranks.index(rank)
+        found, self.writes[index] = self.writes[index], []
+        return found
 
     def call(self, rank: int) -> str:
         """What global ``rank`` called, in words; peers are named by global rank."""
@@ -240,6 +242,12 @@ class Hub:
     # ----------------------------------------------------------------------------------- internals
 
     def _carry_out(self, pending: Pending) -> None:
+        self._compute(pending)
+        with self._lock:
+            self._complete(pending)
+
+    def _compute(self, pending: Pending) -> None:
+        """The results: written, or kept for whoever waits.  No name here outlives the return."""
         requests = [pending.posts[i] for i in range(len(pending.group.ranks))]
         try:
             writes = arithmetic.run(requests)
@@ -257,8 +265,6 @@ class Hub:
         else:
             for own in writes:
                 arithmetic.write(own)
-        with self._lock:
-            self._complete(pending)
 
     def _deliver(self, receivers: list[Pending], pairs: list[list[arithmetic.Write]]) -> None:
         for receiver, writes in zip(receivers, pairs, strict=True):
@@ -268,7 +274,9 @@ class Hub:
                 arithmetic.write(writes)
 
     def _complete(self, pending: Pending) -> None:
+        """The call is over; a rank that has yet to wait for it keeps nobody's tensors alive."""
         pending.done = True
+        pending.posts.clear()
         for rank, waited in self._waiting.items():
             if waited is pending:
                 self._wakers[rank].notify()
@@ -285,8 +293,10 @@ class Hub:
 
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""
+        if pending.done:
+            return
         request = pending.posts[pending.group.ranks.index(rank)]
-        if pending.done or (pending.is_exchange and request.peer is None):
+        if pending.is_exchange and request.peer is None:
             return
         gone = [r for r in pending.missing() if r in self._ended]
         if gone and pending.mismatched:

@@ -4,15 +4,17 @@ Looks at the declared features against the strategy's profile, at parameter name
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
 the whole is no shard; see :mod:`suite.promises`), and, for data parallelism, at the calls:
 gradients travel in buckets (fewer than parameters, as many as the scenario expects with
-``expect.buckets``), and accumulation stays silent until the last micro-batch.  How many gathers and
-reductions there are is counted by ``traffic``.  A silent fall-back to something simpler is a
-``fail``, however right its numbers.
+``expect.buckets``), and accumulation stays silent until the last micro-batch.  Where the option
+``recompute_every`` is given, every block's forward runs again in backward, or none does.  How many
+gathers and reductions there are is counted by ``traffic``.  A silent fall-back to something simpler
+is a ``fail``, however right its numbers.
 
 *Cannot see* features that leave no trace in calls, names or capabilities.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from suite.checks import Outcome
@@ -49,7 +51,11 @@ def decide(evidence: Figures) -> Outcome:
     if not evidence.case.ledgers:
         return Outcome("engagement", "skip", "ledgers are off")
     figures: dict[str, object] = {}
-    for problem in (_silent_accumulation(evidence), _buckets(evidence, figures)):
+    for problem in (
+        _silent_accumulation(evidence),
+        _recomputation(evidence),
+        _buckets(evidence, figures),
+    ):
         if problem:
             return Outcome("engagement", "fail", problem, None, figures)
     return Outcome("engagement", "pass", "", None, figures)
@@ -119,6 +125,26 @@ def _silent_accumulation(evidence: Figures) -> str:
                     f"rank {record['rank']}, step {step}: {len(early)} reductions before the last "
                     "micro-batch: accumulation should not communicate"
                 )
+    return ""
+
+
+def _recomputation(evidence: Figures) -> str:
+    """As many forwards of each block inside backward as before it, or none."""
+    every = evidence.case.options.get("recompute_every")
+    if every is None or not isinstance(evidence.facts, CaseFacts) or evidence.facts.plan is None:
+        return ""
+    for record in evidence.records:
+        for step in evidence.steps:
+            first, last = record["steps"][step]["events"]
+            found = Counter((kind, unit) for n, kind, unit in record["events"] if first <= n < last)
+            for unit in evidence.facts.plan.units:
+                wanted = found["forward", unit] if every else 0
+                again = found["recompute", unit]
+                if again != wanted:
+                    return (
+                        f"rank {record['rank']}, step {step}: {unit!r} is recomputed {again} "
+                        f"times in backward, {wanted} asked for (recompute_every: {every})"
+                    )
     return ""
 
 

@@ -2,15 +2,16 @@
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
 included), on the device's tier and, where state is offloaded, on the host's.  Nothing is in flight
-there: where it is promised, buffers of communication must have gone.  Between the points the
+there: where it is promised, buffers of communication must have gone, activations and temporaries as
+well (a copy that nobody shows is one of those).  Between the points the
 largest bytes of a class must lie within two bounds that follow from the largest unit, from prefetch
 and from buckets: too much is state that was not let go, too little is work that was not done.
 Bytes that are copied between the tiers in a step are counted apart from network traffic and
 compared, too.  Promises are in :mod:`suite.promises`; the accounting (A32, A16, ...) is named.
 
-*Cannot see* activations, buffers and kernels' temporaries (measured, not judged), what an allocator
-rounds up, or a backend whose threads free late: gloo is weighed for systems that need processes
-only.  A buffer that a rank owns no part of counts as communication, not as gradients.
+*Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
+allocator rounds up, or a backend whose threads free late: gloo is weighed for systems that need
+processes only.  A buffer that a rank owns no part of counts as communication, not as gradients.
 """
 
 from __future__ import annotations
@@ -99,6 +100,11 @@ def _resident(
             if limit is not None:
                 held = found.get("device", {}).get("communication", 0)
                 yield "held", step, point, "communication", held, 0, limit
+            limit = promise.left_over(rank, step)
+            if limit is not None:
+                device = found.get("device", {})
+                held = sum(device.get(kind, 0) for kind in ("activations", "temporary"))
+                yield "held", step, point, "activations and temporaries", held, 0, limit
 
 
 def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> Iterator[Comparison]:

@@ -122,6 +122,12 @@ class Promise(ABC):
         """
         return None
 
+    def left_over(self, rank: int, step: int) -> int | None:
+        """Most bytes at the observation points that are neither state nor buffers of any kind:
+        activations and temporaries, which are over by then.  ``None``: not promised.
+        """
+        return None
+
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
         return {}

@@ -47,6 +47,7 @@ class FSDP(Zero3):
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
+        self.refuse_uncalled()
         forwards = min(plan.rounds, 1) if self.is_silent and self.rests == 1 else plan.rounds
         for unit in self.units:
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
@@ -75,7 +76,8 @@ class FSDP(Zero3):
         gathers = 0
         if self.plan.size("shard") > 1 and not (self.is_silent and self.rests == 1):
             count = sum(len(unit.flats) for unit in inner)
-            gathers += count if self.plan.option("prefetch_forward", 1) else 0
+            follows = self.plan.option("prefetch_forward", 1) and not self.uncalled
+            gathers += count if follows else 0
             gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
         calls = sum(self.plan.size(axis) > 1 for axis in ("replicate", "shard"))
         found = super().ahead()

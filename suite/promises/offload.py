@@ -61,6 +61,10 @@ class Offloaded(Promise):
         """As without."""
         return self.inner.ahead()
 
+    def left_over(self, rank: int, step: int) -> int | None:
+        """As without."""
+        return self.inner.left_over(rank, step)
+
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""
         found = self.inner.resident(rank, step, updated)

@@ -15,6 +15,7 @@ from suite.promises.base import (
     Flow,
     Local,
     Promise,
+    Unpromised,
     flow,
     norm_flow,
     state_bytes,
@@ -106,6 +107,10 @@ class Zero1(Promise):
         buffers = sum(map(self.kept_bytes, self.flats))
         return buffers - self.gradient_bytes(rank, step) + votes(self.plan)
 
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors; a few bytes a name."""
+        return votes(self.plan)
+
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
         own = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
@@ -141,10 +146,7 @@ class Zero2(Zero1):
         or unused holds up all behind it.
         """
         plan = self.plan
-        held_up = any(
-            t.first_use != 0 or ".conditional_" in f".{t.name}" or len(t.owners) > 1
-            for t in plan.trainable
-        )
+        held_up = any(_may_go_unused(t) or len(t.owners) > 1 for t in plan.trainable)
         if phase != "backward" or held_up or plan.size("shard") == 1:
             return {}
         sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
@@ -185,6 +187,7 @@ class Zero3(Promise):
     def flows(self) -> list[Flow]:
         """Gathers of all, reductions of what is trained, the norm."""
         plan = self.plan
+        self.refuse_uncalled()
         gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
         reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
         return [
@@ -192,6 +195,20 @@ class Zero3(Promise):
             *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
             *norm_flow(plan, "shard"),
         ]
+
+    @cached_property
+    def uncalled(self) -> set[str]:
+        """Units that some micro-batch does not call.
+
+        Whether they are gathered ahead in vain depends on the forwards before.
+        """
+        return {u.name for u in self.units if u.name and all(map(_may_go_unused, u.members))}
+
+    def refuse_uncalled(self) -> None:
+        """Raise where some unit is not called by every micro-batch."""
+        for name in self.uncalled:
+            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
+            raise Unpromised(text)
 
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
@@ -222,6 +239,10 @@ class Zero3(Promise):
         held = self.resident(rank, step, step)
         return shards - held["parameters"] - held["gradients"] + votes(self.plan)
 
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors; a few bytes a name."""
+        return votes(self.plan)
+
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
         own = Counter[str]()
@@ -231,23 +252,32 @@ class Zero3(Promise):
         return Local(dict(own), last, last if slots(self.plan) else {})
 
     def ahead(self) -> Ahead:
-        """The next unit is gathered while one computes, in both directions; a unit that ends with
-        the whole backward (the root, and where a parameter may go unused) is reduced late.
+        """The next unit is gathered while one computes, in both directions; late is the reduction
+        of a unit that ends with the whole backward.  That is the root, a unit with a parameter that
+        may go unused, and, if that can hold up the end, whatever lies outside of the blocks: no
+        gradient passes the inputs of the first unit.
         """
         inner = [unit for unit in self.units if unit.name in self.plan.units]
-        gathers = 2 * sum(len(unit.flats) for unit in inner) if self.plan.size("shard") > 1 else 0
+        ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
+        gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
+        outer = [unit for unit in self.units if not self._in_block(unit)]
+        held_up = any(_may_go_unused(t) for unit in outer for t in unit.members)
         late = [
             len(unit.trained)
             for unit in self.units
             if not unit.name
-            or any(".conditional_" in f".{t.name}" or t.first_use != 0 for t in unit.members)
+            or any(map(_may_go_unused, unit.members))
+            or (held_up and unit in outer)
         ]
         watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
         return Ahead(gathers, sum(late), len(self.trained), watched)
 
+    def _in_block(self, unit: Unit) -> bool:
+        return any(f"{unit.name}.".startswith(f"{block}.") for block in self.plan.units)
+
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters beside the shards: at least root and largest unit, with the units that
-        it lies in; at most those gathered meanwhile (or recomputed together) as well.
+        it lies in; at most those gathered meanwhile (or recomputed together, or in vain) as well.
         """
         if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
             return {}
@@ -255,7 +285,10 @@ class Zero3(Promise):
             return {}
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
-        others = self._prefetched(phase) + self._recomputed()
+        in_vain = sum(sizes.pop(name) for name in self.uncalled)
+        others = self._prefetched(phase)
+        if phase == "backward":
+            others = max(others, self._recomputed() - 1)
         least = most = 0
         for name in sizes:
             chain = {outer: sizes[outer] for outer in sizes if f"{name}.".startswith(f"{outer}.")}
@@ -263,7 +296,8 @@ class Zero3(Promise):
             rest = sorted((sizes[unit] for unit in sizes if unit not in chain), reverse=True)
             least, most = max(least, running), max(most, running + sum(rest[:others]))
         resting = self.resident(rank, step, step)["parameters"]
-        return {"parameters": Bound(resting + root + least, resting + root + most)}
+        level = resting + root
+        return {"parameters": Bound(level + least, level + most + in_vain)}
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of every unit when it is gathered."""
@@ -275,7 +309,9 @@ class Zero3(Promise):
         return int(self.plan.option(f"prefetch_{phase}", 1))
 
     def _recomputed(self) -> int:
-        """Units that lie in a group of blocks that is computed again as one: whole together."""
+        """Units that lie in a group of blocks that is computed again as one: whole together, and
+        what is gathered ahead of all but the last to be freed is one of them.
+        """
         inside = [
             sum(f"{unit.name}.".startswith(f"{block}.") for unit in self.units)
             for block in self.plan.units
@@ -288,6 +324,11 @@ class Zero3(Promise):
             if axis in ("replicate", "shard"):
                 index = index * size + place[axis]
         return index
+
+
+def _may_go_unused(tensor: TensorPlan) -> bool:
+    """Whether some micro-batch of some rank gives ``tensor`` no gradient."""
+    return tensor.trainable and (".conditional_" in f".{tensor.name}" or tensor.first_use != 0)
 
 
 def votes(plan: Plan) -> int:
