@@ -38,7 +38,7 @@ bench: setup ## the main job: quick conformance on every backend, then the plant
 	$(BIN)/shardproof mutants --tier quick --budget $(MUTANT_BUDGET) -j $(JOBS) --results $$run || { code=$$?; test $$worst -eq 1 || worst=$$code; }; \
 	echo "evidence: $$run"; exit $$worst
 
-test: setup ## tests of the judge itself
+test: setup ## tests of the judge itself, with one planted fault a file and a check
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow"
 
 slow: setup ## the tests that take long or need a container engine
@@ -47,7 +47,7 @@ slow: setup ## the tests that take long or need a container engine
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
 
-mutants: setup ## every planted fault against every check that should see it
+mutants: setup ## every planted fault against every check that should see it (3 minutes)
 	@$(BIN)/shardproof mutants -j $(JOBS)
 
 # Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
