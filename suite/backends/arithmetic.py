@@ -43,6 +43,12 @@ def fold(tensors: list[Tensor], op: str) -> Tensor:
     return total
 
 
+def copy(value: Tensor) -> Tensor:
+    """A copy of ``value`` for later; the hub's, no memory of the rank that makes it."""
+    with torch.no_grad(), _disable_current_modes():
+        return value.detach().clone()
+
+
 def write(writes: list[Write]) -> None:
     """Carry out ``writes``, hidden from autograd: no graph, no version count, as c10d does it."""
     with torch.no_grad(), _disable_current_modes():

@@ -260,7 +260,7 @@ class Hub:
             kept: dict[int, Tensor] = {}
             for rank, own in enumerate(writes):
                 for target, value in own:
-                    copy = kept.setdefault(id(value), value.detach().clone())
+                    copy = kept.setdefault(id(value), arithmetic.copy(value))
                     pending.writes[rank].append((target, copy))
         else:
             for own in writes:
@@ -269,7 +269,7 @@ class Hub:
     def _deliver(self, receivers: list[Pending], pairs: list[list[arithmetic.Write]]) -> None:
         for receiver, writes in zip(receivers, pairs, strict=True):
             if self.delay:
-                receiver.writes = [[(to, value.detach().clone()) for to, value in writes]]
+                receiver.writes = [[(to, arithmetic.copy(value)) for to, value in writes]]
             else:
                 arithmetic.write(writes)
 

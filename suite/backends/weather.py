@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from suite.backends import arithmetic
 from suite.backends.request import Request
 
 
@@ -78,7 +79,7 @@ def poison(request: Request, rank: int, keep_inputs: bool) -> None:
     if untouched:
         return
     if keep_inputs:
-        request.inputs = [[t.detach().clone() for t in item] for item in request.inputs]
+        request.inputs = [[arithmetic.copy(t) for t in item] for item in request.inputs]
     taken = {t.untyped_storage().data_ptr() for item in request.inputs for t in item}
     with torch.no_grad():
         for item in request.outputs:

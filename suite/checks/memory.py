@@ -102,8 +102,9 @@ def _resident(
                 yield "held", step, point, "communication", held, 0, limit
             limit = promise.left_over(rank, step)
             if limit is not None:
-                held = found.get("device", {}).get("temporary", 0)
-                yield "held", step, point, "temporary", held, 0, limit
+                device = found.get("device", {})
+                held = sum(device.get(kind, 0) for kind in ("activations", "temporary"))
+                yield "held", step, point, "activations and temporaries", held, 0, limit
 
 
 def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> Iterator[Comparison]:
