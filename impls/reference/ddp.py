@@ -195,7 +195,8 @@ class DDP(Replicated):
         used = [int(parameter.grad is not None) for parameter in self.parameters]
         arrived = [int(index in self.arrivals) for index in range(len(self.parameters))]
         root = int(self.computed and self.comm.rank == 0)
-        return torch.tensor([*used, *arrived, int(self.computed), root], dtype=torch.int32)
+        votes = [*used, *arrived, int(self.computed), root]
+        return torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
 
     def count(self, use: Tensor) -> None:
         """Read the ballots' sum: what nobody used, and what came late on some rank."""
@@ -219,7 +220,7 @@ class DDP(Replicated):
     def agree_on_order(self) -> None:
         """Take rank 0's order of arrival; what did not arrive there keeps its place at the end."""
         rest = [index for index in self.order if index not in self.arrivals]
-        order = torch.tensor([*self.arrivals, *rest], dtype=torch.int64)
+        order = torch.tensor([*self.arrivals, *rest], device=self.comm.device)
         self.comm.broadcast(order)
         self.order = order.tolist()
 
