@@ -67,11 +67,13 @@ class Pending:
             return [r for i, r in enumerate(self.group.ranks) if i != own]
         return [self.group.ranks[request.peer]]
 
-    def writes_of(self, rank: int) -> list[arithmetic.Write]:
-        """What global ``rank`` has yet to copy into its own outputs (with delay only)."""
+    def take_writes(self, rank: int) -> list[arithmetic.Write]:
+        """What global ``rank`` has yet to copy into its own outputs (with delay only), once."""
         if not self.writes:
             return []
-        return self.writes[0 if self.is_exchange else self.group.ranks.index(rank)]
+        place = 0 if self.is_exchange else self.group.ranks.index(rank)
+        taken, self.writes[place] = self.writes[place], []
+        return taken
 
     def call(self, rank: int) -> str:
         """What global ``rank`` called, in words; peers are named by global rank."""
@@ -269,6 +271,8 @@ class Hub:
 
     def _complete(self, pending: Pending) -> None:
         pending.done = True
+        # A handle that one rank has yet to wait for must not hold on to what others have let go.
+        pending.posts.clear()
         for rank, waited in self._waiting.items():
             if waited is pending:
                 self._wakers[rank].notify()
@@ -285,8 +289,10 @@ class Hub:
 
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""
+        if pending.done:
+            return
         request = pending.posts[pending.group.ranks.index(rank)]
-        if pending.done or (pending.is_exchange and request.peer is None):
+        if pending.is_exchange and request.peer is None:
             return
         gone = [r for r in pending.missing() if r in self._ended]
         if gone and pending.mismatched:

@@ -125,7 +125,7 @@ class _Handle(Handle):
         self._hub.wait(self._rank, self._pending, timeout)
         if not self._made_visible:
             self._made_visible = True
-            arithmetic.write(self._pending.writes_of(self._rank))
+            arithmetic.write(self._pending.take_writes(self._rank))
 
     def _value(self) -> list[torch.Tensor]:
         self.note_wait()
