@@ -193,6 +193,12 @@ class Zero3(Promise):
             *norm_flow(plan, "shard"),
         ]
 
+    def lifts(self, unit: Unit) -> int:
+        """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
+        from the host where they rest there.
+        """
+        return 2 * self.plan.rounds
+
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
         return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
