@@ -81,7 +81,10 @@ class Options(Training):
         if self.offload == "optimizer":
             raise Refused("option 'offload' = 'optimizer': FSDP1 offloads parameters or none")
         if self.offload == "parameters" and self.sharding_strategy == "NO_SHARD":
-            raise Refused("option 'offload' = 'parameters' contradicts NO_SHARD: nothing is freed")
+            raise Refused(
+                "option 'offload' = 'parameters' contradicts sharding_strategy NO_SHARD: "
+                "nothing is freed; valid here: none"
+            )
         if self.precision.output is not None:
             raise Refused("option 'precision.output': FSDP1 does not cast outputs")
 
