@@ -1,10 +1,12 @@
 """What the adapters around torch's sharded systems share: one step, evaluation, pieces.
 
     set-up   build on every rank, initial state on rank 0; broadcast; shard
-    step     each micro-batch: forward, loss, backward    observe("gradients_final")
+    step     each micro-batch: forward, loss, backward
+             take the loss scale out                      observe("gradients_final")
              clip                                         observe("after_clip")
              learning rate, update                        observe("after_update")
 
+After an overflow nothing is clipped and nothing updated.
 None of them can let a rank sit out a round of collectives, so all ranks must have the same number
 of micro-batches: the trait that breaks this is declined.  Not a strategy by itself.
 """
@@ -18,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 
+from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
 from impls.reference.parts.state import broadcast_tensors, load_state, named_state
 from impls.reference.parts.units import Wrap, plan_units
@@ -88,6 +92,11 @@ class Adapter(Implementation):
         broadcast_tensors(list(named_state(self.inner).values()), self.data)
         self.module = self.shard(self.inner)
         self.optimizer = self.make_optimizer()
+        self.scaler = make_scaler(optimizer, mesh.device, self.scaled_over())
+
+    def scaled_over(self) -> ProcessGroup | None:
+        """The group over whose shards an overflow must be agreed on (``None``: torch knows)."""
+        return None
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's own, over this rank's shards."""
@@ -102,18 +111,20 @@ class Adapter(Implementation):
         for number, micro in enumerate(micro_batches):
             with self.accumulating(is_last=number == len(micro_batches) - 1):
                 loss = self.loss(micro)
-                (loss * self.loss_factor).backward()
+                self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
+        metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
-        if self.spec.clip_norm is not None:
+        if self.spec.clip_norm is not None and not metrics.get("skipped"):
             norm = self.clip(self.spec.clip_norm)
             observe("after_clip")
         set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         observe("after_update")
         self.optimizer.zero_grad()
-        return StepResult(loss=torch.stack(losses).sum(), norm=norm)
+        return StepResult(loss=torch.stack(losses).sum(), norm=norm, metrics=metrics)
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Weighted loss of one micro-batch."""

@@ -8,7 +8,7 @@
 
     step     micro-batches but the last   ``no_sync()``: gradients add up locally
              last micro-batch             forward, backward; buckets are reduced meanwhile
-             clip, update                 local, the same on all ranks
+             scale, clip, update          local, the same on all ranks
 
 Two compensations: DDP divides by N, so the loss is multiplied by N (for N = 2 both are exact); and
 it broadcasts from rank 0 in its constructor, so rank 0 loads the initial state before.
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import (
     build_optimizer,
     param_groups,
@@ -133,6 +134,7 @@ class PyTorchDDP(Implementation):
         self.build, self.spec = build, optimizer
         self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer = self.make_optimizer()
+        self.scaler = make_scaler(optimizer, mesh.device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's own, over all that is trained."""
@@ -162,19 +164,21 @@ class PyTorchDDP(Implementation):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.ddp.no_sync():
                 loss = self.build.loss(self.ddp(micro.inputs), micro)
-                (loss * self.loss_factor()).backward()
+                self.scaler.scale(loss * self.loss_factor()).backward()
             total = total + loss.detach()
+        metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
-        if self.spec.clip_norm is not None:
+        if self.spec.clip_norm is not None and not metrics.get("skipped"):
             parameters = list(self.trainable.values())
             norm = nn.utils.clip_grad_norm_(parameters, self.spec.clip_norm, foreach=False)
             observe("after_clip")
         set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         observe("after_update")
         self.optimizer.zero_grad()
-        return StepResult(loss=total, norm=norm)
+        return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def loss_factor(self) -> int:
         """Undoes DDP's division by the number of ranks."""
