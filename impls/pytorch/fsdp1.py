@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -87,6 +88,14 @@ class Options(Training):
             )
         if self.precision.output is not None:
             raise Refused("option 'precision.output': FSDP1 does not cast outputs")
+        narrow, wide = self.precision.parameters, self.precision.reduce
+        if self.accumulate_without_communication and narrow and wide and wide != narrow:
+            raise Refused(
+                f"option 'accumulate_without_communication' contradicts "
+                f"'precision.reduce' = {wide}: "
+                f"under no_sync FSDP1 adds micro-batches up in {narrow}; valid: false, or null and "
+                "the dtype of 'precision.parameters' for 'precision.reduce'"
+            )
 
     def declines(self) -> dict[str, str]:
         """Traits that torch does not support."""
@@ -188,6 +197,10 @@ class PyTorchFSDP1(Adapter):
         self.places = list(self.lay_out(wrapped, names))
         self.by_name = {place.name: place for place in self.places}
         return wrapped
+
+    def scaled_over(self) -> ProcessGroup | None:
+        """Shards, or whole copies of NO_SHARD."""
+        return self.mesh.comm(self.axes[-1]).group
 
     def wrap(self, module: nn.Module, units: set[nn.Module]) -> FSDP:
         """FSDP around ``module`` and each of ``units``."""

@@ -153,12 +153,13 @@ class PyTorchFSDP2(Adapter):
         arguments: dict[str, Any] = {
             "mesh": self.mesh.device_mesh[axes],
             "reshard_after_forward": self.options.reshard_after_forward,
-            "mp_policy": self.mixed_precision(),
             "offload_policy": self.offload(),
         }
+        inner = self.mixed_precision(None)  # what one unit hands to another stays narrow
         for name in sorted(units, key=lambda name: -name.count(".")):  # inner ones first
-            fully_shard(module.get_submodule(name), **arguments)
-        fully_shard(module, **arguments)
+            fully_shard(module.get_submodule(name), mp_policy=inner, **arguments)
+        outer = self.mixed_precision(self.options.precision.output)
+        fully_shard(module, mp_policy=outer, **arguments)
         parts: list[Any] = [*(module.get_submodule(name) for name in units), module]
         self.sharded: list[FSDPModule] = parts
         self.prefetch()
@@ -170,13 +171,11 @@ class PyTorchFSDP2(Adapter):
         self.named = {plain(name): p for name, p in module.named_parameters()}
         return module
 
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        """torch's policy of the same meaning."""
+    def mixed_precision(self, output: torch.dtype | None) -> MixedPrecisionPolicy:
+        """torch's policy of the same meaning, for a module whose outputs leave as ``output``."""
         precision = self.options.precision
         return MixedPrecisionPolicy(
-            param_dtype=precision.parameters,
-            reduce_dtype=precision.reduce,
-            output_dtype=precision.output,
+            param_dtype=precision.parameters, reduce_dtype=precision.reduce, output_dtype=output
         )
 
     def offload(self) -> OffloadPolicy:
