@@ -93,6 +93,8 @@ class Promise(ABC):
     #: What bytes per parameter tend to for many ranks and one-dtype models, in units of
     #: (parameters, gradients, optimizer): which of the three the world size divides.
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
+    #: The strategy that a native system carries out: what it sends is told as a multiple of it.
+    textbook: ClassVar[str] = ""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

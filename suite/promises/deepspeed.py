@@ -104,6 +104,7 @@ class DeepSpeedZero1(_Sharded):
     """
 
     strategy: ClassVar[str] = "deepspeed_zero1"
+    textbook: ClassVar[str] = "zero1"
     source: ClassVar[str] = (
         f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
@@ -187,6 +188,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
     """As stage 1; every micro-batch is reduced."""
 
     strategy: ClassVar[str] = "deepspeed_zero2"
+    textbook: ClassVar[str] = "zero2"
     source: ClassVar[str] = (
         f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
@@ -211,6 +213,7 @@ class DeepSpeedZero3(_Sharded):
     """
 
     strategy: ClassVar[str] = "deepspeed_zero3"
+    textbook: ClassVar[str] = "zero3"
     source: ClassVar[str] = (
         f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
         "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
