@@ -214,7 +214,7 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
             _ratio(figures["ratio_measured"]),
-            _ratio(figures["ratio_promised"]),
+            "-" if figures["ratio_promised"] is None else _ratio(figures["ratio_promised"]),
             f"{_ratio(figures['ratio_theory'])} = {figures['ratio_theory']}",
             "world" if limit is None else _ratio(limit),
         )
