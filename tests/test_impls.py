@@ -446,7 +446,7 @@ def test_packing() -> None:
     bucket.flat.fill_(9.0)
     bucket.pack([None, torch.arange(4.0).view(2, 2).t(), None])
     assert bucket.flat.tolist() == [0.0, 0.0, 2.0, 1.0, 3.0]
-    assert bucket.views[1].tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert bucket.views[0].tolist() == [[0.0, 2.0], [1.0, 3.0]]
 
 
 def test_norm_and_clip_are_torchs() -> None:
