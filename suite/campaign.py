@@ -86,6 +86,7 @@ _NATIVE_DDP = {
     "find_unused_parameters": (True,),
     "gradient_as_bucket_view": (False, True),
     "bucket_cap_mb": (None, 0.05),
+    "recompute_every": (0, 0, 1),
 }
 
 

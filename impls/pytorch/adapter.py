@@ -21,11 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 
+from impls.pytorch.recompute import plain
 from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
 from impls.reference.parts.state import broadcast_tensors, load_state, named_state
@@ -43,15 +40,6 @@ from suite.contract import (
     Refused,
     StepResult,
 )
-
-#: What torch's checkpoint wrapper adds to names.
-CHECKPOINT = "_checkpoint_wrapped_module."
-
-#: Traits that recomputation breaks: what it declines, and why.
-RECOMPUTED = {
-    "dropout_stateful": "torch's checkpoint puts the global generators back, not a module's own",
-    "rebound_buffer": "a forward that is run again moves the buffer again",
-}
 
 
 class Adapter(Implementation):
@@ -189,19 +177,6 @@ class Adapter(Implementation):
 def data_comm(mesh: Mesh) -> Comm:
     """All ranks with a copy or a shard of the same model."""
     return mesh.comm(*(axis for axis in ("replicate", "shard") if axis in mesh.axes))
-
-
-def plain(name: str) -> str:
-    """``name`` as it was before units were checkpointed."""
-    return name.replace(CHECKPOINT, "")
-
-
-def checkpoint_units(module: nn.Module, units: Iterable[str]) -> None:
-    """Put torch's checkpoint wrapper (not reentrant) around every unit of ``module``."""
-    chosen = {module.get_submodule(name) for name in units}
-    apply_activation_checkpointing(
-        module, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda child: child in chosen
-    )
 
 
 def whole_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:

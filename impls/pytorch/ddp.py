@@ -15,7 +15,7 @@ it broadcasts from rank 0 in its constructor, so rank 0 loads the initial state 
 
 Cost: as ``reference/ddp``: 2 (N-1) trainable bytes + (N-1) float buffer bytes a step, all ranks.
 Numbers: the plain sum over ranks, in the backend's order.
-Left out: communication hooks, ``join``, mixed precision.
+Left out: communication hooks, ``join``, mixed precision (a private option).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import (
     build_optimizer,
@@ -63,15 +64,17 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options:
-    """DDP's constructor arguments of the same names; the defaults are DDP's."""
+    """DDP's constructor arguments of the same names, with its defaults, and recomputation."""
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
+    recompute_every: int = 0
 
     def __post_init__(self) -> None:
+        single_unit(self.recompute_every)
         if self.bucket_cap_mb is not None:
             at_least("bucket_cap_mb", self.bucket_cap_mb, 2**-20)
 
@@ -127,12 +130,15 @@ class PyTorchDDP(Implementation):
         self.module: nn.Module = build(mesh.device)
         if state is not None:
             load_state(self.module, state)
+        if self.options.recompute_every:
+            checkpoint_units(self.module, build.units)
         self.comm = mesh.comm(self.axis)
         if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
             broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
         self.build, self.spec = build, optimizer
-        self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        named = {plain(name): p for name, p in self.module.named_parameters()}
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.optimizer = self.make_optimizer()
         self.scaler = make_scaler(optimizer, mesh.device)
 
@@ -205,7 +211,8 @@ class PyTorchDDP(Implementation):
             found = dict(self.module.named_buffers())
         else:
             found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
-        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+        rank = self.comm.rank
+        return [Piece.whole(plain(n), t.detach(), replica=rank) for n, t in found.items()]
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, which is whole."""

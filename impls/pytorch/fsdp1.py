@@ -44,7 +44,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from impls.pytorch.adapter import RECOMPUTED, Adapter, checkpoint_units, plain, whole_units
+from impls.pytorch.adapter import Adapter, whole_units
+from impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from impls.reference.parts.norm import clip_factor, power_sum, total_norm
 from impls.reference.parts.optimizer import slot_pieces
 from impls.reference.parts.options import Training, at_least, parse_options
@@ -75,7 +76,8 @@ class Options(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("recompute_every", "prefetch_forward", "prefetch_backward"):
+        single_unit(self.recompute_every)
+        for name in ("prefetch_forward", "prefetch_backward"):
             at_least(name, getattr(self, name), 0)
             if getattr(self, name) > 1:
                 raise Refused(f"option {name!r} = {getattr(self, name)}: FSDP1 knows 0 and 1 only")
@@ -107,7 +109,7 @@ class Options(Training):
         }
         zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
         reasons |= dict.fromkeys(("unused", "conditional_late_step"), zeros)
-        return reasons | (RECOMPUTED if self.recompute_every else {})
+        return reasons
 
 
 @dataclass(frozen=True)
