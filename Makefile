@@ -28,7 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing the pinned dependencies ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev]"
 	@echo "installing the extra deepspeed (built from source, without compiled operators) ..."
-	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 || echo "deepspeed is not to be had here: its cases are skipped (docs/install-extras.md)"
+	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 \
+	&& echo "deepspeed is installed" \
+	|| echo "deepspeed is not to be had here: its cases are skipped (docs/install-extras.md)"
 	@rm -f $(VENV)/.installed-* && touch $@
 
 bench: setup ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)

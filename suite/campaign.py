@@ -33,7 +33,8 @@ class System:
     ``options`` are independent of each other but for ``only``: combinations that it refuses are
     drawn again.  ``mixed``: knows mixed precision.  ``sums_ranks_first``: adds every micro-batch up
     over ranks before it adds it to the others, so that with several micro-batches two ranks are not
-    promised equal bits.
+    promised equal bits.  ``takes``: whether options go with a policy of precision; where not,
+    nothing is cast.
     """
 
     name: str
@@ -42,6 +43,7 @@ class System:
     mixed: bool = False
     sums_ranks_first: Callable[[Mapping[str, Any]], bool] = lambda options: False
     only: Callable[[Mapping[str, Any], Mapping[str, int]], bool] = lambda options, mesh: True
+    takes: Callable[[Mapping[str, Any], Mapping[str, str]], bool] = lambda options, policy: True
 
 
 def _line(axis: str) -> list[dict[str, int]]:
@@ -63,6 +65,11 @@ def _reshards(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
     return k is None or isinstance(k, bool) or mesh["shard"] % k == 0
 
 
+def _sums_as_reduced(options: Mapping[str, Any], policy: Mapping[str, str]) -> bool:
+    """Whether micro-batches are added up in no narrower dtype than ranks: what FSDP1 insists on."""
+    return _communicates(options) or "reduce" not in policy or "parameters" not in policy
+
+
 _HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
 _SHARDS = _line("shard")
 #: Shared by the sharded systems.  A wrap policy must match something in every workload.
@@ -79,6 +86,7 @@ _NATIVE_DDP = {
     "find_unused_parameters": (True,),
     "gradient_as_bucket_view": (False, True),
     "bucket_cap_mb": (None, 0.05),
+    "recompute_every": (0, 0, 1),
 }
 
 
@@ -100,7 +108,14 @@ def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
         "prefetch_forward": (0, 1),
         "prefetch_backward": (0, 1),
     }
-    return System("pytorch/fsdp1", meshes, options, mixed=True, sums_ranks_first=_communicates)
+    return System(
+        "pytorch/fsdp1",
+        meshes,
+        options,
+        mixed=True,
+        sums_ranks_first=_communicates,
+        takes=_sums_as_reduced,
+    )
 
 
 #: What a campaign draws from, all with equal chances.
@@ -186,6 +201,8 @@ def case_of(
     backend = source.choice(("in_memory", "gloo"))
     workload = source.choice(sorted(traits))
     lane, dtype, policy = _lane(source, workload, system.mixed)
+    if not system.takes(options, policy):
+        dtype, policy = POLICIES[0]
     if policy:
         options["precision"] = dict(policy)
     one = lane == "bitwise" and system.sums_ranks_first(options)

@@ -23,6 +23,8 @@ from suite.launch.outcome import RankOutcome, root_cause
 NATIVE_ONLY = "pass (native only)"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
+#: The options that a refusal names, by their outermost names.
+_OPTION = re.compile(r"\boption '(\w+)")
 
 
 def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
@@ -51,6 +53,12 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
     if "refuses" in case.expect:
         return _refused(case, outcomes)
     cause = root_cause(outcomes)
+    if (
+        cause is not None
+        and cause.error_type == "Refused"
+        and is_about_options(case, cause.message)
+    ):
+        return _expected(case, "refused", cause.message)
     if cause is not None:
         return _expected(case, *_broken(cause, outcomes))
     if figures is None:
@@ -132,9 +140,17 @@ def declared_away(case: Case, claims: Mapping[str, Any], missing: str) -> str:
 
 def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     if "refuses" not in case.expect:
-        return _expected(case, "fail", f"refuses without having declared it: {outcomes[0].message}")
+        message = outcomes[0].message
+        if is_about_options(case, message):
+            return _expected(case, "refused", message)
+        return _expected(case, "fail", f"refuses without having declared it: {message}")
     outcome = judge_errors(str(case.expect["refuses"]), outcomes)
     return _expected(case, *verdict_of([outcome]), [outcome])
+
+
+def is_about_options(case: Case, message: str) -> bool:
+    """Whether a refusal names an option that the scenario gives: then that is at fault."""
+    return any(name in case.options for name in _OPTION.findall(message))
 
 
 #: A frame of a formatted traceback.
@@ -173,7 +189,7 @@ def _expected(
 ) -> dict[str, Any]:
     """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
     if case.xfail is not None:
-        if verdict in ("fail", "crash", "hang"):
+        if verdict in ("fail", "crash", "hang", "refused"):
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
         elif verdict in ("pass", NATIVE_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"

@@ -1,7 +1,8 @@
 """Tables of a run: on the terminal, as Markdown, and as one self-contained HTML file.
 
 All forms are made from the same rows: implementation x backend x world, with counts of verdicts,
-the worst error against its bound, bytes sent against the formula, and the median seconds of a case.
+the worst error against its bound, bytes sent against the formula (and how many times the textbook's
+they are, for native systems), and the median seconds of a case.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Row:
     bound: float | None
     sent: Fraction | None
     expected: Fraction | None
+    textbook: str
     seconds: float
 
     @property
@@ -52,7 +54,7 @@ class Row:
             _span(self.worlds),
             _counts(self.counts),
             _error(self.error, self.bound),
-            _bytes(self.sent, self.expected),
+            _bytes(self.sent, self.expected) + self.textbook,
             f"{self.seconds:.2f}",
         )
 
@@ -107,6 +109,7 @@ def _row(implementation: str, backend: str, members: Sequence[Result]) -> Row:
         bound,
         sum((Fraction(r["bytes_sent"]) for r in counted), Fraction(0)) if counted else None,
         sum((Fraction(r["bytes_expected"]) for r in counted), Fraction(0)) if counted else None,
+        _textbook(counted),
         statistics.median(float(result["seconds"]) for result in members),
     )
 
@@ -143,6 +146,19 @@ def _bytes(sent: Fraction | None, expected: Fraction | None) -> str:
         return f"{_whole(sent)} = formula"
     factor = f" (x{float(sent / expected):.3g})" if expected else ""
     return f"{_whole(sent)} / {_whole(expected)}{factor}"
+
+
+def _textbook(members: Iterable[Result]) -> str:
+    """How many times the textbook's bytes the ``members`` send that have one (``""``: none do)."""
+    sent, wanted, name = Fraction(0), Fraction(0), ""
+    for result in members:
+        checks = {check["check"]: check["figures"] for check in result["checks"]}
+        told = checks.get("traffic", {})
+        if "textbook" in told:
+            sent += Fraction(result["bytes_sent"])
+            wanted += Fraction(told["textbook_bytes"])
+            name = told["textbook"]
+    return f" ({float(sent / wanted):.3g} x {name})" if wanted else ""
 
 
 def _whole(value: Fraction) -> str:
@@ -198,7 +214,7 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
             _ratio(figures["ratio_measured"]),
-            _ratio(figures["ratio_promised"]),
+            "-" if figures["ratio_promised"] is None else _ratio(figures["ratio_promised"]),
             f"{_ratio(figures['ratio_theory'])} = {figures['ratio_theory']}",
             "world" if limit is None else _ratio(limit),
         )

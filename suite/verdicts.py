@@ -12,6 +12,7 @@ VERDICTS = (
     "crash",
     "hang",
     "xpass",
+    "refused",
     "undecidable",
     "inconclusive",
     "precondition",
@@ -20,7 +21,8 @@ VERDICTS = (
     "xfail",
     "skip",
 )
-RED = frozenset({"fail", "crash", "hang", "xpass"})
+#: ``refused``: the scenario gives options that the implementation does not take.
+RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
 OPEN = frozenset({"undecidable", "inconclusive", "precondition"})
 GREEN = frozenset({"pass", "pass (native only)", "xfail"})
 
@@ -41,9 +43,13 @@ def count(results: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 
 def exit_code(counts: Mapping[str, int]) -> int:
-    """0 all held, 1 something broke, 3 something is open or nothing was judged."""
-    if any(counts.get(verdict) for verdict in RED):
+    """0 all held, 1 something broke, 2 options were refused, 3 something is open or nothing was
+    judged.
+    """
+    if any(counts.get(verdict) for verdict in RED - {"refused"}):
         return BROKEN
+    if counts.get("refused"):
+        return BAD_INPUT
     if any(counts.get(verdict) for verdict in OPEN):
         return NOT_DECIDED
     return HELD if any(counts.get(verdict) for verdict in GREEN) else NOT_DECIDED

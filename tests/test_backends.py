@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,29 @@ def test_a_rank_is_late() -> None:
 
     found = _fail(body, world=3, hub=Hub(3, 0.2))
     _all_say(found, errors.PeerTimeout, "no answer from rank 0 in 0.2 s")
+
+
+def test_a_rank_that_waits_late_does_not_hold_on_to_the_tensors_of_others() -> None:
+    """What one rank has let go is free, wherever the others are in their programs."""
+    gone: list[bool] = []
+    ready = threading.Barrier(2)
+
+    def body(rank: int, _: int) -> None:
+        tensor = torch.ones(4)
+        storage = weakref.ref(tensor.untyped_storage())
+        work = dist.all_reduce(tensor, async_op=True)
+        ready.wait(10)
+        if rank == 0:
+            work.wait()
+            del work, tensor
+            gone.append(storage() is None)
+        ready.wait(10)
+        if rank == 1:
+            work.wait()
+
+    for delay in (False, True):
+        succeed(body, 2, hub=Hub(2, 20.0, delay=delay))
+    assert gone == [True, True]
 
 
 def test_work_nobody_waits_for_is_told() -> None:

@@ -214,6 +214,45 @@ def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
     assert "rerun: shardproof run ddp-gpt" in done.stdout
 
 
+#: Options that only the implementation can refuse -> what it says of them.
+REFUSED = {
+    "reference/fsdp, {sharding_strategy: NO_SHARD, offload: optimizer}, replicate": "here: none",
+    "reference/zero3, {recompute_every: 9}, shard": "the model has 3 units; give 0 (never) to 3",
+    "pytorch/fsdp2, {reshard_after_forward: 3}, shard": "valid: true, false, null, 1, 2",
+    "pytorch/fsdp1, {wrap: {module_class: [Blok]}}, shard": "did you mean 'Block'?",
+    "pytorch/zero_redundancy_optimizer, {offload: disk}, shard": "unknown option 'offload'; valid:",
+}
+
+
+def test_options_that_are_refused_end_with_code_2_and_one_sentence(tmp_path: Path) -> None:
+    cells = [text.split(", ") for text in REFUSED]
+    entries = []
+    for number, (name, *options, axis) in enumerate(cells):
+        choice = f"name: {name}, label: n{number}, options: {', '.join(options)}"
+        entries.append(
+            f"  - {{reason: a fault, implementation: {{{choice}}}, mesh: {{{axis}: 2}}}}"
+        )
+    text = f"""\
+name: refused
+about: options that contradict each other, the mesh or the model
+sees: [nothing]
+workload: {{name: charnames_gpt}}
+matrix: {{implementation: plain, backend: in_memory, mesh: {{replicate: 1}}, optimizer: sgd}}
+checks: [equivalence]
+include:
+{chr(10).join(entries)}
+"""
+    (tmp_path / "refused.yaml").write_text(text)
+    results = str(tmp_path / "run")
+    done = shardproof("run", str(tmp_path / "refused.yaml"), "-j", "2", "--results", results)
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    for number, says in enumerate(REFUSED.values()):
+        result = told[f"n{number}"]
+        assert result["verdict"] == "refused" and says in result["reason"], result["reason"]
+        assert "option '" in result["reason"] and result["reason"] in done.stdout
+
+
 def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "suite", "run", "ddp-gpt", "-j", "1", "--results", "stopped"],

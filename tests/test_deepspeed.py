@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from impls.deepspeed.json_form import parse, section
 from suite import registry
 from suite.contract import GroupSpec, OptimizerSpec, Refused
+from suite.formulas import facts_of
+from suite.promises import PROMISES
+from suite.promises.deepspeed import DeepSpeedZero1, DeepSpeedZero3
 
 sys.path.append(str(Path(__file__).parent / "contract_trial"))
 from trial_cases import case, compared, judged, told
@@ -40,6 +44,15 @@ ALL_SHARDED = {
         (1, {"zero_optimization": {"reduce_bucket_size": 0}}, "at least 1"),
         (1, {"zero_optimization": {"reduce_bucket_size": 1.5}}, "counts elements"),
         (0, {"zero_optimization": {"overlap_comm": True}}, "ignored by stage 0"),
+        (
+            1,
+            {"zero_optimization": {"overlap_com": True}},
+            "did you mean 'zero_optimization.overlap",
+        ),
+        (2, {"zero_optimization": {"contigous_gradients": True}}, "contiguous_gradients"),
+        (2, {"zero_optimization": {"offload_optimiser": {}}}, "offload_optimizer"),
+        (3, {"zero_optimization": {"offload_params": {}}}, "offload_param"),
+        (3, {"zero_optimization": {"Stage": 3}}, "did you mean 'zero_optimization.stage'"),
         (2, {"zero_optimization": {"offload_param": {"device": "cpu"}}}, "ignored by stage 2"),
         (3, {"zero_optimization": {"offload_param": {"divice": "cpu"}}}, "offload_param.device"),
         (3, {"gradient_clipping": 1.0}, "the scenario's clip"),
@@ -120,3 +133,59 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
     result = json.loads((tmp_path / "case" / "result.json").read_text())
     assert result["verdict"] == "skip"
     assert "'deepspeed' is not installed" in result["reason"]
+    assert "docs/install-extras.md" in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, 1.5), ({"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}, 1.0)],
+)
+def test_traffic_is_told_beside_the_textbook(options: dict[str, Any], factor: float) -> None:
+    facts = facts_of(case("deepspeed/zero1", {"shard": 2}, options=options, dtype="float32"))
+    textbook = PROMISES[DeepSpeedZero1.textbook](facts.plan)
+    sent = DeepSpeedZero1(facts.plan).payload()
+    assert sent / textbook.payload() == pytest.approx(factor, rel=0.01)
+
+
+def test_what_is_not_weighed_is_named_with_its_reason() -> None:
+    for options, classes in (
+        ({}, {"parameters", "masters"}),
+        ({"zero_optimization": ALL_SHARDED}, {"masters"}),
+    ):
+        facts = facts_of(case("deepspeed/zero3", {"shard": 2}, options=options, dtype="float32"))
+        unjudged = DeepSpeedZero3(facts.plan).unjudged()
+        assert set(unjudged) == classes and all(unjudged.values())
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_nothing_is_compiled_or_left_behind(tmp_path: Path) -> None:
+    home, scenario = tmp_path / "home", tmp_path / "one.yaml"
+    home.mkdir()
+    scenario.write_text(
+        "name: one\nabout: one case of every kind of partition\nsees: [files]\n"
+        "workload: {name: dyadic_mlp}\n"
+        "matrix:\n  implementation: [deepspeed/zero2, deepspeed/zero3]\n"
+        "  backend: [gloo]\n  mesh: {shard: 2}\n  optimizer: sgd\n  lane: native\n"
+        "checks: [equivalence]\ntier: full\ndeadline: 120\n"
+    )
+    names = ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | {"HOME": str(home)}
+    command = [sys.executable, "-m", "suite", "run", str(scenario), "--tier", "full", "-j", "1"]
+    command += ["--results", str(tmp_path / "run")]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, timeout=180, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    left = [path for path in home.rglob("*") if path.is_file() and "shardproof" not in str(path)]
+    assert not left
+
+
+def test_importing_the_adapter_changes_no_environment() -> None:
+    program = (
+        "import os; before = dict(os.environ)\n"
+        "import impls.deepspeed.zero1\n"
+        "assert dict(os.environ) == before, set(os.environ) ^ set(before)"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=root)

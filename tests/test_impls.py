@@ -446,7 +446,7 @@ def test_packing() -> None:
     bucket.flat.fill_(9.0)
     bucket.pack([None, torch.arange(4.0).view(2, 2).t(), None])
     assert bucket.flat.tolist() == [0.0, 0.0, 2.0, 1.0, 3.0]
-    assert bucket.views[1].tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert bucket.views[0].tolist() == [[0.0, 2.0], [1.0, 3.0]]
 
 
 def test_norm_and_clip_are_torchs() -> None:
@@ -563,7 +563,9 @@ def code_lines(path: Path) -> int:
 def test_reference_strategies_stay_short() -> None:
     for name in registry.names():
         if name.startswith("reference/"):
-            assert code_lines(ROOT / "impls" / f"{name}.py") < 250
+            path = ROOT / "impls" / name
+            files = list(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+            assert files and all(code_lines(file) < 250 for file in files), name
 
 
 def test_imports_point_down() -> None:

@@ -83,12 +83,14 @@ def test_an_update_on_the_host_is_the_same_update(name: Any, dtype: torch.dtype)
 
 
 def plan(strategy: str, offload: str, **more: Any) -> Any:
-    tensors = (TensorPlan("a", (5, 3), "float32"), TensorPlan("b", (4,), "float32"))
     options = {"offload": offload, "wrap": {"units": []}, **more}
     axes = {"shard": 2}
-    made = Plan(
-        axes, options, tensors, modules={"": "Net"}, micro_batches=(2, 1), optimizer="adamw"
+    tensors = (
+        TensorPlan("a", (5, 3), "float32", owners=("",)),
+        TensorPlan("b.c", (4,), "float32", owners=("b",)),
     )
+    modules = {"": "Net", "b": "Block"}
+    made = Plan(axes, options, tensors, modules=modules, micro_batches=(2, 1), optimizer="adamw")
     promise = promise_of(strategy, made)
     assert promise is not None
     return promise
@@ -111,6 +113,22 @@ def test_formulas_by_hand() -> None:
     assert zero3.host(0, 0, 0)["parameters"] == 40
     # Two rounds, each gathers twice.
     assert zero3.moved(0, 0, 0) == {"down": 40, "up": 4 * 40}
+    # The root of FSDP stays whole until backward is over; a unit does so if it is kept, and what is
+    # cut over neighbours meanwhile rests on the device.
+    unit = {"wrap": {"units": ["b"]}}
+    moved = [
+        plan("fsdp", "parameters", **unit, **options).moved(0, 0, 0)["up"]
+        for options in (
+            {},
+            {"sharding_strategy": "SHARD_GRAD_OP"},
+            {"sharding_strategy": "SHARD_GRAD_OP", "accumulate_without_communication": True},
+            {"accumulate_without_communication": True},
+            {"reshard_after_forward": 2},
+        )
+    ]
+    root, block = 4 * 8, 4 * 2
+    twice, once = 2 * root + 4 * block, 2 * root + 2 * block
+    assert moved == [twice, once, root + block, twice, once]
     assert plan("zero3", "none").moved(0, 0, 0) == {"down": 0, "up": 0}
     assert plan("zero3", "none").payload() == zero3.payload()
 

@@ -198,6 +198,8 @@ def test_new_folders_never_collide(tmp_path: Path) -> None:
         (["pass", "xpass"], 1),
         (["hang(rank 2 never came)", "pass"], 1),
         (["crash(rank 1)", "undecidable"], 1),
+        (["refused", "pass", "undecidable"], 2),
+        (["refused", "fail"], 1),
         (["pass", "inconclusive(7 %)"], 3),
         (["pass", "precondition(disk)"], 3),
         (["skip"], 3),

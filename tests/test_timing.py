@@ -267,7 +267,8 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     found = verify(run)
     assert not found.problems and found.benches == 1
 
-    rows[-1]["seconds"] *= 100
+    for row in rows[::2]:
+        row["seconds"] *= 100
     session.write_times(run, line["id"], rows)
     assert any("was changed" in problem for problem in verify(run).problems)
     assert any("raw times give" in problem for problem in verify(run).problems)

@@ -40,7 +40,6 @@ STAGES: dict[str, tuple[int, ...]] = {
     "offload_optimizer": (1, 2, 3),
     "use_multi_rank_bucket_allreduce": (1, 2),
     "compute_grad_norm": (1, 2),
-    "round_robin_gradients": (1, 2),
     "offload_param": (3,),
     "sub_group_size": (3,),
     "stage3_prefetch_bucket_size": (3,),
@@ -76,7 +75,6 @@ class ZeroOptimization:
     overlap_comm: bool | None = None
     use_multi_rank_bucket_allreduce: bool = True
     compute_grad_norm: bool = True
-    round_robin_gradients: bool = False
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
     sub_group_size: float = 1e9

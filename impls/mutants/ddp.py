@@ -76,11 +76,18 @@ class DropsIncompleteBucket(DDP):
     killed_by=("equivalence", "replicas"),
 )
 class MissesReplacedParameter(DDP):
+    local: Tensor | None = None
+
+    def launch(self, bucket: Bucket) -> None:
+        if 0 in bucket.members:
+            own = self.parameters[0].grad
+            self.local = None if own is None else own.clone()
+        super().launch(bucket)
+
     def land(self, bucket: Bucket) -> None:
-        local = self.parameters[0].grad
         super().land(bucket)
         if 0 in bucket.members:
-            self.parameters[0].grad = local
+            self.parameters[0].grad = self.local
 
 
 @mutant(

@@ -122,7 +122,7 @@ class KeepsGradientsWhenClipped(DDP):
 )
 class StaleBucketContent(DDP):
     def launch(self, bucket: Bucket) -> None:
-        for index, view in zip(bucket.members, bucket.views, strict=True):
+        for index, view in bucket.views.items():
             own = self.contribution(index)
             if own is not None:
                 view.copy_(own)

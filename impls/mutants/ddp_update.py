@@ -16,6 +16,12 @@ from suite.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepResult
 # -------------------------------------------------------------------------------- norm and update
 
 
+def local_parts(handle: DDP, bucket: Bucket) -> list[NormPart]:
+    """Sums of squares of what the members of ``bucket`` have for a gradient now."""
+    gradients = (handle.parameters[index].grad for index in bucket.members)
+    return [(power_sum(gradient), ()) for gradient in gradients if gradient is not None]
+
+
 @mutant(
     "ddp_norm_of_local_gradients",
     zoo=("O02",),
@@ -24,12 +30,16 @@ from suite.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepResult
     optimizer=CLIP,
 )
 class NormOfLocalGradients(DDP):
-    def finish(self) -> None:
-        self.own = [p.grad for p in self.parameters if p.grad is not None]
-        super().finish()
+    def start_step(self) -> None:
+        super().start_step()
+        self.own: list[NormPart] = []
+
+    def launch(self, bucket: Bucket) -> None:
+        self.own += local_parts(self, bucket)
+        super().launch(bucket)
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return [(power_sum(gradient, order), ()) for gradient in self.own]
+        return self.own
 
 
 @mutant(
@@ -40,14 +50,13 @@ class NormOfLocalGradients(DDP):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(DDP):
-    def land(self, bucket: Bucket) -> None:
-        if bucket is self.buckets[-1]:
-            members = [self.parameters[index].grad for index in bucket.members]
-            self.early = [*super().norm_parts(), *((power_sum(g), ()) for g in members)]  # type: ignore[arg-type]
-        super().land(bucket)
+    def launch(self, bucket: Bucket) -> None:
+        self.early = local_parts(self, bucket)  # the last one stays
+        super().launch(bucket)
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return self.early
+        landed = self.buckets[:-1]
+        return [part for bucket in landed for part in local_parts(self, bucket)] + self.early
 
 
 @mutant(

@@ -1,10 +1,12 @@
 """What the adapters around torch's sharded systems share: one step, evaluation, pieces.
 
     set-up   build on every rank, initial state on rank 0; broadcast; shard
-    step     each micro-batch: forward, loss, backward    observe("gradients_final")
+    step     each micro-batch: forward, loss, backward
+             take the loss scale out                      observe("gradients_final")
              clip                                         observe("after_clip")
              learning rate, update                        observe("after_update")
 
+After an overflow nothing is clipped and nothing updated.
 None of them can let a rank sit out a round of collectives, so all ranks must have the same number
 of micro-batches: the trait that breaks this is declined.  Not a strategy by itself.
 """
@@ -18,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed import ProcessGroup
 
+from impls.pytorch.recompute import plain
+from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
 from impls.reference.parts.state import broadcast_tensors, load_state, named_state
 from impls.reference.parts.units import Wrap, plan_units
@@ -39,15 +40,6 @@ from suite.contract import (
     Refused,
     StepResult,
 )
-
-#: What torch's checkpoint wrapper adds to names.
-CHECKPOINT = "_checkpoint_wrapped_module."
-
-#: Traits that recomputation breaks: what it declines, and why.
-RECOMPUTED = {
-    "dropout_stateful": "torch's checkpoint puts the global generators back, not a module's own",
-    "rebound_buffer": "a forward that is run again moves the buffer again",
-}
 
 
 class Adapter(Implementation):
@@ -88,6 +80,11 @@ class Adapter(Implementation):
         broadcast_tensors(list(named_state(self.inner).values()), self.data)
         self.module = self.shard(self.inner)
         self.optimizer = self.make_optimizer()
+        self.scaler = make_scaler(optimizer, mesh.device, self.scaled_over())
+
+    def scaled_over(self) -> ProcessGroup | None:
+        """The group over whose shards an overflow must be agreed on (``None``: torch knows)."""
+        return None
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's own, over this rank's shards."""
@@ -102,18 +99,20 @@ class Adapter(Implementation):
         for number, micro in enumerate(micro_batches):
             with self.accumulating(is_last=number == len(micro_batches) - 1):
                 loss = self.loss(micro)
-                (loss * self.loss_factor).backward()
+                self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
+        metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
-        if self.spec.clip_norm is not None:
+        if self.spec.clip_norm is not None and not metrics.get("skipped"):
             norm = self.clip(self.spec.clip_norm)
             observe("after_clip")
         set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         observe("after_update")
         self.optimizer.zero_grad()
-        return StepResult(loss=torch.stack(losses).sum(), norm=norm)
+        return StepResult(loss=torch.stack(losses).sum(), norm=norm, metrics=metrics)
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Weighted loss of one micro-batch."""
@@ -178,19 +177,6 @@ class Adapter(Implementation):
 def data_comm(mesh: Mesh) -> Comm:
     """All ranks with a copy or a shard of the same model."""
     return mesh.comm(*(axis for axis in ("replicate", "shard") if axis in mesh.axes))
-
-
-def plain(name: str) -> str:
-    """``name`` as it was before units were checkpointed."""
-    return name.replace(CHECKPOINT, "")
-
-
-def checkpoint_units(module: nn.Module, units: Iterable[str]) -> None:
-    """Put torch's checkpoint wrapper (not reentrant) around every unit of ``module``."""
-    chosen = {module.get_submodule(name) for name in units}
-    apply_activation_checkpointing(
-        module, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda child: child in chosen
-    )
 
 
 def whole_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:

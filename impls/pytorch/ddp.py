@@ -8,14 +8,14 @@
 
     step     micro-batches but the last   ``no_sync()``: gradients add up locally
              last micro-batch             forward, backward; buckets are reduced meanwhile
-             clip, update                 local, the same on all ranks
+             scale, clip, update          local, the same on all ranks
 
 Two compensations: DDP divides by N, so the loss is multiplied by N (for N = 2 both are exact); and
 it broadcasts from rank 0 in its constructor, so rank 0 loads the initial state before.
 
 Cost: as ``reference/ddp``: 2 (N-1) trainable bytes + (N-1) float buffer bytes a step, all ranks.
 Numbers: the plain sum over ranks, in the backend's order.
-Left out: communication hooks, ``join``, mixed precision.
+Left out: communication hooks, ``join``, mixed precision (a private option).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from impls.pytorch.recompute import checkpoint_units, plain, single_unit
+from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.optimizer import (
     build_optimizer,
     param_groups,
@@ -62,15 +64,17 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options:
-    """DDP's constructor arguments of the same names; the defaults are DDP's."""
+    """DDP's constructor arguments of the same names, with its defaults, and recomputation."""
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
+    recompute_every: int = 0
 
     def __post_init__(self) -> None:
+        single_unit(self.recompute_every)
         if self.bucket_cap_mb is not None:
             at_least("bucket_cap_mb", self.bucket_cap_mb, 2**-20)
 
@@ -126,13 +130,17 @@ class PyTorchDDP(Implementation):
         self.module: nn.Module = build(mesh.device)
         if state is not None:
             load_state(self.module, state)
+        if self.options.recompute_every:
+            checkpoint_units(self.module, build.units)
         self.comm = mesh.comm(self.axis)
         if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
             broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
         self.build, self.spec = build, optimizer
-        self.trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        named = {plain(name): p for name, p in self.module.named_parameters()}
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.optimizer = self.make_optimizer()
+        self.scaler = make_scaler(optimizer, mesh.device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's own, over all that is trained."""
@@ -162,19 +170,21 @@ class PyTorchDDP(Implementation):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.ddp.no_sync():
                 loss = self.build.loss(self.ddp(micro.inputs), micro)
-                (loss * self.loss_factor()).backward()
+                self.scaler.scale(loss * self.loss_factor()).backward()
             total = total + loss.detach()
+        metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
-        if self.spec.clip_norm is not None:
+        if self.spec.clip_norm is not None and not metrics.get("skipped"):
             parameters = list(self.trainable.values())
             norm = nn.utils.clip_grad_norm_(parameters, self.spec.clip_norm, foreach=False)
             observe("after_clip")
         set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         observe("after_update")
         self.optimizer.zero_grad()
-        return StepResult(loss=total, norm=norm)
+        return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def loss_factor(self) -> int:
         """Undoes DDP's division by the number of ranks."""
@@ -201,7 +211,8 @@ class PyTorchDDP(Implementation):
             found = dict(self.module.named_buffers())
         else:
             found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
-        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+        rank = self.comm.rank
+        return [Piece.whole(plain(n), t.detach(), replica=rank) for n, t in found.items()]
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, which is whole."""

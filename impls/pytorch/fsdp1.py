@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -43,7 +44,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from impls.pytorch.adapter import RECOMPUTED, Adapter, checkpoint_units, plain, whole_units
+from impls.pytorch.adapter import Adapter, whole_units
+from impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from impls.reference.parts.norm import clip_factor, power_sum, total_norm
 from impls.reference.parts.optimizer import slot_pieces
 from impls.reference.parts.options import Training, at_least, parse_options
@@ -74,16 +76,28 @@ class Options(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("recompute_every", "prefetch_forward", "prefetch_backward"):
+        single_unit(self.recompute_every)
+        for name in ("prefetch_forward", "prefetch_backward"):
             at_least(name, getattr(self, name), 0)
             if getattr(self, name) > 1:
                 raise Refused(f"option {name!r} = {getattr(self, name)}: FSDP1 knows 0 and 1 only")
         if self.offload == "optimizer":
             raise Refused("option 'offload' = 'optimizer': FSDP1 offloads parameters or none")
         if self.offload == "parameters" and self.sharding_strategy == "NO_SHARD":
-            raise Refused("option 'offload' = 'parameters' contradicts NO_SHARD: nothing is freed")
+            raise Refused(
+                "option 'offload' = 'parameters' contradicts sharding_strategy NO_SHARD: "
+                "nothing is freed; valid here: none"
+            )
         if self.precision.output is not None:
             raise Refused("option 'precision.output': FSDP1 does not cast outputs")
+        narrow, wide = self.precision.parameters, self.precision.reduce
+        if self.accumulate_without_communication and narrow and wide and wide != narrow:
+            raise Refused(
+                f"option 'accumulate_without_communication' contradicts "
+                f"'precision.reduce' = {wide}: "
+                f"under no_sync FSDP1 adds micro-batches up in {narrow}; valid: false, or null and "
+                "the dtype of 'precision.parameters' for 'precision.reduce'"
+            )
 
     def declines(self) -> dict[str, str]:
         """Traits that torch does not support."""
@@ -95,7 +109,7 @@ class Options(Training):
         }
         zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
         reasons |= dict.fromkeys(("unused", "conditional_late_step"), zeros)
-        return reasons | (RECOMPUTED if self.recompute_every else {})
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -185,6 +199,10 @@ class PyTorchFSDP1(Adapter):
         self.places = list(self.lay_out(wrapped, names))
         self.by_name = {place.name: place for place in self.places}
         return wrapped
+
+    def scaled_over(self) -> ProcessGroup | None:
+        """Shards, or whole copies of NO_SHARD."""
+        return self.mesh.comm(self.axes[-1]).group
 
     def wrap(self, module: nn.Module, units: set[nn.Module]) -> FSDP:
         """FSDP around ``module`` and each of ``units``."""

@@ -39,13 +39,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from impls.pytorch.adapter import RECOMPUTED, Adapter, checkpoint_units, plain, whole_units
+from impls.pytorch.adapter import Adapter, whole_units
+from impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from impls.reference.parts.optimizer import slot_pieces
 from impls.reference.parts.options import Training, at_least, parse_options
 from impls.reference.parts.units import Wrap
 from suite.comm import Mesh
 from suite.contract import Capabilities, Kind, Piece, Refused
 
+#: What not every version of torch has.
+UNUSED = "set_reduce_scatter_unused_params"
 #: Traits under which the parameters that take part in a backward vary.
 VARYING = (
     "conditional_by_rank",
@@ -74,13 +77,14 @@ class Options(Training):
         super().__post_init__()
         at_least("prefetch_forward", self.prefetch_forward, 0)
         at_least("prefetch_backward", self.prefetch_backward, 1)
-        if self.recompute_every > 1:
-            raise Refused(
-                f"option 'recompute_every' = {self.recompute_every}: torch's checkpoint wrapper "
-                "holds one unit; valid: 0, 1"
-            )
+        single_unit(self.recompute_every)
         if self.offload == "optimizer":
             raise Refused("option 'offload' = 'optimizer': fully_shard offloads parameters or none")
+        if self.reduce_scatter_unused_params and not hasattr(FSDPModule, UNUSED):
+            raise Refused(
+                f"option 'reduce_scatter_unused_params' = true: torch {torch.__version__} has no "
+                f"FSDPModule.{UNUSED}; valid: false"
+            )
         if self.precision.buffers is not None:
             raise Refused("option 'precision.buffers': fully_shard does not cast buffers")
 
@@ -99,7 +103,7 @@ class Options(Training):
         else:
             wanted = "needs reduce_scatter_unused_params=True: ranks reduce what they used"
             reasons |= dict.fromkeys(VARYING, wanted)
-        return reasons | (RECOMPUTED if self.recompute_every else {})
+        return reasons
 
 
 class PyTorchFSDP2(Adapter):
@@ -153,12 +157,13 @@ class PyTorchFSDP2(Adapter):
         arguments: dict[str, Any] = {
             "mesh": self.mesh.device_mesh[axes],
             "reshard_after_forward": self.options.reshard_after_forward,
-            "mp_policy": self.mixed_precision(),
             "offload_policy": self.offload(),
         }
+        inner = self.mixed_precision(None)  # what one unit hands to another stays narrow
         for name in sorted(units, key=lambda name: -name.count(".")):  # inner ones first
-            fully_shard(module.get_submodule(name), **arguments)
-        fully_shard(module, **arguments)
+            fully_shard(module.get_submodule(name), mp_policy=inner, **arguments)
+        outer = self.mixed_precision(self.options.precision.output)
+        fully_shard(module, mp_policy=outer, **arguments)
         parts: list[Any] = [*(module.get_submodule(name) for name in units), module]
         self.sharded: list[FSDPModule] = parts
         self.prefetch()
@@ -166,17 +171,15 @@ class PyTorchFSDP2(Adapter):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         if self.options.reduce_scatter_unused_params:
-            self.sharded[-1].set_reduce_scatter_unused_params(True)
+            getattr(self.sharded[-1], UNUSED)(True)
         self.named = {plain(name): p for name, p in module.named_parameters()}
         return module
 
-    def mixed_precision(self) -> MixedPrecisionPolicy:
-        """torch's policy of the same meaning."""
+    def mixed_precision(self, output: torch.dtype | None) -> MixedPrecisionPolicy:
+        """torch's policy of the same meaning, for a module whose outputs leave as ``output``."""
         precision = self.options.precision
         return MixedPrecisionPolicy(
-            param_dtype=precision.parameters,
-            reduce_dtype=precision.reduce,
-            output_dtype=precision.output,
+            param_dtype=precision.parameters, reduce_dtype=precision.reduce, output_dtype=output
         )
 
     def offload(self) -> OffloadPolicy:

@@ -23,7 +23,7 @@ may meet hangs"), partitions by hand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,14 +55,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's, and sharded optimizer state."""
         found = super().capabilities(options)
-        declines = dict(found.declines)
-        return Capabilities(
-            axes=found.axes,
-            dtypes=found.dtypes,
-            buffers=found.buffers,
-            features=found.features | {"sharded_optimizer"},
-            declines=declines,
-        )
+        return replace(found, features=found.features | {"sharded_optimizer"})
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""

@@ -9,14 +9,15 @@ as soon as its last gradient exists, while backward goes on.
     parameters, gradients       every rank, whole and equal
     optimizer state             every rank, whole and equal
     buffers                     every rank; rank 0's are copied to all at the start of a step
-    buckets                     every rank, one flat copy of all gradients
+    buckets                     every rank; all gradients, flat
 
     step     before_step                rank 0's buffers -> all
              micro-batches but the last forward, backward; gradients add up locally, in silence
              last micro-batch           forward; backward:  g9 g8 | g7 g6 | g5 ...
+                                        each moves into its bucket and is a view of it from then on
                                         a bucket is full:        [b0]   [b1]      all-reduces start
              finish                     buckets not yet sent, in order; who used what (integers);
-                                        wait b0, b1, ...; gradients become views of the buckets
+                                        wait b0, b1, ...
              clip, update               local, the same on all ranks
 
 Two rules keep the ranks together.  (1) All launch the same buckets in the same order: a full bucket
@@ -138,7 +139,10 @@ class DDP(Replicated):
         self.syncing = is_last
 
     def arrived(self, index: int, parameter: Tensor) -> None:
-        """Hook: ``parameter.grad`` is complete, earlier micro-batches included."""
+        """Hook: ``parameter.grad`` is complete, earlier micro-batches included.
+
+        It moves into its bucket at once, so that its own memory serves the next gradient.
+        """
         if not self.syncing:
             return
         bucket = self.bucket_of[index]
@@ -146,6 +150,8 @@ class DDP(Replicated):
             raise RuntimeError(
                 f"{self.names[index]!r} received a gradient after its bucket had been sent"
             )
+        if parameter.grad is not None:
+            parameter.grad = bucket.views[index].copy_(parameter.grad)
         self.arrivals[index] = None
         bucket.missing.discard(index)
         self.launch_full_buckets()
@@ -184,7 +190,7 @@ class DDP(Replicated):
         """Wait for ``bucket``; its members' gradients become views of it."""
         assert bucket.work is not None
         bucket.work.wait()
-        for index, view in zip(bucket.members, bucket.views, strict=True):
+        for index, view in bucket.views.items():
             self.parameters[index].grad = view
 
     # ------------------------------------------------------------------------- agreement on use
@@ -195,7 +201,8 @@ class DDP(Replicated):
         used = [int(parameter.grad is not None) for parameter in self.parameters]
         arrived = [int(index in self.arrivals) for index in range(len(self.parameters))]
         root = int(self.computed and self.comm.rank == 0)
-        return torch.tensor([*used, *arrived, int(self.computed), root], dtype=torch.int32)
+        votes = [*used, *arrived, int(self.computed), root]
+        return torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
 
     def count(self, use: Tensor) -> None:
         """Read the ballots' sum: what nobody used, and what came late on some rank."""
@@ -219,7 +226,7 @@ class DDP(Replicated):
     def agree_on_order(self) -> None:
         """Take rank 0's order of arrival; what did not arrive there keeps its place at the end."""
         rest = [index for index in self.order if index not in self.arrivals]
-        order = torch.tensor([*self.arrivals, *rest], dtype=torch.int64)
+        order = torch.tensor([*self.arrivals, *rest], device=self.comm.device)
         self.comm.broadcast(order)
         self.order = order.tolist()
 

@@ -52,7 +52,8 @@ class NaiveDDP(Replicated):
 
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
-        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32)
+        votes = [p.grad is not None for p in self.parameters]
+        used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce(used)
         for parameter, count in zip(self.parameters, used.tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -68,12 +68,12 @@ class Pending:
         return [self.group.ranks[request.peer]]
 
     def take_writes(self, rank: int) -> list[arithmetic.Write]:
-        """What global ``rank`` has yet to copy into its own outputs (with delay only); once."""
+        """What global ``rank`` has yet to copy into its own outputs (with delay only), once."""
         if not self.writes:
             return []
-        index = 0 if self.is_exchange else self.group.ranks.index(rank)
-        found, self.writes[index] = self.writes[index], []
-        return found
+        place = 0 if self.is_exchange else self.group.ranks.index(rank)
+        taken, self.writes[place] = self.writes[place], []
+        return taken
 
     def call(self, rank: int) -> str:
         """What global ``rank`` called, in words; peers are named by global rank."""

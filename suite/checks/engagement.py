@@ -130,14 +130,15 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 def _recomputation(evidence: Figures) -> str:
     """As many forwards of each block inside backward as before it, or none."""
-    every = evidence.case.options.get("recompute_every")
-    if every is None or not isinstance(evidence.facts, CaseFacts) or evidence.facts.plan is None:
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    every = plan.options.get("recompute_every") if plan else None
+    if plan is None or every is None:
         return ""
     for record in evidence.records:
         for step in evidence.steps:
             first, last = record["steps"][step]["events"]
             found = Counter((kind, unit) for n, kind, unit in record["events"] if first <= n < last)
-            for unit in evidence.facts.plan.units:
+            for unit in plan.units:
                 wanted = found["forward", unit] if every else 0
                 again = found["recompute", unit]
                 if again != wanted:

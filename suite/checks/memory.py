@@ -1,13 +1,14 @@
 """Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
-included), on the device's tier and, where state is offloaded, on the host's.  Nothing is in flight
-there: where it is promised, buffers of communication must have gone, activations and temporaries as
-well (a copy that nobody shows is one of those).  Between the points the
-largest bytes of a class must lie within two bounds that follow from the largest unit, from prefetch
-and from buckets: too much is state that was not let go, too little is work that was not done.
-Bytes that are copied between the tiers in a step are counted apart from network traffic and
-compared, too.  Promises are in :mod:`suite.promises`; the accounting (A32, A16, ...) is named.
+included), on the device's tier and, where state is offloaded, on the host's; a class that a promise
+excepts stands as ``not_judged`` beside the verdict, with its reason.  Nothing is in flight there:
+where it is promised, buffers of communication must have gone, activations and temporaries as well
+(a copy that nobody shows is one of those).  Between the points the largest bytes of a class must
+lie within two bounds that follow from the largest unit, from prefetch and from buckets: too much is
+state that was not let go, too little is work that was not done.  Bytes that are copied between the
+tiers in a step are counted apart from network traffic and compared, too.  Promises are in
+:mod:`suite.promises`; the accounting (A32, A16, ...) is named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: gloo is weighed for systems that need
@@ -26,7 +27,7 @@ from suite.evidence import Figures
 from suite.formulas import CaseFacts
 from suite.ledgers.memory import weighable
 from suite.ledgers.memory.summary import PHASES
-from suite.promises import Promise, memory_ratio, promise_of
+from suite.promises import Promise, promise_of, whole_bytes
 from suite.promises.accounting import Accounting, accounting_of
 from suite.promises.base import JUDGED
 
@@ -81,7 +82,7 @@ def _resident(
     evidence: Figures, promise: Promise, record: Mapping[str, Any], marks: Weights
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
-    rank, updated = record["rank"], -1
+    rank, updated, unjudged = record["rank"], -1, promise.unjudged()
     for step in evidence.steps:
         told = record["steps"][step]
         for point in told["observed"]:
@@ -89,11 +90,16 @@ def _resident(
                 updated = step
             found = marks.get((step, point), {})
             for tier, promised in (
-                ("device", promise.resident(rank, step, updated)),
+                (
+                    "device",
+                    promise.resident(rank, step, updated) | promise.passing(rank, point, updated),
+                ),
                 ("host", promise.host(rank, step, updated)),
             ):
                 what = "held" if tier == "device" else "held on the host tier"
                 for kind, size in promised.items():
+                    if kind in unjudged:
+                        continue
                     held = found.get(tier, {}).get(kind, 0)
                     yield what, step, point, kind, held, size, size
             limit = promise.at_rest(rank, step)
@@ -155,7 +161,8 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
             for (step, place), tiers in _weights(evidence, record, "peak").items()
             if step == last
         }
-    whole = memory_ratio(promise) * promise.total()
+    whole, unjudged = whole_bytes(promise), promise.unjudged()
+    promised = None if unjudged else promise.total()
     shards = promise.plan.size("shard")
     limit = accounting.ratio(type(promise), None) if shards > 1 else Fraction(1)
     return {
@@ -163,10 +170,11 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
         "source": promise.source,
         "accounting": accounting.id,
         "bytes_held": max(totals),
-        "bytes_promised": promise.total(),
-        "bytes_whole": int(whole),
-        "ratio_measured": str(Fraction(int(whole), max(totals) or 1)),
-        "ratio_promised": str(memory_ratio(promise)),
+        "bytes_promised": promised,
+        "bytes_whole": whole,
+        "not_judged": unjudged,
+        "ratio_measured": str(Fraction(whole, max(totals) or 1)),
+        "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
         "ratio_theory": str(accounting.ratio(type(promise), shards)),
         "ratio_limit": None if limit is None else str(limit),
         "resident": resident,

@@ -5,7 +5,8 @@ not at observation points), by the collective model of ground truth (logical byt
 wire), summed over ranks in exact rationals; and the calls, where their number is promised, in
 groups of more than one rank.  A scenario's own ``expect.traffic`` is compared with the sum over
 all axes instead.  Set-up and control traffic (integers, objects, barriers) stand in rows of their
-own; a step's control traffic is bounded, for gradients can travel disguised as integers.
+own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For a
+native system, which is held to its own formula, the textbook's bytes stand beside.
 
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
 """
@@ -53,6 +54,7 @@ def decide(evidence: Figures) -> Outcome:
             except Unpromised as error:
                 return Outcome("traffic", "skip", str(error), None, figures)
             figures["source"], figures["flows"] = promise.source, _rows(promise.flows())
+            figures |= _against_textbook(promise)
             found = flows_of(evidence, step)
             message = _flow_differs(step, strategy, found, promise.flows())
         figures["bytes_expected"] = str(expected)
@@ -99,12 +101,19 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 def _promise(evidence: Figures, step: int) -> Promise | None:
     """The promise for ``step``: a skipped update clips nothing."""
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    if plan is not None and plan.clipped:
-        skipped = any(
-            record["steps"][step]["metrics"].get("skipped") for record in evidence.records
-        )
-        plan = dataclasses.replace(plan, clipped=not skipped)
+    if plan is not None and any(
+        record["steps"][step]["metrics"].get("skipped") for record in evidence.records
+    ):
+        plan = dataclasses.replace(plan, clipped=False, skipped=True)
     return promise_of(evidence.capabilities["strategy"], plan)
+
+
+def _against_textbook(promise: Promise) -> dict[str, str]:
+    """What the strategy that a native system carries out would send, by its own formula."""
+    textbook = promise_of(promise.textbook, promise.plan)
+    if textbook is None or not textbook.payload():
+        return {}
+    return {"textbook": textbook.strategy, "textbook_bytes": str(textbook.payload())}
 
 
 def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -> str:

@@ -45,6 +45,7 @@ __all__ = [
     "Unpromised",
     "memory_ratio",
     "promise_of",
+    "whole_bytes",
 ]
 
 
@@ -60,5 +61,9 @@ def memory_ratio(promise: Promise) -> Fraction:
 
     Judged classes once all state exists; the rank that holds most counts.
     """
-    whole = replace(promise.plan, axes={"replicate": promise.plan.world})
-    return Fraction(DDP(whole).total(), promise.total() or 1)
+    return Fraction(whole_bytes(promise), promise.total() or 1)
+
+
+def whole_bytes(promise: Promise) -> int:
+    """What whole copies of the same model hold on every rank, same options."""
+    return DDP(replace(promise.plan, axes={"replicate": promise.plan.world})).total()

@@ -93,6 +93,8 @@ class Promise(ABC):
     #: What bytes per parameter tend to for many ranks and one-dtype models, in units of
     #: (parameters, gradients, optimizer): which of the three the world size divides.
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
+    #: The strategy that a native system carries out: what it sends is told as a multiple of it.
+    textbook: ClassVar[str] = ""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -107,6 +109,14 @@ class Promise(ABC):
 
         ``updated`` is the last step whose update has been made (-1: none yet).
         """
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Bytes by judged class where they differ between points; put over :meth:`resident`."""
+        return {}
+
+    def unjudged(self) -> dict[str, str]:
+        """Classes that are not compared with their bytes, and why: told beside the verdict."""
+        return {}
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Bounds of the largest bytes of a class (or ``communication``) in a phase of ``step``."""
@@ -152,13 +162,15 @@ class Promise(ABC):
 
     def held(self, kind: str) -> int:
         """Bytes of class ``kind`` on the rank that holds most, when all state exists."""
-        last = self.plan.steps - 1
-        return max(self.resident(rank, last, last)[kind] for rank in range(self.plan.world))
+        return max(self._complete(rank)[kind] for rank in range(self.plan.world))
 
     def total(self) -> int:
         """Bytes of all judged classes on the rank that holds most, when all state exists."""
+        return max(sum(self._complete(rank).values()) for rank in range(self.plan.world))
+
+    def _complete(self, rank: int) -> Bytes:
         last = self.plan.steps - 1
-        return max(sum(self.resident(rank, last, last).values()) for rank in range(self.plan.world))
+        return self.resident(rank, last, last) | self.passing(rank, "after_update", last)
 
 
 def flow(

@@ -9,13 +9,15 @@
 and a norm of one number per parameter group, whether or not gradients are clipped.  Files are those
 under ``deepspeed/runtime/zero``.
 
-Memory is judged where one number holds at every observation.  Gradients have none: what they are at
-``gradients_final`` is flattened, clipped and let go within ``engine.step()``.  Their formula says
-what they are at ``gradients_final``; :meth:`~suite.promises.base.Promise.resident` leaves them out.
+Gradients differ from point to point, so that :meth:`~suite.promises.base.Promise.passing` has
+them: what they are at ``gradients_final`` is flattened, clipped and let go in ``engine.step()``;
+where they are clipped the adapter keeps them until the end of the step.  Formulas say what they are
+at ``gradients_final``.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -33,15 +35,12 @@ def _ceil(count: int, divisor: int) -> int:
 
 
 class _DeepSpeed(Single):
-    """What the four stages share: classes that are counted, and not judged at every point."""
-
-    def passing(self, rank: int) -> Bytes:
-        """Bytes of classes that :meth:`resident` leaves out, at ``gradients_final``."""
-        return {}
+    """What the four stages share: bytes that differ between points."""
 
     def held(self, kind: str) -> int:
-        """As every promise; of what is not resident, the bytes at ``gradients_final``."""
-        found = [self.passing(rank).get(kind) for rank in range(self.plan.world)]
+        """As every promise; of what passes, the bytes at ``gradients_final``."""
+        last, ranks = self.plan.steps - 1, range(self.plan.world)
+        found = [self.passing(rank, "gradients_final", last).get(kind) for rank in ranks]
         most = max((size for size in found if size is not None), default=None)
         return super().held(kind) if most is None else most
 
@@ -70,13 +69,24 @@ class DeepSpeedZero0(_DeepSpeed):
         found = super().resident(rank, step, updated)
         return {kind: size for kind, size in found.items() if kind != "gradients"}
 
-    def passing(self, rank: int) -> Bytes:
-        """All gradients."""
-        return {"gradients": sum(t.nbytes for t in self.plan.trainable)}
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """All gradients until the update, which lets go of them."""
+        whole = sum(t.nbytes for t in self.plan.trainable)
+        return {"gradients": 0 if point == "after_update" else whole}
 
 
 class _Sharded(_DeepSpeed):
     """What stages 1 to 3 share."""
+
+    @property
+    @abstractmethod
+    def states(self) -> list[int]:
+        """Bytes of optimizer state on a rank, by parameter group."""
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """The first update makes state group by group; ``after_clip`` is before the last one's."""
+        early = point == "after_clip" and updated < 0
+        return {"optimizer_state": sum(self.states[:-1])} if early else {}
 
     @property
     def zero(self) -> Mapping[str, Any]:
@@ -104,6 +114,7 @@ class DeepSpeedZero1(_Sharded):
     """
 
     strategy: ClassVar[str] = "deepspeed_zero1"
+    textbook: ClassVar[str] = "zero1"
     source: ClassVar[str] = (
         f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
@@ -124,6 +135,12 @@ class DeepSpeedZero1(_Sharded):
             for group in self.plan.grouped
             if group
         ]
+
+    @property
+    def states(self) -> list[int]:
+        """Slots over the partition, padding included, and one step counter."""
+        each, counter = slots(self.plan), counter_bytes(self.plan)
+        return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
         """Reductions, norms of the groups, gathers."""
@@ -163,18 +180,23 @@ class DeepSpeedZero1(_Sharded):
         """
         share = FP32 * sum(self.padded) // self.ranks
         frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
-        state = slots(self.plan) * share + counter_bytes(self.plan) * len(self.padded)
         return {
             "parameters": frozen + FP32 * sum(self.padded),
             "masters": share,
             **({"gradients": share} if self.offloaded else {}),
-            "optimizer_state": state if updated >= 0 else 0,
+            "optimizer_state": sum(self.states) if updated >= 0 else 0,
         }
 
-    def passing(self, rank: int) -> Bytes:
-        """Whole gradients of what the partition touches."""
-        touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
-        return {} if self.offloaded else {"gradients": touched}
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Whole gradients of what the partition touches; from clipping on flat partitions."""
+        found = super().passing(rank, point, updated)
+        if self.offloaded:
+            return found
+        if point == "gradients_final":
+            touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
+            return found | {"gradients": touched}
+        share = FP32 * sum(self.padded) // self.ranks
+        return found | {"gradients": share if self.plan.clipped else 0}
 
     def local(self, rank: int) -> Local:
         """Whole parameters; fragments of the rest."""
@@ -187,6 +209,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
     """As stage 1; every micro-batch is reduced."""
 
     strategy: ClassVar[str] = "deepspeed_zero2"
+    textbook: ClassVar[str] = "zero2"
     source: ClassVar[str] = (
         f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
@@ -203,14 +226,14 @@ class DeepSpeedZero3(_Sharded):
     """(P + masters + G + O) Psi / N, each parameter padded to a multiple of N elements.
 
     The master is there in fp32, too, where DeepSpeed's device is a CPU: ``_create_fp32_partitions``
-    means to do without, but compares a ``torch.device`` with the string ``"cpu"``.  The optimizer
-    has it during its step only, where nobody looks unless gradients are clipped: not judged.
+    means to do without, but compares a ``torch.device`` with the string ``"cpu"``.
 
     What is gathered depends on the trace of earlier steps, except with the options of
     :attr:`untraced`; only then a promise of traffic is made and parameters are judged.
     """
 
     strategy: ClassVar[str] = "deepspeed_zero3"
+    textbook: ClassVar[str] = "zero3"
     source: ClassVar[str] = (
         f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
         "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
@@ -242,6 +265,13 @@ class DeepSpeedZero3(_Sharded):
         """Bytes of a rank's shards of what is trained."""
         return FP32 * sum(self.shard(t) for t in self.plan.trainable)
 
+    @property
+    def states(self) -> list[int]:
+        """Slots over the shards, and one step counter."""
+        each, counter = slots(self.plan) * FP32, counter_bytes(self.plan)
+        groups = [sum(self.shard(t) for t in group) for group in self.plan.grouped if group]
+        return [each * elements + counter for elements in groups]
+
     def flows(self) -> list[Flow]:
         """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
         plan, zero = self.plan, self.zero
@@ -261,16 +291,43 @@ class DeepSpeedZero3(_Sharded):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards with their padding."""
-        groups = sum(1 for group in self.plan.grouped if group)
-        state = slots(self.plan) * self.trained + counter_bytes(self.plan) * groups
-        held = {"optimizer_state": state if updated >= 0 else 0}
+        held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
         return held if self.traced else {"parameters": self.sharded} | held
 
-    def passing(self, rank: int) -> Bytes:
-        """The update copies gradients, group by group; parameters, where some are kept whole."""
-        twice = 2 if self.offloaded else 1
-        found = {"masters": self.trained, "gradients": twice * self.trained}
-        return found | ({"parameters": self.sharded} if self.traced else {})
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Gradients lie in one buffer; the update copies them, group by group."""
+        copied = point != "gradients_final" and self.plan.clipped and not self.offloaded
+        found = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
+        return super().passing(rank, point, updated) | found
+
+    def held(self, kind: str) -> int:
+        """As every stage; nothing of parameters that the trace keeps."""
+        if kind in self.unjudged() and kind != "masters":
+            raise Unpromised(
+                f"deepspeed_zero3 promises no bytes of {kind}: {self.unjudged()[kind]}"
+            )
+        return super().held(kind)
+
+    def total(self) -> int:
+        """As every stage, where parameters are promised."""
+        self.held("parameters")
+        return super().total()
+
+    def unjudged(self) -> dict[str, str]:
+        """Parameters that the trace keeps; masters that nothing tells from other tensors."""
+        found = {}
+        if self.traced:
+            names = ", ".join(self.untraced)
+            found["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
+        if self.zero.get("sub_group_size") is not None:
+            found["optimizer_state"] = found["masters"] = "sub-groups: one flat buffer for each"
+        groups = sum(1 for group in self.plan.grouped if group)
+        if not self.plan.clipped or groups > 1:
+            found["masters"] = (
+                "the optimizer has a group's master during its update only, where it is seen "
+                "if gradients are clipped and there is one group"
+            )
+        return found
 
     def local(self, rank: int) -> Local:
         """Shards, padding left out."""

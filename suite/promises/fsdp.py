@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from suite.promises.base import Ahead, Bound, Flow, flow, norm_flow
+from suite.promises.layout import Unit
 from suite.promises.sharded import Zero3
 
 
@@ -35,23 +36,38 @@ class FSDP(Zero3):
         return bool(self.plan.option("accumulate_without_communication", False))
 
     @property
-    def rests(self) -> int:
-        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+    def reshards(self) -> bool | int:
+        """What happens to parameters between forward and backward: freed, kept, cut over k."""
         chosen = self.plan.options.get("reshard_after_forward")
         if chosen is None:
-            chosen = self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
-        if isinstance(chosen, bool):
-            return self.plan.size("shard") if chosen else 1
-        return int(chosen)
+            return self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
+        return chosen if isinstance(chosen, bool) else int(chosen)
+
+    @property
+    def rests(self) -> int:
+        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+        if isinstance(self.reshards, bool):
+            return self.plan.size("shard") if self.reshards else 1
+        return self.reshards
+
+    @property
+    def forwards(self) -> int:
+        """How often a step gathers a unit before forward: once where it is kept over the step."""
+        rounds = self.plan.rounds
+        return min(rounds, 1) if self.is_silent and self.reshards is False else rounds
+
+    def lifts(self, unit: Unit) -> int:
+        """Before forward; before backward as well where the unit was freed, not kept or cut."""
+        again = self.plan.rounds if unit.name and self.reshards is True else 0
+        return self.forwards + again
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
         self.refuse_uncalled()
-        forwards = min(plan.rounds, 1) if self.is_silent and self.rests == 1 else plan.rounds
         for unit in self.units:
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(plan, "shard", "all_gather", gathered, forwards)
+            found += flow(plan, "shard", "all_gather", gathered, self.forwards)
             if unit.name:
                 found += self.again(gathered)
         reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]

@@ -20,7 +20,7 @@ from suite.promises.replicated import DDP
 
 
 def whole_units(plan: Plan) -> list[tuple[str, tuple[TensorPlan, ...]]]:
-    """Name and tensors of each unit, the root first.
+    """Name and tensors of each unit, the root first; tensors in order of registration.
 
     torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
     outside is left to the root.
@@ -33,11 +33,19 @@ def whole_units(plan: Plan) -> list[tuple[str, tuple[TensorPlan, ...]]]:
     }
     kept = [name for name in unit_names(plan) if name not in torn]
     chosen = units(replace(plan, options={**plan.options, "wrap": {"units": kept}}), 1)
-    return [(unit.name, unit.members) for unit in chosen]
+    order = {tensor.name: index for index, tensor in enumerate(plan.parameters)}
+    return [
+        (unit.name, tuple(sorted(unit.members, key=lambda tensor: order[tensor.name])))
+        for unit in chosen
+    ]
 
 
 def _within(owner: str, name: str) -> bool:
     return owner == name or owner.startswith(f"{name}.")
+
+
+#: At most this for a norm, or a part of one.
+SCALAR_BYTES = 8
 
 
 class _Native(Promise):
@@ -51,9 +59,25 @@ class _Native(Promise):
         silent = self.plan.option("accumulate_without_communication", False)
         return 1 if silent else self.plan.rounds
 
+    def overflow(self, axis: str) -> list[Flow]:
+        """The scaler's agreement on an overflow: one fp32 number."""
+        return flow(self.plan, axis, "all_reduce", [4] if self.plan.scaled else [])
+
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
         raise NotImplementedError
+
+    def reduced_bytes(self) -> list[int]:
+        """Payload of each unit's reduction."""
+        raise NotImplementedError
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """One reduction and its result: the peer that carried a call out may hold on to it until
+        the next; beside it partial norms.
+        """
+        largest = max(self.reduced_bytes(), default=0)
+        shard = largest // max(self.plan.size("shard"), 1)
+        return largest + shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
@@ -73,6 +97,7 @@ class FSDP2(_Native):
     """
 
     strategy: ClassVar[str] = "fsdp2"
+    textbook: ClassVar[str] = "fsdp"
     source: ClassVar[str] = (
         "fsdp/_fully_shard: padding per parameter on dim 0 (_fsdp_param.py, padded_sharded_size); "
         "a gather of every unit before forward and, where it was resharded, before backward, over "
@@ -80,7 +105,8 @@ class FSDP2(_Native):
         "resharded by default); a reduce-scatter of what has a gradient, then an all-reduce of the "
         "shards over replicas (_fsdp_collectives.py, foreach_reduce); clip_grad_norm_ "
         "all-reduces one scalar a gradient, because torch.stack makes every partial norm whole "
-        "(nn/utils/clip_grad.py, _get_total_norm)"
+        "(nn/utils/clip_grad.py, _get_total_norm); a scaler's overflow is one fp32 scalar "
+        "(tensor/_dispatch.py, found_inf_reduce_handler)"
     )
 
     @property
@@ -121,25 +147,28 @@ class FSDP2(_Native):
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
-        for name, members in self.units:
-            gathered = [sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)]
-            reduced = [
-                sum(
-                    self.padded(t) * ITEMSIZE[plan.reduction(t.dtype)]
-                    for t in members
-                    if self.reduced(t)
-                )
-            ]
-            found += flow(plan, "shard", "all_gather", gathered, plan.rounds)
-            found += self.second(name, gathered[0])
-            if reduced[0]:
-                shards = [reduced[0] // self.ranks]
-                found += flow(plan, "shard", "reduce_scatter", reduced, self.reductions)
-                found += flow(plan, "replicate", "all_reduce", shards, self.reductions)
+        for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
+            gathered = sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)
+            found += flow(plan, "shard", "all_gather", [gathered], plan.rounds)
+            found += self.second(name, gathered)
+            found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
+            crossing = [reduced // self.ranks]
+            found += flow(plan, "replicate", "all_reduce", crossing, self.reductions)
         if plan.clipped:
             norms = [ITEMSIZE[t.dtype] for t in plan.parameters if self.reduced(t)]
             found += flow(plan, "shard", "all_reduce", [sum(norms)])  # coalesced
-        return found
+        return [*found, *self.overflow("shard")]
+
+    def reduced_bytes(self) -> list[int]:
+        """Of what has a gradient, padding included."""
+        return [
+            sum(
+                self.padded(t) * ITEMSIZE[self.plan.reduction(t.dtype)]
+                for t in members
+                if self.reduced(t)
+            )
+            for _, members in self.units
+        ]
 
     def second(self, name: str, payload: int) -> list[Flow]:
         """The gather of unit ``name`` before backward."""
@@ -199,17 +228,23 @@ class FlatParameter:
         """Elements with all padding."""
         return -(-self.starts[-1] // self.ranks) * self.ranks
 
-    def overlap(self, index: int, shard: int, shards: int) -> int:
-        """Elements of member ``index`` in one of ``shards`` shards."""
+    def overlap(self, index: int, shard: int, shards: int) -> int | None:
+        """Elements of member ``index`` in one of ``shards`` shards (``None``: it has no part).
+
+        One of no elements has its part in the shard that it lies inside of, at an edge in none.
+        """
         size = self.padded // shards
         start, stop = self.starts[index], self.starts[index] + self.members[index].numel
-        return max(0, min(stop, (shard + 1) * size) - max(start, shard * size))
+        if start == stop:
+            return 0 if shard * size < start < (shard + 1) * size else None
+        return max(0, min(stop, (shard + 1) * size) - max(start, shard * size)) or None
 
 
 class FSDP1(_Native):
     """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
 
     strategy: ClassVar[str] = "fsdp1"
+    textbook: ClassVar[str] = "fsdp"
     source: ClassVar[str] = (
         "fsdp: parameters at multiples of 16 bytes, the end padded to the ranks, NO_SHARD too "
         "(_flat_param.py, _init_flat_param_and_metadata); a gather of every unit before forward "
@@ -217,7 +252,8 @@ class FSDP1(_Native):
         "_post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through no_sync "
         "(_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over replicas "
         "(_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 scalar, "
-        "where the adapter computes the norm an fp64 one"
+        "where the adapter computes the norm an fp64 one; a scaler's overflow is one more "
+        "(sharded_grad_scaler.py, unscale_)"
     )
 
     @property
@@ -246,34 +282,40 @@ class FSDP1(_Native):
         """Gathers, reductions, the norm."""
         plan, found = self.plan, list[Flow]()
         silent = self.reductions < plan.rounds
-        for name, flat in self.flats:
+        for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
             gathered = [flat.padded * ITEMSIZE[plan.compute(flat.dtype)]]
-            reduced = [flat.padded * ITEMSIZE[plan.reduction(flat.dtype)]]
             if self.kind == "NO_SHARD":
-                found += flow(plan, "replicate", "all_reduce", reduced, self.reductions)
+                found += flow(plan, "replicate", "all_reduce", [reduced], self.reductions)
                 continue
             if self.kind == "SHARD_GRAD_OP":
                 times = 1 if silent else plan.rounds
             else:
                 times = plan.rounds * (2 if name else 1)
             found += flow(plan, "shard", "all_gather", gathered, times)
-            if self.trained(flat):
-                shard = [reduced[0] // self.shards]
-                found += flow(plan, "shard", "reduce_scatter", reduced, self.reductions)
-                found += flow(plan, "replicate", "all_reduce", shard, self.reductions)
+            found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
+            crossing = [reduced // self.shards]
+            found += flow(plan, "replicate", "all_reduce", crossing, self.reductions)
         if plan.clipped and self.kind != "NO_SHARD":
             wide = plan.trainable[0].dtype == "float64"
             found += flow(plan, "shard", "all_reduce", [8 if wide else 4])
-        return found
+        return [*found, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
+
+    def reduced_bytes(self) -> list[int]:
+        """Whole flat parameters, if anything in them is trained."""
+        reduction = self.plan.reduction
+        return [
+            flat.padded * ITEMSIZE[reduction(flat.dtype)] * self.trained(flat)
+            for _, flat in self.flats
+        ]
 
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
-        """Parts of the shards; a tensor of no elements is in none of them."""
+        """Parts of the shards."""
         shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
         found = []
         for _, flat in self.flats:
             for index, tensor in enumerate(flat.members):
                 count = flat.overlap(index, shard, self.shards)
-                if count:
+                if count is not None:
                     found.append((tensor, count))
         return found
 
@@ -297,10 +339,11 @@ class ZeroRedundancyOptimizer(Promise):
     """
 
     strategy: ClassVar[str] = "zero_redundancy_optimizer"
+    textbook: ClassVar[str] = "zero1"
     source: ClassVar[str] = (
         "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
         "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
-        "_sync_params, _build_param_buckets"
+        "_sync_params, _build_param_buckets; a step that a scaler leaves out broadcasts nothing"
     )
     divided = (False, False, True)
 
@@ -328,6 +371,8 @@ class ZeroRedundancyOptimizer(Promise):
             owned = [[t for t in plan.trainable if self.owner[t.name] == r] for r in self._ranks]
             sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
         moved = [replace(one, axis="shard") for one in self.ddp.flows()]
+        if plan.skipped:
+            return moved
         copies = flow(plan, "shard", "broadcast", sent)  # empty parameters are sent, too
         return [*moved, *(replace(one, calls=len(sent) * plan.world) for one in copies)]
 
@@ -343,6 +388,15 @@ class ZeroRedundancyOptimizer(Promise):
         if not self.plan.option("gradient_as_bucket_view", False):
             found["gradients"] = sum(t.nbytes for t in used(self.plan.parameters, step))
         return found
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
+        each parameter to say which were used, and one for a rank without parameters.
+        """
+        plan = self.plan
+        own = plan.option("gradient_as_bucket_view", False)
+        buckets = 0 if own else sum(t.nbytes for t in plan.trainable)
+        return buckets + plan.float_buffer_bytes + 4 * (len(plan.trainable) + 1)
 
     def local(self, rank: int) -> Local:
         """Everything, but state of own parameters only."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-from suite.promises.base import Ahead, Bytes, Flow, Local, Promise
+from suite.promises.base import Ahead, Bound, Bytes, Flow, Local, Promise
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
-from suite.promises.sharded import Zero1, Zero3
+from suite.promises.sharded import Zero1, Zero3, votes
 
 OPTION = "offload"
 
@@ -96,15 +96,31 @@ class Offloaded(Promise):
                 up += count * ITEMSIZE[self._travels_up(tensor)]
         return {"down": down, "up": up}
 
+    def at_rest(self, rank: int, step: int) -> int:
+        """As without; what rests on the host leaves only votes on the device."""
+        return votes(self.plan) if self.shards_rest_there else self.inner.at_rest(rank, step)
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """As without, less the shards that are on the host."""
+        found = self.inner.peaks(rank, phase, step)
+        if not self.shards_rest_there or "parameters" not in found:
+            return found
+        bound, away = found["parameters"], self.inner.resident(rank, step, step)["parameters"]
+        return found | {"parameters": Bound(bound.low - away, bound.high - away)}
+
     def trained(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
 
     def _moved_shards(self) -> dict[str, int]:
         assert isinstance(self.inner, Zero3)
-        gathered = sum(f.shard_bytes(self.plan.compute(f.dtype)) for f in self.inner.flats)
+        lifted = sum(
+            self.inner.lifts(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
+            for unit in self.inner.units
+            for flat in unit.flats
+        )
         reduced = sum(flat.shard_bytes() for flat in self.inner.trained)
-        return {"down": reduced, "up": 2 * self.plan.rounds * gathered}
+        return {"down": reduced, "up": lifted}
 
     def _travels_down(self, tensor: TensorPlan) -> str:
         """Whole parameters have gradients as summed, shards have them as built."""

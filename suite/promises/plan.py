@@ -56,7 +56,8 @@ class Plan:
 
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
     ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
-    each parameter group that the optimizer makes (empty: all trained ones in one).
+    each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
+    losses are scaled; ``skipped``: the step in question overflowed and is no update.
     """
 
     axes: Mapping[str, int]
@@ -70,6 +71,8 @@ class Plan:
     optimizer: str = "sgd"
     momentum: float = 0.9
     clipped: bool = False
+    scaled: bool = False
+    skipped: bool = False
     steps: int = 1
 
     # --------------------------------------------------------------------------------- the mesh
@@ -196,6 +199,7 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
         optimizer=case.optimizer.name,
         momentum=case.optimizer.momentum,
         clipped=case.optimizer.clip_norm is not None,
+        scaled=case.optimizer.scaler is not None,
         steps=case.steps,
     )
 

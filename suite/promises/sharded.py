@@ -108,8 +108,8 @@ class Zero1(Promise):
         return buffers - self.gradient_bytes(rank, step) + votes(self.plan)
 
     def left_over(self, rank: int, step: int) -> int:
-        """Losses, norms and factors; a few bytes a name."""
-        return votes(self.plan)
+        """Losses, norms and factors, and the same buffers where they were never sent."""
+        return self.at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
@@ -210,6 +210,12 @@ class Zero3(Promise):
             text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
             raise Unpromised(text)
 
+    def lifts(self, unit: Unit) -> int:
+        """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
+        from the host where they rest there.
+        """
+        return 2 * self.plan.rounds
+
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
         return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
@@ -240,8 +246,8 @@ class Zero3(Promise):
         return shards - held["parameters"] - held["gradients"] + votes(self.plan)
 
     def left_over(self, rank: int, step: int) -> int:
-        """Losses, norms and factors; a few bytes a name."""
-        return votes(self.plan)
+        """Losses, norms and factors, and the same buffers where they were never sent."""
+        return self.at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""

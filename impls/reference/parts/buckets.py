@@ -23,8 +23,11 @@ class Bucket:
         total = sum(parameter.numel() for parameter in own)
         self.flat = torch.zeros(total, dtype=own[0].dtype, device=own[0].device)
         chunks = self.flat.split([parameter.numel() for parameter in own])
-        #: Per member, in order: its part of ``flat``, shaped like the parameter.
-        self.views = [c.view(p.shape) for c, p in zip(chunks, own, strict=True)]
+        #: Per member: its part of ``flat``, shaped like the parameter.
+        self.views = {
+            index: chunk.view(parameter.shape)
+            for index, chunk, parameter in zip(self.members, chunks, own, strict=True)
+        }
         self.reset()
 
     def reset(self) -> None:
@@ -33,9 +36,12 @@ class Bucket:
         self.work: Work | None = None
 
     def pack(self, gradients: Iterable[Tensor | None]) -> None:
-        """Copy the members' ``gradients`` in; ``None`` contributes zero."""
-        for view, gradient in zip(self.views, gradients, strict=True):
-            view.zero_() if gradient is None else view.copy_(gradient)
+        """Copy in those of the members' ``gradients`` that lie elsewhere; ``None`` is zero."""
+        for view, gradient in zip(self.views.values(), gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                view.copy_(gradient)
 
 
 def plan_buckets(

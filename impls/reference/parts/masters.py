@@ -106,7 +106,7 @@ class Masters:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """From now on gradients count ``factor`` times; applied on the way down."""
-        self.factor = self.factor * factor.to(torch.float64)
+        self.factor = self.factor * factor.to(self.factor)
 
     @torch.no_grad()
     def copy_down(self) -> None:

@@ -41,7 +41,7 @@ class LossScaler:
         Over all ranks they must cover every gradient; a collective call.
         """
         own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
-        found = torch.tensor(int(own), dtype=torch.int32)
+        found = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
         for axis in self.mesh.axes:  # a maximum may be taken axis by axis
             self.mesh.comm(axis).all_reduce(found, "max")
         return bool(found)

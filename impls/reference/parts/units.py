@@ -72,8 +72,14 @@ def plan_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[Uni
 
 def _chosen(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:
     callable_ = {n: m for n, m in module.named_modules() if n and not isinstance(m, _CONTAINERS)}
+    classes = {type(m).__name__ for m in callable_.values()}
+    for option, given, valid in (
+        ("units", wrap.units, callable_),
+        ("module_class", wrap.module_class, classes),
+    ):
+        if given == ():
+            raise Refused(f"option 'wrap.{option}' = [] matches no module; {_valid(valid)}")
     if wrap.module_class is not None:
-        classes = {type(m).__name__ for m in callable_.values()}
         for name in wrap.module_class:
             _check("module_class", name, classes, "a class of this model")
         return [n for n, m in callable_.items() if type(m).__name__ in wrap.module_class]
@@ -113,12 +119,13 @@ def _check(option: str, name: str, valid: Collection[str], what: str) -> None:
     if name not in valid:
         near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        names = sorted(valid)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise Refused(
-            f"option 'wrap.{option}': {name!r} is not {what}; {hint}"
-            f"valid: {', '.join(names[:_SHOWN])}{more}"
-        )
+        raise Refused(f"option 'wrap.{option}': {name!r} is not {what}; {hint}{_valid(valid)}")
+
+
+def _valid(valid: Collection[str]) -> str:
+    names = sorted(valid)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"valid: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _owners(module: nn.Module) -> dict[str, list[str]]:
