@@ -12,6 +12,7 @@ from suite.promises.accounting import KNOWN, accounting_of
 from suite.promises.base import Flow
 from suite.promises.layout import Flat, buckets, units
 from suite.promises.plan import TensorPlan
+from suite.promises.sharded import Zero3
 
 
 def tensor(name: str, *shape: int, **more: Any) -> TensorPlan:
@@ -121,6 +122,27 @@ def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
         assert after["optimizer_state"] == 2 * 4 * elements[rank] + 4 * len(
             promise.local(rank).optimizer
         )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "gathers"),
+    [
+        ("zero3", {}, 3),
+        ("fsdp", {}, 3),
+        ("fsdp", {"reshard_after_forward": 2}, 3),
+        ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}, 1),
+    ],
+)
+def test_a_unit_is_gathered_for_every_call(
+    strategy: str, options: dict[str, Any], gathers: int
+) -> None:
+    twice = PROMISES[strategy](plan(strategy, options=options, calls={"b.1": 2}))
+    once = PROMISES[strategy](plan(strategy, options=options))
+    more = twice.payload() - once.payload()
+    assert more == (4 * 4 if gathers > 1 else 0)
+    assert isinstance(twice, Zero3)
+    lifted = 1 if "reshard_after_forward" in options else gathers
+    assert [twice.lifts(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
 
 
 def test_sgd_keeps_one_slot_or_none() -> None:

@@ -156,8 +156,9 @@ class Zero2(Zero1):
 class Zero3(Promise):
     """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
 
-    A unit is gathered before its forward and again before its backward, and its gradient is
-    reduced and scattered at once: 2 gathers and 1 reduction a unit and micro-batch.
+    A unit is gathered before its forward (every one, if it is called again) and again before its
+    backward, and its gradient is reduced and scattered at once: 2 gathers and 1 reduction a unit
+    and micro-batch.
     """
 
     strategy: ClassVar[str] = "zero3"
@@ -184,11 +185,13 @@ class Zero3(Promise):
 
     def flows(self) -> list[Flow]:
         """Gathers of all, reductions of what is trained, the norm."""
-        plan = self.plan
-        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
+        plan, found = self.plan, list[Flow]()
+        for unit in self.units:
+            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(plan, "shard", "all_gather", gathered, self.lifts(unit))
         reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
         return [
-            *flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds),
+            *found,
             *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
             *norm_flow(plan, "shard"),
         ]
@@ -197,7 +200,7 @@ class Zero3(Promise):
         """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
         from the host where they rest there.
         """
-        return 2 * self.plan.rounds
+        return (self.plan.called(unit.name) + 1) * self.plan.rounds
 
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
