@@ -58,6 +58,8 @@ class FSDP(Zero3):
 
     def lifts(self, unit: Unit) -> int:
         """Before forward; before backward as well where the unit was freed, not kept or cut."""
+        if not self.plan.called(unit.name):
+            return 0
         return self.forwards + (self.gathers_again(unit) if self.reshards is True else 0)
 
     def gathers_again(self, unit: Unit) -> int:
@@ -70,10 +72,12 @@ class FSDP(Zero3):
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
         for unit in self.units:
+            if not plan.called(unit.name):
+                continue
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
             found += flow(plan, "shard", "all_gather", gathered, self.forwards)
             found += self.again(gathered, self.gathers_again(unit))
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
         crossing = [size // plan.size("shard") for size in reduced]
         once = min(plan.rounds, 1)
         times = once if self.is_silent else plan.rounds

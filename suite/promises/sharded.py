@@ -183,13 +183,19 @@ class Zero3(Promise):
         """Layouts that have gradients."""
         return [flat for unit in self.units for flat in unit.trained]
 
+    @property
+    def reduced(self) -> list[Flat]:
+        """Those that are reduced: none of a unit that nothing calls."""
+        called = self.plan.called
+        return [flat for unit in self.units if called(unit.name) for flat in unit.trained]
+
     def flows(self) -> list[Flow]:
         """Gathers of all, reductions of what is trained, the norm."""
         plan, found = self.plan, list[Flow]()
         for unit in self.units:
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
             found += flow(plan, "shard", "all_gather", gathered, self.lifts(unit))
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *found,
             *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
@@ -200,7 +206,8 @@ class Zero3(Promise):
         """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
         from the host where they rest there.
         """
-        return (self.plan.called(unit.name) + 1) * self.plan.rounds
+        forwards = self.plan.called(unit.name)
+        return (forwards + 1) * self.plan.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
@@ -241,15 +248,20 @@ class Zero3(Promise):
 
     def ahead(self) -> Ahead:
         """The next unit is gathered while one computes, in both directions; a unit that ends with
-        the whole backward (the root, and where a parameter may go unused) is reduced late.
+        the whole backward (the root, and where a parameter may go unused) is reduced late.  If the
+        root is such a one, so are units whose inputs need no gradient, which end with it; blocks
+        are none of these.
         """
         inner = [unit for unit in self.units if unit.name in self.plan.units]
         gathers = 2 * sum(len(unit.flats) for unit in inner) if self.plan.size("shard") > 1 else 0
+        root = [unit for unit in self.units if not unit.name]
+        held_up = any(map(_may_go_unused, root))
         late = [
             len(unit.trained)
             for unit in self.units
             if not unit.name
-            or any(".conditional_" in f".{t.name}" or t.first_use != 0 for t in unit.members)
+            or _may_go_unused(unit)
+            or (held_up and unit.name not in self.plan.units)
         ]
         watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
         return Ahead(gathers, sum(late), len(self.trained), watched)
@@ -297,6 +309,10 @@ class Zero3(Promise):
             if axis in ("replicate", "shard"):
                 index = index * size + place[axis]
         return index
+
+
+def _may_go_unused(unit: Unit) -> bool:
+    return any(".conditional_" in f".{t.name}" or t.first_use != 0 for t in unit.members)
 
 
 def votes(plan: Plan) -> int:

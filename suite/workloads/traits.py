@@ -200,6 +200,8 @@ class Frozen(nn.Module):
 class Unused(nn.Module):
     """Parameters that nothing uses."""
 
+    calls: ClassVar[Mapping[str, int]] = {"layer": 0}
+
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.layer = Linear(width, width, **place)
@@ -222,7 +224,7 @@ class Branch(nn.Module):
 class Twice(nn.Module):
     """One layer that runs twice."""
 
-    #: How often one forward calls a child that it calls more than once.
+    #: How often one forward calls a child that it does not call once.
     calls: ClassVar[Mapping[str, int]] = {"layer": 2}
 
     def __init__(self, width: int, place: Place) -> None:
