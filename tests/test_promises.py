@@ -12,6 +12,7 @@ from suite.promises.accounting import KNOWN, accounting_of
 from suite.promises.base import Flow
 from suite.promises.layout import Flat, buckets, units
 from suite.promises.plan import TensorPlan
+from suite.promises.sharded import Zero3
 
 
 def tensor(name: str, *shape: int, **more: Any) -> TensorPlan:
@@ -121,6 +122,27 @@ def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
         assert after["optimizer_state"] == 2 * 4 * elements[rank] + 4 * len(
             promise.local(rank).optimizer
         )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "gathers"),
+    [
+        ("zero3", {}, 3),
+        ("fsdp", {}, 3),
+        ("fsdp", {"reshard_after_forward": 2}, 3),
+        ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}, 1),
+    ],
+)
+def test_a_unit_is_gathered_for_every_call(
+    strategy: str, options: dict[str, Any], gathers: int
+) -> None:
+    twice = PROMISES[strategy](plan(strategy, options=options, calls={"b.1": 2}))
+    once = PROMISES[strategy](plan(strategy, options=options))
+    more = twice.payload() - once.payload()
+    assert more == (4 * 4 if gathers > 1 else 0)
+    assert isinstance(twice, Zero3)
+    lifted = 1 if "reshard_after_forward" in options else gathers
+    assert [twice.lifts(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
 
 
 def test_sgd_keeps_one_slot_or_none() -> None:
@@ -234,3 +256,28 @@ def test_a_plan_survives_as_plain_data() -> None:
 
     found = plan(groups=(("head.w",), ("b.0.w", "b.1.w")))
     assert Plan.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_fsdp1_lays_frozen_tensors_where_they_are_registered() -> None:
+    frozen = tensor("b.0.f", 8, trainable=False, dtype="float64")
+    wide = tensor("b.0.w", 4, dtype="float64")
+    found = PROMISES["fsdp1"](plan("fsdp1", 2, parameters=(frozen, wide), units=("b.0",)))
+    assert found.local(0).parameters == {"b.0.f": 6}
+    assert found.local(1).parameters == {"b.0.f": 2, "b.0.w": 4}
+
+
+def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> None:
+    parts = (tensor("b.0.w", 8), tensor("b.0.e", 0, 4), tensor("b.0.v", 12))
+    found = PROMISES["fsdp1"](plan("fsdp1", 2, parameters=parts, units=("b.0",)))
+    held = [found.resident(rank, 0, 0)["optimizer_state"] for rank in range(2)]
+    # 10 elements a rank; 8 and 2 of two tensors with the empty one between, then 10 of one
+    assert held == [10 * 8 + 3 * 4, 10 * 8 + 1 * 4]
+
+
+def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:
+    for strategy in ("fsdp1", "fsdp2"):
+        plain = PROMISES[strategy](plan(strategy, 2)).payload()
+        assert PROMISES[strategy](plan(strategy, 2, scaled=True)).payload() - plain == 2 * 4
+    owner = PROMISES["zero_redundancy_optimizer"]
+    whole, less = owner(plan(ranks=2)).payload(), owner(plan(ranks=2, skipped=True)).payload()
+    assert whole == Fraction(3, 2) * less

@@ -274,6 +274,13 @@ def test_exact_fractions_are_compared_exactly() -> None:
     assert "formula" not in row.cells()[5]
 
 
+def test_native_bytes_stand_beside_the_textbooks() -> None:
+    one = result(case("a"), sent="9", bytes_expected="9")
+    told = {"check": "traffic", "figures": {"textbook": "zero1", "textbook_bytes": "6"}}
+    [row] = report.rows([one | {"checks": [told]}, one | {"checks": [told]}])
+    assert row.cells()[5] == "18 = formula (1.5 x zero1)"
+
+
 def test_the_kill_matrix_marks_named_other_and_silent_checks() -> None:
     columns, lines = report.kill_matrix([kill(), kill("other", killed=False)])
     assert columns == ["equivalence", "replicas"]

@@ -18,6 +18,7 @@ from suite.scenarios.matrix import expand, reseed, substitute
 from suite.scenarios.schema import json_schema
 from suite.scenarios.select import compile_expression
 from suite.scenarios.vocabulary import Vocabulary, installed
+from suite.workloads import TRAITS
 
 GOOD = """\
 name: small
@@ -446,16 +447,91 @@ def test_the_schema_says_what_the_loader_accepts() -> None:
     assert {"type": "string"} in backend["anyOf"]
 
 
-def test_shipped_scenarios_expand_and_stay_within_the_budget() -> None:
-    found = [case for file in find([str(SHIPPED)]) for case in expand(file, installed())]
-    assert len({case.id for case in found}) == len(found)
-    quick = [case for case in found if case.tier == "quick"]
+@pytest.fixture(scope="module")
+def shipped() -> list[Case]:
+    return [case for file in find([str(SHIPPED)]) for case in expand(file, installed())]
+
+
+def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]) -> None:
+    assert len({case.id for case in shipped}) == len(shipped)
+    quick = [case for case in shipped if case.tier == "quick"]
     assert 150 <= len(quick) <= 320
     assert {case.backend for case in quick} == {"in_memory", "gloo"}
     ddp = [case for case in quick if case.implementation in ("reference/ddp", "pytorch/ddp")]
     assert {case.world for case in ddp} == {1, 2, 3, 4, 5}
-    assert {case.world for case in found if case.implementation == "plain"} <= {1, 2}
-    assert all(case.optimizer.clip_norm is None for case in found if case.lane == "bitwise")
+    assert {case.world for case in shipped if case.implementation == "plain"} <= {1, 2}
+    assert all(case.optimizer.clip_norm is None for case in shipped if case.lane == "bitwise")
+
+
+#: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
+OTHERS = ("ddp-", "plain", "relations", "nccl", "memory-ratios")
+
+
+def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:
+    """On two cores at rest a case takes 1.4 s on average: 60 s of quick ones, 8 minutes of all."""
+    family = [case for case in shipped if not case.scenario.startswith(OTHERS)]
+    assert sum(case.tier == "quick" for case in family) <= 2 * 60 / 1.4
+    assert len(family) <= 2 * 480 / 1.4
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp"])
+def test_every_sharded_strategy_meets_every_condition(shipped: list[Case], name: str) -> None:
+    own = [
+        case
+        for case in shipped
+        if case.implementation == f"reference/{name}" and "refuses" not in case.expect
+    ]
+    assert {trait for case in own for trait in case.workload.traits} == set(TRAITS)
+    assert {case.world for case in own} >= {1, 2, 3, 4, 5}
+    assert {case.backend for case in own} == {"in_memory", "gloo"}
+    updates = {(case.optimizer.name, case.optimizer.clip_norm is not None) for case in own}
+    assert updates == {(name, clipped) for name in ("sgd", "adamw") for clipped in (True, False)}
+    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "native"}
+    assert {(case.workload.micro_batches, case.workload.windows) for case in own} >= {
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (3, 2),
+    }
+    assert {case.dtype for case in own} == {"float64", "float32", "bfloat16"}
+    policies = {
+        tuple(case.precision.get(part) for part in ("parameters", "reduce", "output"))
+        for case in own
+    }
+    assert policies >= {
+        (None, None, None),
+        ("bfloat16", None, None),
+        ("bfloat16", "float32", None),
+        ("float16", None, "float32"),
+        (None, "bfloat16", None),
+    }
+    assert any(case.optimizer.scaler for case in own)
+    wanted = {"none", "optimizer"} | ({"parameters"} if name in ("zero3", "fsdp") else set())
+    assert {case.options.get("offload", "none") for case in own} == wanted
+    assert any(case.options.get("recompute_every") for case in own)
+
+
+def test_fsdp_is_run_in_every_way_of_sharding_and_resting(shipped: list[Case]) -> None:
+    own = [
+        case
+        for case in shipped
+        if case.implementation == "reference/fsdp" and "refuses" not in case.expect
+    ]
+    ways = {
+        (c.options.get("sharding_strategy"), c.options.get("reshard_after_forward")) for c in own
+    }
+    assert ways >= {
+        (None, None),
+        (None, 2),
+        ("NO_SHARD", None),
+        ("SHARD_GRAD_OP", None),
+        *(("HYBRID_SHARD", rest) for rest in (None, True, False, 2)),
+    }
+    assert {len(case.options.get("wrap", {})) for case in own} == {0, 1}
+    policies = {policy for case in own for policy in case.options.get("wrap", {})}
+    assert policies == {"module_class", "minimum_parameters"}
+    hybrid = {tuple(c.mesh.values()) for c in own if set(c.mesh) == {"replicate", "shard"}}
+    assert hybrid >= {(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)}
 
 
 def test_suggested_groups_reach_the_optimizer() -> None:

@@ -58,19 +58,27 @@ class FSDP(Zero3):
 
     def lifts(self, unit: Unit) -> int:
         """Before forward; before backward as well where the unit was freed, not kept or cut."""
-        again = self.plan.rounds if unit.name and self.reshards is True else 0
-        return self.forwards + again
+        if not self.plan.called(unit.name):
+            return 0
+        return self.forwards + (self.gathers_again(unit) if self.reshards is True else 0)
+
+    def gathers_again(self, unit: Unit) -> int:
+        """How often a step gathers a unit that was freed, or cut: before backward, and before a
+        further forward of the same micro-batch.
+        """
+        return self.plan.called(unit.name) * self.plan.rounds if unit.name else 0
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
+            if not plan.called(unit.name):
+                continue
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
             found += flow(plan, "shard", "all_gather", gathered, self.forwards)
-            if unit.name:
-                found += self.again(gathered)
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+            found += self.again(gathered, self.gathers_again(unit))
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
         crossing = [size // plan.size("shard") for size in reduced]
         once = min(plan.rounds, 1)
         times = once if self.is_silent else plan.rounds
@@ -78,13 +86,14 @@ class FSDP(Zero3):
         found += flow(plan, "replicate", "all_reduce", crossing, once)
         return [*found, *norm_flow(plan, "shard")]
 
-    def again(self, payloads: list[int]) -> list[Flow]:
-        """The gathers of one unit before backward, over the ranks that it is sharded over then."""
+    def again(self, payloads: list[int], times: int) -> list[Flow]:
+        """The gathers of one unit over the ranks that it is sharded over between its uses."""
         plan, k = self.plan, self.rests
-        if k == 1:
+        sizes = [payload for payload in payloads if payload]
+        if k == 1 or not times or not sizes:
             return []
-        total = Fraction((k - 1) * sum(payloads) * (plan.world // k) * plan.rounds)
-        return [Flow("shard", "all_gather", total, len(payloads) * plan.rounds * plan.world)]
+        total = Fraction((k - 1) * sum(sizes) * (plan.world // k) * times)
+        return [Flow("shard", "all_gather", total, len(sizes) * times * plan.world)]
 
     def ahead(self) -> Ahead:
         """Prefetched units in both directions; of late units also the way over the replicas."""

@@ -72,12 +72,9 @@ class _Native(Promise):
         raise NotImplementedError
 
     def at_rest(self, rank: int, step: int) -> int:
-        """One reduction and its result: the peer that carried a call out may hold on to it until
-        the next; beside it partial norms.
-        """
-        largest = max(self.reduced_bytes(), default=0)
-        shard = largest // max(self.plan.size("shard"), 1)
-        return largest + shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
+        """The shard that a reduction gave, until it is added to others; partial norms."""
+        shard = max(self.reduced_bytes(), default=0) // self.plan.size("shard")
+        return shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""

@@ -119,7 +119,7 @@ class Offloaded(Promise):
             for unit in self.inner.units
             for flat in unit.flats
         )
-        reduced = sum(flat.shard_bytes() for flat in self.inner.trained)
+        reduced = sum(flat.shard_bytes() for flat in self.inner.reduced)
         return {"down": reduced, "up": lifted}
 
     def _travels_down(self, tensor: TensorPlan) -> str:

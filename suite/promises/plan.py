@@ -74,6 +74,7 @@ class Plan:
     scaled: bool = False
     skipped: bool = False
     steps: int = 1
+    calls: Mapping[str, int] = field(default_factory=dict)
 
     # --------------------------------------------------------------------------------- the mesh
 
@@ -92,6 +93,10 @@ class Plan:
         for axis, size in reversed(list(self.axes.items())):
             rank, found[axis] = divmod(rank, size)
         return found
+
+    def called(self, name: str) -> int:
+        """How often one forward calls the module ``name``."""
+        return math.prod(n for part, n in self.calls.items() if f"{name}.".startswith(f"{part}."))
 
     @property
     def rounds(self) -> int:
@@ -201,6 +206,11 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
         clipped=case.optimizer.clip_norm is not None,
         scaled=case.optimizer.scaler is not None,
         steps=case.steps,
+        calls={
+            f"{name}.{child}": count
+            for name, module in model.named_modules()
+            for child, count in getattr(module, "calls", {}).items()
+        },
     )
 
 

@@ -146,7 +146,7 @@ class Zero2(Zero1):
         or unused holds up all behind it.
         """
         plan = self.plan
-        held_up = any(_may_go_unused(t) or len(t.owners) > 1 for t in plan.trainable)
+        held_up = any(_not_always_used(t) or len(t.owners) > 1 for t in plan.trainable)
         if phase != "backward" or held_up or plan.size("shard") == 1:
             return {}
         sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
@@ -158,8 +158,9 @@ class Zero2(Zero1):
 class Zero3(Promise):
     """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
 
-    A unit is gathered before its forward and again before its backward, and its gradient is
-    reduced and scattered at once: 2 gathers and 1 reduction a unit and micro-batch.
+    A unit is gathered before its forward (every one, if it is called again) and again before its
+    backward, and its gradient is reduced and scattered at once: 2 gathers and 1 reduction a unit
+    and micro-batch.
     """
 
     strategy: ClassVar[str] = "zero3"
@@ -184,25 +185,40 @@ class Zero3(Promise):
         """Layouts that have gradients."""
         return [flat for unit in self.units for flat in unit.trained]
 
+    @property
+    def reduced(self) -> list[Flat]:
+        """Those that are reduced: none of a unit that nothing calls."""
+        called = self.plan.called
+        return [flat for unit in self.units if called(unit.name) for flat in unit.trained]
+
     def flows(self) -> list[Flow]:
         """Gathers of all, reductions of what is trained, the norm."""
-        plan = self.plan
+        plan, found = self.plan, list[Flow]()
         self.refuse_uncalled()
-        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.trained]
+        for unit in self.units:
+            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(plan, "shard", "all_gather", gathered, self.lifts(unit))
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
         return [
-            *flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds),
+            *found,
             *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
             *norm_flow(plan, "shard"),
         ]
 
     @cached_property
     def uncalled(self) -> set[str]:
-        """Units that some micro-batch does not call.
+        """Units that some micro-batches call and others do not.
 
         Whether they are gathered ahead in vain depends on the forwards before.
         """
-        return {u.name for u in self.units if u.name and all(map(_may_go_unused, u.members))}
+        return {
+            unit.name
+            for unit in self.units
+            if unit.name and self.plan.called(unit.name) and self._is_conditional(unit)
+        }
+
+    def _is_conditional(self, unit: Unit) -> bool:
+        return all(t.trainable and _not_always_used(t) for t in unit.members)
 
     def refuse_uncalled(self) -> None:
         """Raise where some unit is not called by every micro-batch."""
@@ -214,7 +230,8 @@ class Zero3(Promise):
         """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
         from the host where they rest there.
         """
-        return 2 * self.plan.rounds
+        forwards = self.plan.called(unit.name)
+        return (forwards + 1) * self.plan.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
@@ -258,28 +275,25 @@ class Zero3(Promise):
         return Local(dict(own), last, last if slots(self.plan) else {})
 
     def ahead(self) -> Ahead:
-        """The next unit is gathered while one computes, in both directions; late is the reduction
-        of a unit that ends with the whole backward.  That is the root, a unit with a parameter that
-        may go unused, and, if that can hold up the end, whatever lies outside of the blocks: no
-        gradient passes the inputs of the first unit.
+        """The next unit is gathered while one computes, in both directions; a unit that ends with
+        the whole backward (the root, and where a parameter may go unused) is reduced late.  If the
+        root is such a one, so are units whose inputs need no gradient, which end with it; blocks
+        are none of these.
         """
         inner = [unit for unit in self.units if unit.name in self.plan.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
-        outer = [unit for unit in self.units if not self._in_block(unit)]
-        held_up = any(_may_go_unused(t) for unit in outer for t in unit.members)
+        root = [unit for unit in self.units if not unit.name]
+        held_up = any(map(_may_go_unused, root))
         late = [
             len(unit.trained)
             for unit in self.units
             if not unit.name
-            or any(map(_may_go_unused, unit.members))
-            or (held_up and unit in outer)
+            or _may_go_unused(unit)
+            or (held_up and unit.name not in self.plan.units)
         ]
         watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
         return Ahead(gathers, sum(late), len(self.trained), watched)
-
-    def _in_block(self, unit: Unit) -> bool:
-        return any(f"{unit.name}.".startswith(f"{block}.") for block in self.plan.units)
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters beside the shards: at least root and largest unit, with the units that
@@ -332,9 +346,12 @@ class Zero3(Promise):
         return index
 
 
-def _may_go_unused(tensor: TensorPlan) -> bool:
-    """Whether some micro-batch of some rank gives ``tensor`` no gradient."""
-    return tensor.trainable and (".conditional_" in f".{tensor.name}" or tensor.first_use != 0)
+def _may_go_unused(unit: Unit) -> bool:
+    return any(map(_not_always_used, unit.members))
+
+
+def _not_always_used(tensor: TensorPlan) -> bool:
+    return ".conditional_" in f".{tensor.name}" or tensor.first_use != 0
 
 
 def votes(plan: Plan) -> int:

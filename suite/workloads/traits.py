@@ -25,9 +25,9 @@ The numbers in ``conditions`` are those of docs/trigger-conditions.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -200,6 +200,8 @@ class Frozen(nn.Module):
 class Unused(nn.Module):
     """Parameters that nothing uses."""
 
+    calls: ClassVar[Mapping[str, int]] = {"layer": 0}
+
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.layer = Linear(width, width, **place)
@@ -221,6 +223,9 @@ class Branch(nn.Module):
 
 class Twice(nn.Module):
     """One layer that runs twice."""
+
+    #: How often one forward calls a child that it does not call once.
+    calls: ClassVar[Mapping[str, int]] = {"layer": 2}
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
