@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from impls.mutants import declare
 from impls.mutants.ddp import CLIP, Nothing, gpt
@@ -22,6 +22,7 @@ from impls.reference.parts.norm import NormPart
 from impls.reference.parts.shards import FlatShard, Unit
 from impls.reference.parts.state import broadcast_tensors, named_state
 from suite.comm import Comm, Mesh
+from suite.contract import Batch
 
 mutant = partial(
     declare.mutant,
@@ -250,3 +251,20 @@ class NarrowPartialSums(FSDP):
         for flat in self.trained:
             if flat.total is not None:
                 flat.total.copy_(flat.total.bfloat16())
+
+
+@mutant(
+    "hybrid_normalises_by_local_counts",
+    zoo=("H17",),
+    summary="the loss is divided by the rank's own count of tokens, then averaged over the ranks",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_tokens"),
+)
+class NormalisesByLocalCounts(ReferenceFSDP):
+    def backward(self, batch: Batch) -> Tensor:
+        micro_batches = batch.micro_batches
+        own = torch.stack([micro.weights.sum() for micro in micro_batches]).sum()
+        whole, self.loss = self.loss, lambda micro: whole(micro) / (own * self.mesh.world)  # type: ignore[method-assign]
+        loss = super().backward(batch)
+        self.loss = whole  # type: ignore[method-assign]
+        return loss

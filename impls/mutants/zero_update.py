@@ -180,3 +180,31 @@ class EvaluatesBeforeGather(Zero1):
     def before_step(self, micro_batches: int) -> None:
         super().after_update()
         super().before_step(micro_batches)
+
+
+@mutant(
+    "zero1_idle_rank_does_not_update",
+    zoo=("X08",),
+    summary="a rank that has no micro-batch in a step leaves its shards as they are",
+    killed_by=("equivalence",),
+    workload=replace(gpt(micro_batches=1), global_batch=2),
+)
+class IdleRankDoesNotUpdate(ReferenceZero1):
+    def update(self) -> None:
+        if self.handle.used:  # type: ignore[attr-defined]
+            super().update()
+
+
+@mutant(
+    "zero2_drops_in_evaluation",
+    zoo=("O23",),
+    summary="dropout ignores that the model evaluates",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_counter"),
+)
+class DropsInEvaluation(ReferenceZero2):
+    def evaluate(self, batch: Batch) -> Tensor:
+        for part in self.module.modules():
+            if "Dropout" in type(part).__name__:
+                vars(part)["train"] = lambda mode=True: None
+        return super().evaluate(batch)
