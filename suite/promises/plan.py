@@ -57,8 +57,8 @@ class Plan:
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
     ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
     each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
-    losses are scaled; ``skipped``: the step in question overflowed and is no update.  ``calls``: how
-    often one forward calls a module, where that is not once.
+    losses are scaled; ``skipped``: the step in question overflowed and is no update.
+    ``calls``: how often one forward calls a module, where that is not once.
     """
 
     axes: Mapping[str, int]
