@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from impls.deepspeed.json_form import parse, section
 from suite import registry
-from suite.contract import GroupSpec, OptimizerSpec, Refused
+from suite.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
 from suite.formulas import facts_of
 from suite.promises import PROMISES
 from suite.promises.deepspeed import DeepSpeedZero1, DeepSpeedZero3
@@ -62,6 +63,12 @@ ALL_SHARDED = {
 def test_bad_forms_are_refused_by_name(stage: int, options: dict[str, Any], told_by: str) -> None:
     with pytest.raises(Refused, match=told_by):
         parse(options, stage)
+
+
+def test_a_loss_scale_is_refused_and_not_dropped() -> None:
+    scaled = OptimizerSpec("sgd", scaler=ScalerSpec())
+    with pytest.raises(Refused, match="scaler"):
+        registry.load("deepspeed/zero1")().setup(Mock(), None, scaled, Mock(), {})
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -145,6 +145,26 @@ def test_a_unit_is_gathered_for_every_call(
     assert [twice.lifts(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_unit_that_nothing_calls_sends_nothing(strategy: str) -> None:
+    unused = tensor("b.1.w", 3, first_use=None)
+    fields = {"parameters": (*MODEL[:2], unused), "calls": {"b.1": 0}}
+    without = plan(strategy, parameters=MODEL[:2], units=("b.0",))
+    assert PROMISES[strategy](plan(strategy, **fields)).payload() == (
+        PROMISES[strategy](without).payload()
+    )
+
+
+def test_what_ends_with_the_root_is_reduced_as_late() -> None:
+    wrap = {"wrap": {"units": ["head", "b.0"]}}
+    late = [
+        PROMISES["zero3"](plan(options=wrap, parameters=(*MODEL[:2], last))).ahead()
+        for last in (MODEL[2], tensor("b.1.w", 3, first_use=None))
+    ]
+    # The root, which ``b.1`` is left to; and with it ``head``, whose inputs may need no gradient.
+    assert [found.late if found else 0 for found in late] == [1, 2]
+
+
 def test_sgd_keeps_one_slot_or_none() -> None:
     one = PROMISES["zero1"](plan(optimizer="sgd")).resident(0, 0, 0)["optimizer_state"]
     assert one == 4 * 8

@@ -114,6 +114,8 @@ class Engine(Implementation):
     ) -> None:
         """The engine over all ranks."""
         self.zero: ZeroOptimization = parse(options, self.stage)
+        if optimizer.scaler is not None:
+            raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
         self.build, self.spec, self.comm = build, optimizer, mesh.comm(self.axis)
         if mesh.world != torch.distributed.get_world_size():
             raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")

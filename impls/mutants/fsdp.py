@@ -253,6 +253,7 @@ class DropsUnitOfLastForward(Zero3):
         else:
             for flat in unit.trained:
                 flat.full = None
+                flat.fresh.clear()
 
 
 @mutant(
@@ -283,6 +284,7 @@ class ReducesReducedGradients(FSDP):
 )
 class CountsModuleTwice(FSDP):
     def reduce(self, unit: Unit) -> None:
+        unit.pack()
         for flat in unit.trained:
             if self.order.count(unit) > 1 and flat.full is not None:
                 flat.full.mul_(2)

@@ -128,6 +128,7 @@ class CrossesBeforeAccumulation(FSDP):
 )
 class CrossesWholeGradients(FSDP):
     def start_reduction(self, unit: Unit) -> None:
+        unit.pack()
         for flat in unit.trained:
             if flat.full is not None and self.replicas is not None:
                 self.replicas.all_reduce(flat.full)

@@ -58,6 +58,7 @@ class Plan:
     ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
     each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
     losses are scaled; ``skipped``: the step in question overflowed and is no update.
+    ``calls``: how often one forward calls a module, where that is not once.
     """
 
     axes: Mapping[str, int]

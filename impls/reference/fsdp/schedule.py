@@ -139,6 +139,7 @@ class FSDP(WrappedHandle):
         if not (self.is_silent and self.options.keeps_parameters):
             unit.free()
         if self.is_silent:
+            unit.pack()
             self.owed.add(unit)
         else:
             self.owed.discard(unit)

@@ -9,7 +9,8 @@ section 4.2.)
     resting     shard [ s_r ]                      whole: no memory
     gather      shard [ s_r ]   all-gather ->      whole [ s_0 | s_1 | ... | padding ]
     free        shard [ s_r ]                      whole: no memory
-    backward    gradient of a parameter ->         full gradients [ ... ], made by the first one
+    backward    gradients as they arrive           full gradients: no memory yet
+    pack        gradients, each freed ->           full gradients [ ... ]
     reduce      total [ t_r ]   <- reduce-scatter  full gradients: no memory
 
 Frozen parameters have a flat tensor of their own: no gradient memory, no reduction.  Over one
@@ -71,7 +72,8 @@ class FlatShard:
         self.gathering: Work | None = None
         self.sent: Tensor | None = None  # what the gather in flight reads
         self.kept: Tensor | None = None  # this rank's chunk of a sharding over fewer ranks
-        self.full: Tensor | None = None  # this rank's gradients
+        self.fresh: dict[str, Tensor] = {}  # this rank's gradients as they have arrived
+        self.full: Tensor | None = None  # those that are packed
         self.filled: set[str] = set()
         self.sending: Tensor | None = None  # those that the reduction in flight reads
         self.reduced: Tensor | None = None  # receives the reduction in flight
@@ -123,18 +125,28 @@ class FlatShard:
 
     # ---------------------------------------------------------------------------------- gradients
 
-    @torch.no_grad()
     def take(self, name: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to this rank's full gradients."""
+        """Keep ``gradient`` until it is packed."""
+        if name in self.fresh:
+            self.pack()
+        self.fresh[name] = gradient
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Add what has arrived to this rank's full gradients, and let it go."""
+        if not self.fresh:
+            return
         if self.full is None:
             self.full = self.layout.empty(self.device, self.reduced_in)
-        view = self.layout.views(self.full)[name]
-        view.add_(gradient) if name in self.filled else view.copy_(gradient)
-        self.filled.add(name)
+        views = self.layout.views(self.full)
+        while self.fresh:
+            name, gradient = self.fresh.popitem()
+            views[name].add_(gradient) if name in self.filled else views[name].copy_(gradient)
+            self.filled.add(name)
 
     @torch.no_grad()
     def reduce(self) -> Work | None:
-        """Start to sum the full gradients into this rank's shard (zero where there are none)."""
+        """Start to sum the packed gradients into this rank's shard (zero where there are none)."""
         full = (
             self.full if self.full is not None else self.layout.empty(self.device, self.reduced_in)
         )
@@ -189,6 +201,7 @@ class FlatShard:
     def clear(self) -> None:
         """Drop all gradients."""
         self.total = self.full = None
+        self.fresh.clear()
         self.filled.clear()
         for target in self.targets.values():
             target.grad = None
@@ -246,8 +259,13 @@ class Unit:
         for flat in self.flats:
             flat.free(within)
 
+    def pack(self) -> None:
+        """Bring together the gradients that have arrived."""
+        for flat in self.trained:
+            flat.pack()
+
     def reduce(self) -> list[Work]:
-        """Start to reduce what is trained."""
+        """Start to reduce what is trained and packed."""
         works = [flat.reduce() for flat in self.trained]
         return [work for work in works if work is not None]
 

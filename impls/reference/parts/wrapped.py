@@ -106,6 +106,7 @@ class WrappedHandle(Handle, Listener):
         crosses = self.rounds.is_last and self.replicas is not None
         if crosses or unit is not self.root:
             self.land()
+        unit.pack()
         for flat in unit.trained:
             self.used |= flat.filled
         works = unit.reduce()
