@@ -468,10 +468,14 @@ OTHERS = ("ddp-", "plain", "relations", "nccl", "memory-ratios")
 
 
 def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:
-    """On two cores at rest a case takes 1.4 s on average: 60 s of quick ones, 8 minutes of all."""
+    """Counts stand in for seconds, which no test can tell on a machine that does other work.
+
+    The budget is 60 s of quick cases and 8 minutes of all, on two cores at rest: measure both
+    before a number here is raised.
+    """
     family = [case for case in shipped if not case.scenario.startswith(OTHERS)]
-    assert sum(case.tier == "quick" for case in family) <= 2 * 60 / 1.4
-    assert len(family) <= 2 * 480 / 1.4
+    assert sum(case.tier == "quick" for case in family) <= 76
+    assert len(family) <= 650
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp"])
