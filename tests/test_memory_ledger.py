@@ -175,6 +175,18 @@ def test_resized_storages(run: Run) -> None:
     assert run.now() == {"temporary": 1200 + 28}
 
 
+def test_a_resize_belongs_to_the_phase_it_falls_in(run: Run) -> None:
+    whole = torch.zeros(100)
+    run.ledger.claim([whole], "parameters")
+    run.phase = "backward"
+    whole.untyped_storage().resize_(0)
+    assert run.ledger.peak("backward", -1)["parameters"] == 400
+    run.phase = "forward"  # two gathers in a row, no operator between
+    whole.untyped_storage().resize_(800)
+    assert run.ledger.peak("backward", -1)["parameters"] == 400
+    assert run.ledger.peak("forward", -1)["parameters"] == 800
+
+
 def test_storages_that_no_operator_made(run: Run) -> None:
     taken = torch.empty(0).set_(torch.UntypedStorage(64))
     constant = torch.tensor([1.0, 2.0])

@@ -175,6 +175,7 @@ class MemoryLedger(TorchDispatchMode):
         """``storage`` has another size now."""
         ref = self._known.get(id(storage))
         if ref is not None:
+            self._turn()
             self._size(ref, storage.nbytes())
 
     def saw_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
