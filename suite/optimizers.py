@@ -48,6 +48,31 @@ def read_slots(
     }
 
 
+def largest_terms(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
+) -> dict[str, Tensor]:
+    """Per slot that the next step makes a sum of terms of either sign: the largest of them.
+
+    Where terms cancel, the sum's own last place says nothing of the error of adding them.
+    """
+    found: dict[str, Tensor] = {}
+    names = {parameter: name for name, parameter in named.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if isinstance(optimizer, torch.optim.SGD):
+                slot, kept = "momentum_buffer", group["momentum"]
+                terms = [parameter.grad, parameter.detach() * group["weight_decay"]]
+            else:
+                slot, kept = "exp_avg", group["betas"][0]
+                terms = [parameter.grad * (1 - kept)]
+            before = optimizer.state[parameter].get(slot)
+            terms += [] if before is None else [before * kept]
+            found[f"{names[parameter]}.{slot}"] = torch.stack([t.abs() for t in terms]).amax(0)
+    return found
+
+
 def load_slots(
     optimizer: torch.optim.Optimizer,
     named: Mapping[str, torch.nn.Parameter],

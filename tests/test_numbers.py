@@ -16,6 +16,8 @@ from suite.checks.numbers import (
     split_zero,
     within_ulps,
 )
+from suite.contract import OptimizerSpec
+from suite.optimizers import build_optimizer, largest_terms
 
 TRUTH = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(4, 6)
 FP64 = relative_frobenius(FP64_BOUND)
@@ -71,3 +73,20 @@ def test_zero_slices_are_taken_out() -> None:
     assert bool((rest[1:3, :2] == 0).all()) and torch.equal(rest[0], TRUTH[0])
     assert torch.equal(zeros[0], TRUTH[1:3, :2])
     assert root_mean_square([torch.tensor([3.0, 4.0])]) == pytest.approx(math.sqrt(12.5))
+
+
+@pytest.mark.parametrize(
+    ("spec", "slot", "largest"),
+    [
+        (OptimizerSpec("sgd", weight_decay=0.5, momentum=0.5), "momentum_buffer", [3.0, 2.0]),
+        (OptimizerSpec("adamw", betas=(0.75, 0.9)), "exp_avg", [4.5, 0.5]),
+    ],
+)
+def test_moments_are_compared_in_units_of_their_largest_term(
+    spec: OptimizerSpec, slot: str, largest: list[float]
+) -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 4.0]))
+    optimizer = build_optimizer(spec, {"w": parameter})
+    parameter.grad = torch.tensor([-0.5, -2.0])
+    optimizer.state[parameter][slot] = torch.tensor([6.0, 0.5])
+    assert largest_terms(optimizer, {"w": parameter})[f"w.{slot}"].tolist() == largest

@@ -109,7 +109,7 @@ class Options(Training):
         }
         zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
         reasons |= dict.fromkeys(("unused", "conditional_late_step"), zeros)
-        return reasons
+        return reasons | self.wrap.declines
 
 
 @dataclass(frozen=True)

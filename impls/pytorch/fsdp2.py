@@ -103,7 +103,7 @@ class Options(Training):
         else:
             wanted = "needs reduce_scatter_unused_params=True: ranks reduce what they used"
             reasons |= dict.fromkeys(VARYING, wanted)
-        return reasons
+        return reasons | self.wrap.declines
 
 
 class PyTorchFSDP2(Adapter):

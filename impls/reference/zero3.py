@@ -138,7 +138,7 @@ class ReferenceZero3(Engine):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero3`` profile asks for."""
-        parse_options(Options, options)
+        chosen = parse_options(Options, options)
         features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "overlap")
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
         return Capabilities(
@@ -146,6 +146,7 @@ class ReferenceZero3(Engine):
             dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset({*features, *sharded}),
+            declines=chosen.wrap.declines,
         )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:

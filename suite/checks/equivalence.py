@@ -41,7 +41,13 @@ from suite.checks.numbers import (
 )
 from suite.evidence import Assembled, Evidence, Figures, Row
 from suite.mantissa import Budget
-from suite.optimizers import build_optimizer, load_slots, read_slots, set_learning_rate
+from suite.optimizers import (
+    build_optimizer,
+    largest_terms,
+    load_slots,
+    read_slots,
+    set_learning_rate,
+)
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -429,6 +435,7 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
             optimizer, named, evidence.observed(step - 1, "after_update", "optimizer").first()
         )
     set_learning_rate(optimizer, spec, step)
+    terms = largest_terms(optimizer, named)
     optimizer.step()
     updated = {name: p.detach() for name, p in named.items()}
     expected = {name: updated.get(name, before[name]) for name in before}
@@ -441,7 +448,7 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     expected_slots = read_slots(optimizer, named) | {
         name: expected[name.removesuffix(f".{MASTER}")] for name in masters
     }
-    earlier = {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
+    earlier = terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
     for state, wanted, reference, phase in (
         (after, held, before, "replayed update of parameters"),
         (slots, expected_slots, earlier, "replayed update of optimizer"),

@@ -125,6 +125,7 @@ class ReferenceFSDP(Engine):
             dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset(features),
+            declines=chosen.wrap.declines,
         )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:

@@ -27,6 +27,12 @@ from suite.contract import Refused
 
 #: They only hold others and are never called, so nothing could be gathered before their forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+#: Traits whose branch some ranks take in a micro-batch and others do not.
+_BRANCHES = (
+    "conditional_by_rank",
+    "conditional_by_micro_batch",
+    "conditional_last_micro_batch",
+)
 #: Names that a refusal lists at most.
 _SHOWN = 12
 
@@ -45,6 +51,14 @@ class Wrap:
             raise Refused(f"option 'wrap' takes one policy, not {' and '.join(given)}")
         if self.minimum_parameters is not None:
             at_least("wrap.minimum_parameters", self.minimum_parameters, 1)
+
+    @property
+    def declines(self) -> dict[str, str]:
+        """Traits under which a unit of this policy may be one that only some ranks gather."""
+        if self.minimum_parameters is None:
+            return {}
+        reason = "wrap.minimum_parameters makes a unit of a branch that other ranks do not take"
+        return dict.fromkeys(_BRANCHES, reason)
 
 
 @dataclass(frozen=True)
