@@ -161,8 +161,30 @@ def test_what_ends_with_the_root_is_reduced_as_late() -> None:
         PROMISES["zero3"](plan(options=wrap, parameters=(*MODEL[:2], last))).ahead()
         for last in (MODEL[2], tensor("b.1.w", 3, first_use=None))
     ]
-    # The root, which ``b.1`` is left to; and with it ``head``, whose inputs may need no gradient.
-    assert [found.late if found else 0 for found in late] == [1, 2]
+    # With the root, which ``b.1`` is left to, ``head``, whose inputs may need no gradient.
+    assert [found.late if found else -1 for found in late] == [0, 2]
+
+
+def test_what_is_late_over_replicas() -> None:
+    axes = {"replicate": 2, "shard": 2}
+    late = tensor("b.1.w", 3, first_use=None)
+    wrap = {"units": ["b.0"]}
+
+    def ahead(parameters: tuple[TensorPlan, ...], **options: Any) -> Any:
+        return PROMISES["fsdp"](
+            plan("fsdp", axes=axes, parameters=parameters, options={"wrap": wrap, **options})
+        ).ahead()
+
+    # A root that is whole in time holds nothing up; all of an idle round comes late.
+    prompt = ahead(MODEL)
+    assert [prompt.after_backward(*rounds) for rounds in ((2, 0), (1, 1))] == [0, 4]
+    # One that is not: a reduction a round; in the last one the way over the replicas as well, of
+    # the root and of ``b.0``, which waits for the reduction after it.
+    held_up = ahead((*MODEL[:2], late))
+    assert [held_up.after_backward(n, 0) for n in (1, 2)] == [3, 4]
+    silent = ahead((*MODEL[:2], late), accumulate_without_communication=True)
+    assert [silent.after_backward(n, 0) for n in (1, 2)] == [3, 3]
+    assert silent.after_backward(2, 1) == 4
 
 
 def test_sgd_keeps_one_slot_or_none() -> None:

@@ -72,7 +72,7 @@ def decide(evidence: Figures) -> Outcome:
             if ahead is not None:
                 rounds = _forwards(record, first, last)
                 idle = promise.plan.rounds - rounds if promise is not None else 0
-                allowed = ahead.late * rounds + ahead.idle * idle
+                allowed = ahead.after_backward(rounds, idle)
                 waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)
                 gathers.append(early_gathers)

@@ -71,18 +71,30 @@ class Local:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Program order on one rank, per forward and backward that it computes.
+    """Program order on one rank.
 
-    ``gathers``: at least so many are issued while another unit computes, and waited for later;
-    ``late``: at most so many reductions are issued after backward has ended; ``idle``: so many more
-    in a round in which only other ranks compute.  ``watched``: whether the log tells the beginning
-    of every unit, so that a reduction without computing behind it would show.
+    ``gathers``: at least so many are issued while another unit computes, and waited for later, in
+    each forward and backward that the rank computes.
+    At most so many reductions are issued after backward has ended: ``late`` in a round that the
+    rank computes, ``idle`` in one that only others compute; in the step's last round ``last`` or
+    ``last_idle`` more.  ``once``: the rounds before the last reduce nothing.
+    ``watched``: whether the log tells the beginning of every unit, so that a reduction without
+    computing behind it would show.
     """
 
     gathers: int
     late: int
     idle: int = 0
+    last: int = 0
+    last_idle: int = 0
+    once: bool = False
     watched: bool = True
+
+    def after_backward(self, rounds: int, idle: int) -> int:
+        """Most late reductions in a step of so many rounds; the idle ones come last."""
+        if self.once:
+            rounds, idle = (0, 1) if idle else (min(rounds, 1), 0)
+        return self.late * rounds + self.idle * idle + (self.last_idle if idle else self.last)
 
 
 class Promise(ABC):

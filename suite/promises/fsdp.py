@@ -96,7 +96,9 @@ class FSDP(Zero3):
         return [Flow("shard", "all_gather", total, len(sizes) * times * plan.world)]
 
     def ahead(self) -> Ahead:
-        """Prefetched units in both directions; of late units also the way over the replicas."""
+        """Prefetched units in both directions; a late unit is late on its way over the replicas,
+        too, and so is the one before it, which goes there when the next is reduced.
+        """
         inner = [unit for unit in self.units if unit.name in self.plan.units]
         gathers = 0
         if self.plan.size("shard") > 1 and not (self.is_silent and self.rests == 1):
@@ -104,9 +106,18 @@ class FSDP(Zero3):
             follows = self.plan.option("prefetch_forward", 1) and not self.uncalled
             gathers += count if follows else 0
             gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
-        calls = sum(self.plan.size(axis) > 1 for axis in ("replicate", "shard"))
+        scatters, crosses = (self.plan.size(axis) > 1 for axis in ("shard", "replicate"))
         found = super().ahead()
-        return replace(found, gathers=gathers, late=calls * found.late, idle=calls * found.idle)
+        before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
+        return replace(
+            found,
+            gathers=gathers,
+            late=found.late if scatters else 0,
+            idle=found.idle if scatters else 0,
+            last=found.late + before if crosses and self.held_up else 0,
+            last_idle=found.idle if crosses else 0,
+            once=self.is_silent,
+        )
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """As ZeRO-3; all units where they are kept, 1/k of them where they rest over k ranks."""

@@ -275,25 +275,23 @@ class Zero3(Promise):
         return Local(dict(own), last, last if slots(self.plan) else {})
 
     def ahead(self) -> Ahead:
-        """The next unit is gathered while one computes, in both directions; a unit that ends with
-        the whole backward (the root, and where a parameter may go unused) is reduced late.  If the
-        root is such a one, so are units whose inputs need no gradient, which end with it; blocks
-        are none of these.
+        """The next unit is gathered while one computes, in both directions; what ends with the
+        whole backward is reduced late where that may end without some gradient.
         """
         inner = [unit for unit in self.units if unit.name in self.plan.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
-        root = [unit for unit in self.units if not unit.name]
-        held_up = any(map(_may_go_unused, root))
-        late = [
-            len(unit.trained)
-            for unit in self.units
-            if not unit.name
-            or _may_go_unused(unit)
-            or (held_up and unit.name not in self.plan.units)
-        ]
+        late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
-        return Ahead(gathers, sum(late), len(self.trained), watched)
+        return Ahead(gathers, late, len(self.trained), watched=watched)
+
+    @property
+    def held_up(self) -> list[Unit]:
+        """Units that may end after backward has returned: the root, and those whose inputs may need
+        no gradient (blocks are none of these), if a parameter of any of them may go unused.
+        """
+        ends = [unit for unit in self.units if unit.name not in self.plan.units]
+        return ends if any(map(_may_go_unused, ends)) else []
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters beside the shards: at least root and largest unit, with the units that
