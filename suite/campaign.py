@@ -33,8 +33,8 @@ class System:
     ``options`` are independent of each other but for ``only``: combinations that it refuses are
     drawn again.  ``mixed``: knows mixed precision.  ``sums_ranks_first``: adds every micro-batch up
     over ranks before it adds it to the others, so that with several micro-batches two ranks are not
-    promised equal bits.  ``takes``: whether options go with a policy of precision; where not,
-    nothing is cast.
+    promised equal bits.  ``takes``: whether options go with a policy of precision, for a model with
+    batch norms or without; where not, nothing is cast.
     """
 
     name: str
@@ -43,7 +43,9 @@ class System:
     mixed: bool = False
     sums_ranks_first: Callable[[Mapping[str, Any]], bool] = lambda options: False
     only: Callable[[Mapping[str, Any], Mapping[str, int]], bool] = lambda options, mesh: True
-    takes: Callable[[Mapping[str, Any], Mapping[str, str]], bool] = lambda options, policy: True
+    takes: Callable[[Mapping[str, Any], Mapping[str, str], bool], bool] = (
+        lambda options, policy, normed: True
+    )
 
 
 def _line(axis: str) -> list[dict[str, int]]:
@@ -65,9 +67,18 @@ def _reshards(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
     return k is None or isinstance(k, bool) or mesh["shard"] % k == 0
 
 
-def _sums_as_reduced(options: Mapping[str, Any], policy: Mapping[str, str]) -> bool:
-    """Whether micro-batches are added up in no narrower dtype than ranks: what FSDP1 insists on."""
+def _as_fsdp1(options: Mapping[str, Any], policy: Mapping[str, str], normed: bool) -> bool:
+    """What FSDP1 insists on: no batch norms, and micro-batches are added up in no narrower dtype
+    than ranks.
+    """
+    if normed:
+        return not policy
     return _communicates(options) or "reduce" not in policy or "parameters" not in policy
+
+
+def _as_fsdp2(options: Mapping[str, Any], policy: Mapping[str, str], normed: bool) -> bool:
+    """It does not cast buffers."""
+    return "buffers" not in policy
 
 
 _HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
@@ -114,7 +125,7 @@ def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
         options,
         mixed=True,
         sums_ranks_first=_communicates,
-        takes=_sums_as_reduced,
+        takes=_as_fsdp1,
     )
 
 
@@ -157,6 +168,7 @@ SYSTEMS: Sequence[System] = (
         mixed=True,
         sums_ranks_first=_communicates,
         only=_reshards,
+        takes=_as_fsdp2,
     ),
     _fsdp1("NO_SHARD", _line("replicate")),
     _fsdp1("SHARD_GRAD_OP", _SHARDS),
@@ -172,6 +184,8 @@ CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "en
 #: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
 LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "native")
 DYADIC = "dyadic_mlp"
+#: Has batch norms, which want weights and buffers of one dtype.
+NORMED = "digits_cnn"
 #: Mixed precision: what the model is built in, and the policy.
 POLICIES: Sequence[tuple[str, Mapping[str, str]]] = (
     ("float32", {}),
@@ -201,7 +215,9 @@ def case_of(
     backend = source.choice(("in_memory", "gloo"))
     workload = source.choice(sorted(traits))
     lane, dtype, policy = _lane(source, workload, system.mixed)
-    if not system.takes(options, policy):
+    if workload == NORMED and "parameters" in policy:
+        policy = {**policy, "buffers": policy["parameters"]}
+    if not system.takes(options, policy, workload == NORMED):
         dtype, policy = POLICIES[0]
     if policy:
         options["precision"] = dict(policy)

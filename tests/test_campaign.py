@@ -58,6 +58,14 @@ def test_equal_bits_are_asked_for_only_where_they_are_promised(drawn: list[Case]
             assert "unequal_micro_batches" not in case.workload.traits
 
 
+def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.workload.name == campaign.NORMED and case.precision]
+    assert any("buffers" in case.precision for case in found)
+    for case in found:
+        assert case.implementation != "pytorch/fsdp1", case.id
+        assert case.precision.get("buffers") == case.precision.get("parameters"), case.id
+
+
 def test_ids_differ_and_repeat_the_case(drawn: list[Case]) -> None:
     assert len({case.id for case in drawn}) == len(drawn)
     chosen = next(case for case in drawn if case.precision and case.options)

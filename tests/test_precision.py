@@ -89,6 +89,25 @@ def test_bad_policies_are_refused(options: dict[str, Any], says: str) -> None:
         parse_options(Training, options)
 
 
+@pytest.mark.parametrize(
+    ("policy", "given"),
+    [
+        (Precision(parameters=BF16), "bfloat16"),
+        (Precision(buffers=BF16), "float32"),
+        (Precision(parameters=torch.float16, buffers=BF16), "float16"),
+    ],
+)
+def test_batch_norms_want_one_dtype(policy: Precision, given: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(Refused, match=rf"'precision.buffers': '1' \(BatchNorm1d\).*give {given}"):
+        policy.check_norms(model)
+    dtype = getattr(torch, given)
+    Precision(parameters=dtype, buffers=dtype, reduce=FP32).check_norms(model)
+    Precision(reduce=BF16).check_norms(model)
+    policy.check_norms(torch.nn.BatchNorm1d(2, affine=False))
+    policy.check_norms(torch.nn.Sequential(torch.nn.LayerNorm(2), torch.nn.InstanceNorm1d(2)))
+
+
 def test_only_floating_point_is_cast() -> None:
     policy = Precision(parameters=BF16, output=FP32, buffers=BF16)
     assert policy.cast_inputs(torch.tensor([3])).dtype == torch.int64

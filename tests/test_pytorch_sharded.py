@@ -123,6 +123,24 @@ def test_what_the_mesh_does_not_allow_is_refused_on_every_rank(
     succeed(body, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (FSDP1, "leaves 'blocks.0.norm'"),
+        (FSDP2, "torch refuses; fully_shard does not cast buffers"),
+    ],
+)
+def test_batch_norms_in_narrow_parameters_are_refused(name: str, told: str) -> None:
+    work = workloads.make(WorkloadSpec("digits_cnn", params={"layers": 1}))
+
+    def body(rank: int, world: int) -> None:
+        narrow = {"precision": {"parameters": "bfloat16"}}
+        with pytest.raises(Refused, match=told):
+            make(name, work, rank, {"shard": 2}, ADAMW, **narrow)
+
+    succeed(body, 2)
+
+
 # -------------------------------------------------------------------------------------- pieces
 
 SYSTEMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [

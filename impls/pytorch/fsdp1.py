@@ -43,6 +43,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from impls.pytorch.adapter import Adapter, whole_units
 from impls.pytorch.recompute import checkpoint_units, plain, single_unit
@@ -191,6 +192,7 @@ class PyTorchFSDP1(Adapter):
         for path, parameter in module.named_parameters(remove_duplicate=False):
             owner, _, leaf = path.rpartition(".")
             names[owners[owner], leaf] = first[id(parameter)]
+        self.refuse_batch_norms(module)
         units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)
@@ -199,6 +201,17 @@ class PyTorchFSDP1(Adapter):
         self.places = list(self.lay_out(wrapped, names))
         self.by_name = {place.name: place for place in self.places}
         return wrapped
+
+    def refuse_batch_norms(self, module: nn.Module) -> None:
+        """Under a policy FSDP1 makes each a unit of its own that nothing is cast in."""
+        if self.options.precision.as_built:
+            return
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm):
+                raise Refused(
+                    f"option 'precision': FSDP1 leaves {name!r} ({type(part).__name__}) out of the "
+                    "policy, as a unit of its own; leave 'precision' out or use another norm"
+                )
 
     def scaled_over(self) -> ProcessGroup | None:
         """Shards, or whole copies of NO_SHARD."""

@@ -150,6 +150,7 @@ class PyTorchFSDP2(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Checkpoint, then shard: unit by unit, what is left in the root."""
+        self.options.precision.check_norms(module, "fully_shard does not cast buffers")
         units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)

@@ -75,6 +75,7 @@ class Engine(Implementation):
         recompute_units(module, build.units, every, self.call_type)
         self.build, self.spec, self.mesh = build, optimizer, mesh
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
+        self.precision.check_norms(module)
         self.precision.cast_buffers(module)
         self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}

@@ -11,6 +11,9 @@ holds whole parameters (DDP, ZeRO-1, ZeRO-2) holds them in ``parameters`` and ke
 what it updates (:mod:`impls.reference.parts.masters`): ZeRO's 2 + 2 + 12 bytes a parameter (arXiv
 1910.02054, section 3.1), with ``reduce: float32`` Megatron's 2 + 4 + 12.  Who shards parameters
 (ZeRO-3, FSDP) keeps shards as built, which serve as masters, and casts what it gathers.
+
+Batch norms want weights and running statistics of one dtype: a policy that casts ``parameters``
+must cast ``buffers`` as well.  (FSDP1 leaves them out of the policy and wraps each apart instead.)
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from suite.contract import Refused
 
+_TORCH = "torch."
 #: The dtypes that a policy may name.
 DTYPES = {
     "float64": torch.float64,
@@ -71,6 +76,22 @@ class Precision:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(owner, name, buffer.to(self.buffers))
+
+    def check_norms(self, module: nn.Module, remedy: str = "") -> None:
+        """Raise :class:`Refused` for a batch norm whose weights would be of another dtype than its
+        running statistics: torch's refuses to compute.
+        """
+        for name, part in module.named_modules():
+            if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
+                continue
+            weights = self.compute(part.weight.dtype)
+            statistics = self.buffers or part.running_mean.dtype
+            if weights != statistics:
+                raise Refused(
+                    f"option 'precision.buffers': {name!r} ({type(part).__name__}) would have "
+                    f"weights in {weights} and running statistics in {statistics}, which torch "
+                    f"refuses; {remedy or f'give {str(weights).removeprefix(_TORCH)}'}"
+                )
 
     def cast_inputs(self, inputs: Tensor) -> Tensor:
         """``inputs`` as forward wants them: floating-point ones in the compute dtype."""
