@@ -187,6 +187,18 @@ def test_what_is_late_over_replicas() -> None:
     assert silent.after_backward(2, 1) == 4
 
 
+@pytest.mark.parametrize(("strategy", "more"), [("fsdp1", 1), ("fsdp2", 2)])
+def test_natives_gather_a_unit_for_every_forward(strategy: str, more: int) -> None:
+    wrap = {"wrap": {"units": ["b.0"]}, "sharding_strategy": "FULL_SHARD"}
+
+    def gathers(**calls: int) -> int:
+        found = PROMISES[strategy](plan(strategy, options=wrap, calls=calls)).flows()
+        return sum(f.range[0] for f in found if f.operation == "all_gather")
+
+    # FSDP2 frees it after every backward, too.
+    assert (gathers(**{"b.0": 2}) - gathers()) // 2 == more * plan(strategy).rounds
+
+
 def test_sgd_keeps_one_slot_or_none() -> None:
     one = PROMISES["zero1"](plan(optimizer="sgd")).resident(0, 0, 0)["optimizer_state"]
     assert one == 4 * 8

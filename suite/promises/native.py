@@ -146,7 +146,8 @@ class FSDP2(_Native):
         plan, found = self.plan, list[Flow]()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
             gathered = sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)
-            found += flow(plan, "shard", "all_gather", [gathered], plan.rounds)
+            # Called c times: all but the first backward find it sharded, as the first forward does.
+            found += flow(plan, "shard", "all_gather", [gathered], plan.rounds * self.called(name))
             found += self.second(name, gathered)
             found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.ranks]
@@ -168,12 +169,17 @@ class FSDP2(_Native):
         ]
 
     def second(self, name: str, payload: int) -> list[Flow]:
-        """The gather of unit ``name`` before backward."""
+        """The gathers of unit ``name`` before its first backward and its further forwards."""
         plan, k = self.plan, self.regathered(name)
         if k == 1:
             return []
-        total = Fraction((k - 1) * payload * (plan.world // k) * plan.rounds)
-        return [Flow("shard", "all_gather", total, plan.rounds * plan.world)]
+        times = plan.rounds * self.called(name)
+        total = Fraction((k - 1) * payload * (plan.world // k) * times)
+        return [Flow("shard", "all_gather", total, times * plan.world)]
+
+    def called(self, name: str) -> int:
+        """How often a forward calls unit ``name``."""
+        return self.plan.called(name) if name else 1
 
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """Chunks, empty ones too: the optimizer gets them all."""
@@ -244,8 +250,8 @@ class FSDP1(_Native):
     textbook: ClassVar[str] = "fsdp"
     source: ClassVar[str] = (
         "fsdp: parameters at multiples of 16 bytes, the end padded to the ranks, NO_SHARD too "
-        "(_flat_param.py, _init_flat_param_and_metadata); a gather of every unit before forward "
-        "and, but for SHARD_GRAD_OP and the root, before backward (_runtime_utils.py, "
+        "(_flat_param.py, _init_flat_param_and_metadata); a gather of every unit before each "
+        "forward and, but for SHARD_GRAD_OP and the root, before backward (_runtime_utils.py, "
         "_post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through no_sync "
         "(_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over replicas "
         "(_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 scalar, "
@@ -287,7 +293,7 @@ class FSDP1(_Native):
             if self.kind == "SHARD_GRAD_OP":
                 times = 1 if silent else plan.rounds
             else:
-                times = plan.rounds * (2 if name else 1)
+                times = plan.rounds * (plan.called(name) + 1 if name else 1)
             found += flow(plan, "shard", "all_gather", gathered, times)
             found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.shards]
