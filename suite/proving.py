@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from suite.contract import Implementation
 
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "overlap", "engagement")
+#: Each skips what it has no promise for; memory is weighed on ``in_memory``.
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
 #: The dtype of each lane.
 DTYPES: Mapping[str, str] = {
     "bitwise": "float32",
@@ -40,7 +41,7 @@ def prove(
     clip: Sequence[float | None] = (None,),
     backends: Sequence[str] = ("in_memory",),
     worlds: Sequence[int] = (1, 2, 3),
-    axis: str = "replicate",
+    axis: str | None = None,
     meshes: Sequence[Mapping[str, int]] = (),
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
@@ -55,45 +56,62 @@ def prove(
 
     ``implementation`` is a name (``reference/ddp``, ``package.module:Class``) or a class that has
     one.  ``workload`` is the model with its data (``shardproof list traits`` names the conditions
-    that make it harder).  Meshes are ``{axis: world}`` for every one of ``worlds``, or
-    ``meshes`` as given.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane
+    that make it harder).  Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being
+    the one that the implementation claims unless given; or ``meshes`` as given, which a strategy of
+    several axes needs.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane
     unless given.  With ``results`` the evidence is written into that run folder.
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.
 
-    :raises SelectionError: an implementation, backend or lane that does not exist.
+    :raises SelectionError: an implementation, backend or lane that does not exist, or several axes
+        and neither ``axis`` nor ``meshes``.
     """
     from suite import registry
-    from suite.runner import run_cases
+    from suite.runner import Session
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
-    cases = [
-        _case(name, mesh, backend, lane, norm, _spec(workload, traits), optimizer, dtype)
-        for mesh in (meshes or [{axis: world} for world in worlds])
-        for backend in _known(backends, "backends")
-        for lane in _known(lanes, "lanes")
-        for norm in clip
-    ]
+    backends, lanes = _known(backends, "backends"), _known(lanes, "lanes")
     settings: dict[str, Any] = {
         "options": dict(options or {}),
         "checks": tuple(checks),
         "steps": steps,
         "deadline": deadline,
     }
-    cases = [replace(case, **settings) for case in cases]
-    if results is None:
-        found, _ = run_cases(cases, jobs, lambda result: None)
-    else:
-        from suite import verdicts
-        from suite.results import RunFolder
+    with Session(jobs) as session:
+        if not meshes:
+            along = axis or _only_axis(name, session.axes(name, settings["options"]))
+            meshes = [{along: world} for world in worlds]
+        cases = [
+            _case(name, mesh, backend, lane, norm, _spec(workload, traits), optimizer, dtype)
+            for mesh in meshes
+            for backend in backends
+            for lane in lanes
+            for norm in clip
+        ]
+        cases = [replace(case, **settings) for case in cases]
+        if results is None:
+            found, _ = session.run(cases, lambda result: None)
+        else:
+            from suite import verdicts
+            from suite.results import RunFolder
 
-        with RunFolder(Path(results), ["prove"]) as folder:
-            folder.plan(cases)
-            found, _ = run_cases(cases, jobs, folder.add, on_account=folder.keep)
-            folder.close(verdicts.exit_code(verdicts.count(found)))
+            with RunFolder(Path(results), ["prove"]) as folder:
+                folder.plan(cases)
+                found, _ = session.run(cases, folder.add, on_account=folder.keep)
+                folder.close(verdicts.exit_code(verdicts.count(found)))
     return _frame(found, cases)
+
+
+def _only_axis(name: str, axes: Sequence[str]) -> str:
+    if len(axes) > 1:
+        mesh = ", ".join(f"{axis!r}: 2" for axis in axes)
+        what = f"{name} has the axes {' and '.join(axes)}"
+        remedy = f"give meshes, e.g. meshes=[{{{mesh}}}], or axis for a mesh along one of them"
+        raise SelectionError(Problem(what, remedy))
+    # Who does not tell is broken or refuses the options: its case says how.
+    return axes[0] if axes else "replicate"
 
 
 def _known(names: Sequence[str], what: str) -> Sequence[Any]:

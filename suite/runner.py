@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,17 @@ class Session:
                 on_result(result)
         return results, [case for case in cases if case.id not in started]
 
+    def axes(self, implementation: str, options: Mapping[str, Any]) -> list[str]:
+        """The mesh axes that it claims under ``options``, asked in a leader; empty if it fails."""
+        told = self._path / "axes.json"
+        told.unlink(missing_ok=True)
+        payload = {"name": implementation, "options": dict(options), "told": str(told)}
+        item = ("axes", payload, JUDGING_SECONDS)
+        with closing(self._pool.run("suite.runner:tell_axes", [item])) as ends:
+            for _ in ends:
+                pass
+        return list(json.loads(told.read_text())) if told.exists() else []
+
 
 def run_cases(
     cases: Sequence[Case],
@@ -121,6 +132,16 @@ def conduct(payload: dict[str, Any]) -> None:
         partial = workdir / f"{name}.partial"
         partial.write_text(json.dumps(told, default=str))
         partial.rename(workdir / name)
+
+
+def tell_axes(payload: dict[str, Any]) -> None:
+    """Task of the leader: write down which mesh axes an implementation claims."""
+    from suite import registry
+
+    axes = registry.load(payload["name"]).capabilities(payload["options"]).axes
+    partial = Path(payload["told"]).with_suffix(".partial")
+    partial.write_text(json.dumps(axes))
+    partial.rename(payload["told"])
 
 
 def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, Any]]:

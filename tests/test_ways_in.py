@@ -10,8 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from impls.reference.zero1 import ReferenceZero1
 from suite import doctor, prove
 from suite.errors import SelectionError
+from suite.results import read
 
 ROOT = Path(__file__).parents[1]
 CASE = "ddp-gpt::{}::in_memory::replicate2::sgd::noclip::fp64::quick"
@@ -56,6 +58,27 @@ def test_prove_returns_a_frame() -> None:
         prove("reference/dpp")
     with pytest.raises(SelectionError, match="in_memory"):
         prove("reference/ddp", backends=("carrier_pigeon",))
+
+
+class Sharded(ReferenceZero1):
+    """A user's own: nothing but the parent's."""
+
+
+def test_prove_takes_the_axis_that_is_claimed() -> None:
+    (row,) = prove(Sharded, worlds=(2,), lanes=("fp64",)).to_dict("records")
+    assert row["verdict"] == "pass" and "::shard2::" in row["case"], row["reason"]
+    (row,) = prove("raises_on_import:Mine", worlds=(1,)).to_dict("records")
+    assert "cannot be imported" in row["reason"]
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"}
+    with pytest.raises(SelectionError, match=r"meshes=\[\{'replicate': 2, 'shard': 2\}\].* axis"):
+        prove("reference/fsdp", options=hybrid)
+
+
+def test_prove_weighs_memory_by_itself(tmp_path: Path) -> None:
+    prove("reference/zero1", worlds=(2,), results=tmp_path / "run")
+    (case,) = read(tmp_path / "run").cases
+    told = {check["check"]: check["status"] for check in case["checks"]}
+    assert told["memory"] == "pass"
 
 
 def test_the_package_stays_light() -> None:
