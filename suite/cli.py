@@ -383,6 +383,7 @@ def report(
         console = execute.make_console()
         if found.cases:
             reports.show(found.cases, console.print)
+            reports.show_memory(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
         bench_command.show(found.benches, console)

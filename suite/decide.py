@@ -97,11 +97,14 @@ def _run_check(name: str, figures: Figures) -> Outcome:
 
 
 def verdict_of(found: Sequence[Outcome]) -> tuple[str, str]:
-    """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``."""
+    """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
+
+    Each outcome that gave it has a line of its own: together they often explain the fault.
+    """
     for status in ("fail", "undecidable", "precondition"):
-        for outcome in found:
-            if outcome.status == status:
-                return status, f"{outcome.check}: {outcome.message}"
+        told = [f"{o.check}: {o.message}" for o in found if o.status == status]
+        if told:
+            return status, "\n".join(told)
     if found and all(outcome.status == "skip" for outcome in found):
         return "skip", "; ".join(f"{o.check}: {o.message}" for o in found)
     return "pass", ""

@@ -64,7 +64,7 @@ def execute(
         folder.plan(plan.chosen + plan.left_out)
         for case in plan.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-        with Progress(console, len(plan.chosen), "conformance") as progress:
+        with Progress(console, len(plan.chosen), "judging") as progress:
 
             def note(result: dict[str, Any]) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -80,6 +80,7 @@ def execute(
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
         if found:
             report.show(found, console.print)
+            report.show_memory(found, console.print)
         left_out = len(plan.left_out) + len(late)
         tell(console, verdicts.summary(verdicts.count(found), left_out))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]

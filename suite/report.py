@@ -193,6 +193,12 @@ MEMORY_HEADINGS = (
 )
 
 
+MEMORY_TITLE = "Resident bytes of model state on the rank that holds most, against whole copies"
+MEASURED = MEMORY_HEADINGS.index("measured")
+#: Beside a measured ratio where the check found other bytes than promised.
+FAILS = " (fail)"
+
+
 def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
     """How many times less is held than by whole copies, one row per distinct cell, by world."""
     found: dict[tuple[Any, ...], tuple[str, ...]] = {}
@@ -213,10 +219,10 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
             figures["accounting"],
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
-            _ratio(figures["ratio_measured"]),
+            _ratio(figures["ratio_measured"]) + (FAILS if told["status"] == "fail" else ""),
             "-" if figures["ratio_promised"] is None else _ratio(figures["ratio_promised"]),
             f"{_ratio(figures['ratio_theory'])} = {figures['ratio_theory']}",
-            "world" if limit is None else _ratio(limit),
+            "shard ranks" if limit is None else _ratio(limit),
         )
         found.setdefault((name, row[1], row[2], world_of(case), *row[5:]), row)
     return [row for _, row in sorted(found.items(), key=lambda item: item[0][:4])]
@@ -281,12 +287,10 @@ def markdown(run: Run) -> str:
     memory = memory_rows(run.cases)
     if memory:
         lines.append("")
-        lines.append(
-            "Resident bytes of model state on the rank that holds most, against whole copies:"
-        )
-        lines.append("")
+        lines += [f"{MEMORY_TITLE}:", ""]
         lines += [_markdown_row(MEMORY_HEADINGS), _markdown_row(["---"] * len(MEMORY_HEADINGS))]
         lines += [_markdown_row(row) for row in memory]
+        lines += ["", f"Accounting, in {ACCOUNTING}."]
     if run.kills:
         killed = sum(bool(kill["killed"]) for kill in run.kills)
         lines.append(f"Planted faults: {killed} of {len(run.kills)} killed by their named check.")
@@ -393,6 +397,30 @@ def show(run_cases: Sequence[Result], write: Print) -> None:
         style = "red" if row.red else ""
         table.add_row(*(Text(cell, style=style) for cell in row.cells()))
     write(table)
+
+
+#: What the accounting ids of memory tables mean.
+ACCOUNTING = (
+    "bytes a parameter, its gradient, its masters and optimizer state: A32 4+4+8, A16 2+2+12, "
+    "M18 2+4+12, B8 2+2+4, S4 2+2+0"
+)
+
+
+def show_memory(run_cases: Sequence[Result], write: Print) -> None:
+    """The table of memory, where a scenario asks for it by the beginning of its name."""
+    from rich.table import Table
+
+    told = memory_rows(r for r in run_cases if r["case"]["scenario"].startswith("memory"))
+    if not told:
+        return
+    write()
+    table = Table(box=None, pad_edge=False, header_style="bold", title=MEMORY_TITLE)
+    for heading in MEMORY_HEADINGS:
+        table.add_column(heading, no_wrap=True)
+    for cells in told:
+        table.add_row(*cells, style="red" if FAILS in cells[MEASURED] else "")
+    write(table)
+    write(ACCOUNTING, style="dim")
 
 
 def show_kills(kills: Sequence[Result], write: Print) -> None:

@@ -7,7 +7,7 @@ which hold for A16 in the limit of many ranks only.  Sources: A16: ZeRO (arXiv 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from suite.promises.base import Promise
@@ -16,12 +16,17 @@ from suite.promises.plan import ITEMSIZE, Plan, slots
 
 @dataclass(frozen=True)
 class Accounting:
-    """Bytes per trained element; ``optimizer`` holds masters and state."""
+    """Bytes per trained element; ``optimizer`` holds masters and state.
+
+    ``built`` is the itemsize that parameters were built in.  Shards that rest as built are masters
+    themselves, and whole copies in a narrower dtype exist for the time of a unit only.
+    """
 
     id: str
     parameters: int
     gradients: int
     optimizer: int
+    built: int
 
     @property
     def total(self) -> int:
@@ -34,6 +39,9 @@ class Accounting:
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).
         """
         each = (self.parameters, self.gradients, self.optimizer)
+        if promise.rests_as_built:
+            masters = self.built if self.parameters != self.built else 0
+            each = (self.built, self.built, self.optimizer - masters)
         share = Fraction(0) if ranks is None else Fraction(1, ranks)
         held = sum(
             (b * (share if cut else 1) for b, cut in zip(each, promise.divided, strict=True)),
@@ -45,11 +53,11 @@ class Accounting:
 KNOWN = {
     accounting.id: accounting
     for accounting in (
-        Accounting("A32", 4, 4, 8),
-        Accounting("A16", 2, 2, 12),
-        Accounting("M18", 2, 4, 12),
-        Accounting("B8", 2, 2, 4),
-        Accounting("S4", 2, 2, 0),
+        Accounting("A32", 4, 4, 8, built=4),
+        Accounting("A16", 2, 2, 12, built=4),
+        Accounting("M18", 2, 4, 12, built=4),
+        Accounting("B8", 2, 2, 4, built=2),
+        Accounting("S4", 2, 2, 0, built=2),
     )
 }
 
@@ -64,7 +72,8 @@ def accounting_of(plan: Plan) -> Accounting:
     compute, reduce = plan.compute(built), plan.reduction(built)
     master = ITEMSIZE[built] if compute != built else 0
     parts = (ITEMSIZE[compute], ITEMSIZE[reduce], master + slots(plan) * ITEMSIZE[built])
+    spelt = Accounting("{}+{}+{}".format(*parts), *parts, built=ITEMSIZE[built])
     for known in KNOWN.values():
-        if parts == (known.parameters, known.gradients, known.optimizer):
+        if replace(spelt, id=known.id) == known:
             return known
-    return Accounting("{}+{}+{}".format(*parts), *parts)
+    return spelt

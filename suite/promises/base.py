@@ -105,6 +105,8 @@ class Promise(ABC):
     #: What bytes per parameter tend to for many ranks and one-dtype models, in units of
     #: (parameters, gradients, optimizer): which of the three the world size divides.
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
+    #: Whether shards rest as built, whatever is computed with: they are masters themselves.
+    rests_as_built: ClassVar[bool] = False
     #: The strategy that a native system carries out: what it sends is told as a multiple of it.
     textbook: ClassVar[str] = ""
 

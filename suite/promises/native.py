@@ -52,6 +52,7 @@ class _Native(Promise):
     """What the native systems share."""
 
     divided = (True, True, True)
+    rests_as_built = True
 
     @property
     def reductions(self) -> int:

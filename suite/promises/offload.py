@@ -26,6 +26,7 @@ def offloaded(kind: type[Promise], plan: Plan) -> type[Promise]:
         "strategy": kind.strategy,
         "source": f"{kind.source}; {Offloaded.source}",
         "divided": kind.divided,
+        "rests_as_built": kind.rests_as_built,
     }
     return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
 

@@ -169,6 +169,7 @@ class Zero3(Promise):
         "(arXiv 2304.11277) section 3.2.1"
     )
     divided = (True, True, True)
+    rests_as_built = True
 
     @cached_property
     def units(self) -> list[Unit]:
