@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from impls.reference.parts.masters import Masters, gradient_dtype
+from impls.reference.parts.offload import HostTier
 from impls.reference.parts.options import Training, parse_options
 from impls.reference.parts.precision import Precision
 from suite.case import Case, WorkloadSpec
@@ -183,6 +184,18 @@ def test_loaded_parameters_restart_only_masters_that_do_not_round_to_them() -> N
     working[1] = 3.0
     masters.restart()
     assert master.tolist() == [1 + 2.0**-12, 3.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the tiers are one where no GPU is")
+def test_masters_on_the_host_restart_from_parameters_on_the_gpu() -> None:
+    working = torch.ones(2, dtype=BF16, device="cuda")
+    groups = [{"params": [("w", working)], "lr": 1.0}]
+    masters = Masters(groups, {"w": FP32}, HostTier("cuda"))
+    _, master = masters.pairs["w"]
+    master.copy_(torch.tensor([1 + 2.0**-12, 1 + 2.0**-12]))
+    working[1] = 3.0
+    masters.restart()
+    assert master.device.type == "cpu" and master.tolist() == [1 + 2.0**-12, 3.0]
 
 
 def test_no_masters_where_nothing_is_narrow() -> None:

@@ -163,6 +163,6 @@ class Masters:
     def restart(self) -> None:
         """Parameters were loaded: masters that do not round to them start again from them."""
         for working, master in self.pairs.values():
-            master.copy_(
-                torch.where(master.to(working.dtype) == working, master, working.to(master))
-            )
+            loaded = working.to(master.device)
+            rounds = master.to(loaded.dtype) == loaded
+            master.copy_(torch.where(rounds, master, loaded.to(master.dtype)))
