@@ -17,7 +17,7 @@ from impls.mutants import declare
 from impls.reference.fsdp import ReferenceFSDP
 from impls.reference.parts.state import copy_pieces
 from impls.reference.zero1 import Options, ReferenceZero1, Zero1
-from impls.reference.zero2 import ReferenceZero2
+from impls.reference.zero2 import ReferenceZero2, Zero2
 from impls.reference.zero3 import ReferenceZero3
 from suite.case import WorkloadSpec
 from suite.comm import Comm
@@ -82,6 +82,35 @@ class ReloadDropsNewSlots(ReferenceZero3):
 class ReloadDropsMasters(ReferenceZero2):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         super().load_pieces(kind, [p for p in pieces if not p.name.endswith(".master")])
+
+
+@mutant(
+    "zero1_reload_keeps_masters",
+    ReferenceZero1,
+    zoo=("K02",),
+    summary="parameters are loaded, their masters on the host are not: the update undoes the load",
+    expect=RELOAD,
+    options={"offload": "optimizer"},
+)
+class ReloadKeepsMasters(ReferenceZero1):
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        masters, self.masters = self.masters, None
+        super().load_pieces(kind, pieces)
+        self.masters = masters
+
+
+@mutant(
+    "zero2_reload_leaves_buckets",
+    ReferenceZero2,
+    zoo=("K02",),
+    summary="a transposed parameter is loaded, its place in the bucket, which is updated, is not",
+    expect=RELOAD,
+    options={"offload": "optimizer"},
+    workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",)),
+)
+class ReloadLeavesBuckets(Zero2):
+    def loaded(self) -> None:
+        pass
 
 
 @mutant(

@@ -181,8 +181,10 @@ class Engine(Implementation):
         Optimizer slots that do not exist yet, before the first step, are made.
         """
         rest = copy_pieces(self.local_state(kind), pieces)
-        if kind == "parameters" and self.masters:
-            self.masters.restart()
+        if kind == "parameters":
+            self.handle.loaded()
+            if self.masters:
+                self.masters.restart()
         if rest and kind == "optimizer":
             load_slots(self.optimizer, rest)
         elif rest:

@@ -66,6 +66,9 @@ class Handle(ABC):
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """The piece that ``tensor``, an optimizer slot of parameter ``name``, is."""
 
+    def loaded(self) -> None:
+        """Values were copied into the pieces of the parameters: what else holds them follows."""
+
     def drain(self) -> None:
         """Finish work in flight."""
 

@@ -220,7 +220,6 @@ class ShardedUpdate(Handle):
         used = dict(zip(names, ballot.tolist(), strict=False))
         held_up = ballot[len(names) :].tolist()
         for bucket in self.buckets:
-            bucket.take_values()
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
                 bucket.targets[name].grad = part.of_shard(shard) if used[name] else None
@@ -286,6 +285,12 @@ class ShardedUpdate(Handle):
             return Piece.whole(full, tensor, replica=self.comm.rank)
         part = next(bucket.parts[name] for bucket in self.buckets if name in bucket.parts)
         return part.piece(tensor, full)
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Buckets take what was loaded beside them."""
+        for bucket in self.buckets:
+            bucket.take_values()
 
     def close(self) -> None:
         """Remove the hooks."""
