@@ -50,6 +50,7 @@ MIXED = (
     "conditional_by_rank",
     "conditional_by_micro_batch",
     "conditional_late_step",
+    "conditional_early_step",
     "rebound_buffer",
     "unequal_tokens",
     "scalar",

@@ -157,6 +157,16 @@ def test_parameters_that_nobody_used_are_left_alone() -> None:
     assert set(first["parameters"]) == set(item.parameter_names)
 
 
+def test_what_goes_out_of_use_is_left_alone_and_keeps_its_state() -> None:
+    item = workload(GPT, "conditional_early_step")
+    first, second = train(item, OptimizerSpec(lr=0.1, weight_decay=0.1), 2, 2)["steps"]
+    early = "front.conditional_early_step.layer.weight"
+    assert early in first["gradients"] and early not in second["gradients"]
+    assert not torch.equal(first["parameters"][early], item.state()[early])
+    for kind, key in (("parameters", early), ("optimizer", f"{early}.momentum_buffer")):
+        assert torch.equal(first[kind][key], second[kind][key])
+
+
 def test_groups_have_their_own_rate_and_decay() -> None:
     item = workload(GPT, "two_groups")
     spec = OptimizerSpec(lr=0.1, momentum=0.0, weight_decay=0.2, groups=item.groups)

@@ -244,7 +244,7 @@ def test_trait_adds_parameters_with_an_effect(name: str, trait: str) -> None:
     record = train(workload, OptimizerSpec(lr=0.05, scaler=ScalerSpec()), 2, 2)
     bare = train(make(spec(name)), OptimizerSpec(lr=0.05), 2, 2)
     own = [key for key in workload.parameter_names if trait in key.split(".")]
-    found = record["steps"][0 if trait == OVERFLOW else 1]["gradients"]
+    found = record["steps"][0 if trait in (OVERFLOW, "conditional_early_step") else 1]["gradients"]
     if trait == OVERFLOW:
         broken = record["steps"][OVERFLOW_STEP]["gradients"]
         sick = {key for key, gradient in broken.items() if not bool(gradient.isfinite().all())}
@@ -330,6 +330,8 @@ def test_conditional_branches_follow_the_data(name: str) -> None:
             assert any("conditional_last_micro_batch" in micro for micro in every)
         assert all("conditional_late_step" not in m for share in first for m in share)
         assert all("conditional_late_step" in m for share in second for m in share)
+        assert all("conditional_early_step" in m for share in first for m in share)
+        assert all("conditional_early_step" not in m for share in second for m in share)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -503,6 +505,7 @@ def test_other_sizes() -> None:
 def test_all_traits_together_still_have_an_effect(name: str, world: int) -> None:
     workload = make(spec(name, *TRAITS))
     gradients = train(workload, OptimizerSpec(lr=0.01), world, 2)["steps"][1]["gradients"]
-    assert set(gradients) == set(workload.trainable_names) - workload.unused
+    idle = {key for key in workload.trainable_names if workload.last_use(key) == 0}
+    assert set(gradients) == set(workload.trainable_names) - workload.unused - idle
     silent = [key for key, gradient in gradients.items() if not bool(gradient.any())]
     assert silent == ["blocks.1.odd.empty.weight"]

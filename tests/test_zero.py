@@ -25,7 +25,13 @@ SMALL = {"bucket_bytes": 2_000}
 AXES = {"reference/ddp": "replicate", "reference/zero1": "shard", "reference/zero2": "shard"}
 MIXED = (
     *("unused", "frozen", "conditional_by_rank", "conditional_by_micro_batch"),
-    *("conditional_late_step", "unequal_tokens", "unequal_micro_batches", "two_groups"),
+    *(
+        "conditional_late_step",
+        "conditional_early_step",
+        "unequal_tokens",
+        "unequal_micro_batches",
+        "two_groups",
+    ),
     *("scalar", "one_element", "empty", "prime_sized", "smaller_than_world", "non_contiguous"),
 )
 ZEROS = ("reference/zero1", "reference/zero2")

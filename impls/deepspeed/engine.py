@@ -88,7 +88,9 @@ class Engine(Implementation):
     stage: ClassVar[int]
     axis: ClassVar[str] = "shard"
     features: ClassVar[frozenset[str]]
-    declines: ClassVar[Mapping[str, str]] = {"unused": ZERO_GRADIENT}
+    declines: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT
+    )
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

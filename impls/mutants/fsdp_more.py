@@ -1,15 +1,16 @@
 """Faults of FSDP's schedule that numbers and the plain model do not show.
 
 Each needs its own trigger: ranks that only follow, a prefetch of nothing, a unit of a branch that
-the last micro-batch does not take.
+the last micro-batch does not take, a branch that goes out of use.
 """
 
 from __future__ import annotations
 
 from impls.mutants.ddp import gpt
-from impls.mutants.fsdp import CHUNKS, mutant
+from impls.mutants.fsdp import ADAMW, CHUNKS, mutant
 from impls.reference.fsdp.schedule import FSDP
 from impls.reference.parts.shards import Unit
+from impls.reference.zero3 import Zero3
 
 
 @mutant(
@@ -59,3 +60,18 @@ class ForgetsReplicasOfEarlyUnits(FSDP):
         replicas, self.replicas = self.replicas, None
         super().finish()
         self.replicas = replicas
+
+
+@mutant(
+    "zero3_remembers_use",
+    zoo=("F04",),
+    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
+    killed_by=("equivalence",),
+    optimizer=ADAMW,
+    workload=gpt("conditional_early_step"),
+)
+class RemembersUse(Zero3):
+    def after_step(self) -> None:
+        used = set(self.used)
+        super().after_step()
+        self.used |= used

@@ -262,6 +262,21 @@ class UnusedParameterDecays(Zero1):
 
 
 @mutant(
+    "zero1_remembers_use",
+    zoo=("F04",),
+    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_early_step"),
+    optimizer=ADAMW,
+)
+class RemembersUse(Zero1):
+    def after_step(self) -> None:
+        used = set(self.used)
+        super().after_step()
+        self.used |= used
+
+
+@mutant(
     "zero1_tied_weight_counts_twice",
     zoo=("F01",),
     summary="the gradient of a tied weight is counted once for each of its names",

@@ -59,6 +59,7 @@ VARYING = (
     "conditional_by_micro_batch",
     "conditional_last_micro_batch",
     "conditional_late_step",
+    "conditional_early_step",
 )
 
 

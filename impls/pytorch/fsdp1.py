@@ -109,7 +109,8 @@ class Options(Training):
             "unequal_micro_batches": "every forward gathers: ranks must run the same number",
         }
         zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
-        reasons |= dict.fromkeys(("unused", "conditional_late_step"), zeros)
+        never = ("unused", "conditional_late_step", "conditional_early_step")
+        reasons |= dict.fromkeys(never, zeros)
         return reasons | self.wrap.declines
 
 

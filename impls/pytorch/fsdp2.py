@@ -49,12 +49,14 @@ from suite.contract import Capabilities, Kind, Piece, Refused
 
 #: What not every version of torch has.
 UNUSED = "set_reduce_scatter_unused_params"
+#: Traits under which a step may go by in which nothing uses some parameter.
+BY_STEP = ("conditional_late_step", "conditional_early_step")
 #: Traits under which the parameters that take part in a backward vary.
 VARYING = (
     "conditional_by_rank",
     "conditional_by_micro_batch",
     "conditional_last_micro_batch",
-    "conditional_late_step",
+    *BY_STEP,
 )
 
 
@@ -99,7 +101,7 @@ class Options(Training):
         }
         if self.reduce_scatter_unused_params:
             given = "reduce_scatter_unused_params=True gives unused parameters a gradient of zero"
-            reasons |= dict.fromkeys(("unused", "conditional_late_step"), given)
+            reasons |= dict.fromkeys(("unused", *BY_STEP), given)
         else:
             wanted = "needs reduce_scatter_unused_params=True: ranks reduce what they used"
             reasons |= dict.fromkeys(VARYING, wanted)

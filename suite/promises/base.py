@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used_by
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
 #: A name's share of what ranks may keep of their last agreement by integers.
@@ -216,7 +216,7 @@ def state_bytes(
     Slots in ``dtype`` (``None``: as built) and one step counter per part, for those that had a
     gradient by then.
     """
-    ready = {t.name for t in used(plan.parameters, step)}
+    ready = {t.name for t in used_by(plan.parameters, step)}
     return sum(
         slots(plan) * count * ITEMSIZE[dtype or tensor.dtype] + counter_bytes(plan)
         for tensor, count in parts

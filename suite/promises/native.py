@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from suite.promises.base import Bytes, Flow, Local, Promise, flow, state_bytes
 from suite.promises.layout import unit_names, units
-from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 from suite.promises.replicated import DDP
 
 
@@ -80,10 +80,12 @@ class _Native(Promise):
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
         own = {t.name: n for t, n in self.kept(rank) if n}
-        last = {t.name for t in used(self.plan.parameters, self.plan.steps - 1)}
-        trained = {name: n for name, n in own.items() if name in last}
-        slots = trained if self.plan.optimizer == "adamw" or self.plan.momentum else {}
-        return Local(own, trained, slots)
+        plan = self.plan
+        now, ever = (
+            {name: own[name] for name in (t.name for t in found) if name in own}
+            for found in (f(plan.parameters, plan.steps - 1) for f in (used, used_by))
+        )
+        return Local(own, now, ever if slots(plan) else {})
 
 
 # ------------------------------------------------------------------------------------------ FSDP2

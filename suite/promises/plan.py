@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,8 @@ class TensorPlan:
     """A parameter or buffer; tied parameters once, under their first name.
 
     ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
-    rank gives it a gradient (``None``: none ever does).  ``strided``: its elements do not lie in
-    row-major order.
+    rank gives it a gradient (``None``: none ever does), ``last_use`` the last one (``None``: there
+    is no last).  ``strided``: its elements do not lie in row-major order.
     """
 
     name: str
@@ -37,12 +37,18 @@ class TensorPlan:
     trainable: bool = True
     owners: tuple[str, ...] = ()
     first_use: int | None = 0
+    last_use: int | None = None
     strided: bool = False
 
     @property
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def always_used(self) -> bool:
+        """Whether every step gives it a gradient."""
+        return self.first_use == 0 and self.last_use is None
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +191,7 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
                 p.requires_grad,
                 tuple(owners[id(p)]),
                 workload.first_use(name),
+                workload.last_use(name),
                 not p.is_contiguous(),
             )
             for name, p in model.named_parameters()
@@ -227,8 +234,13 @@ def counter_bytes(plan: Plan) -> int:
     return 4 if plan.optimizer == "adamw" else 0
 
 
-def used(tensors: Sequence[TensorPlan], step: int) -> list[TensorPlan]:
-    """Those that had a gradient in ``step`` or before."""
+def used(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+    """Those that have a gradient in ``step``."""
+    return [t for t in used_by(tensors, step) if t.last_use is None or step <= t.last_use]
+
+
+def used_by(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+    """Those that had a gradient in ``step`` or before: the optimizer has state of them."""
     return [t for t in tensors if t.trainable and t.first_use is not None and t.first_use <= step]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from suite.promises.base import Bytes, Flow, Local, Promise, flow, state_bytes
-from suite.promises.plan import ITEMSIZE, TensorPlan, used
+from suite.promises.plan import ITEMSIZE, TensorPlan, slots, used, used_by
 
 _ALL_REDUCE = (
     "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
@@ -48,9 +48,11 @@ class Single(Promise):
 
     def local(self, rank: int) -> Local:
         """Everything."""
-        last = {t.name: t.numel for t in self.now(self.plan.steps - 1)}
-        every = {t.name: t.numel for t in self.plan.parameters}
-        return Local(every, last, last if state_bytes(self.plan, self.parts(rank), 10**9) else {})
+        plan, last = self.plan, self.plan.steps - 1
+        every = {t.name: t.numel for t in plan.parameters}
+        gradients = {t.name: t.numel for t in self.now(last)}
+        state = {t.name: t.numel for t in used_by(plan.parameters, last)}
+        return Local(every, gradients, state if slots(plan) else {})
 
 
 class NaiveDDP(Single):
@@ -92,7 +94,7 @@ class DDP(Single):
 
     def unweighed(self) -> str:
         """A bucket holds no gradients if all in it goes unused; which do is not promised."""
-        idle = [t.name for t in self.plan.trainable if t.first_use != 0]
+        idle = [t.name for t in self.plan.trainable if not t.always_used]
         return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
 
     def gradient_bytes(self, step: int) -> int:

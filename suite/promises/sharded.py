@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from suite.promises.base import (
     state_bytes,
 )
 from suite.promises.layout import Flat, Unit, buckets, units
-from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Default of the option ``bucket_bytes``.
@@ -113,9 +113,8 @@ class Zero1(Promise):
 
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
-        own = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
         whole = {t.name: t.numel for t in self.plan.parameters}
-        return Local(whole, own, own if slots(self.plan) else {})
+        return _local(self.plan, whole, self.parts(rank))
 
 
 class Zero2(Zero1):
@@ -272,8 +271,7 @@ class Zero3(Promise):
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
-        last = _of_used(self.plan.parameters, self.plan.steps - 1, self.parts(rank))
-        return Local(dict(own), last, last if slots(self.plan) else {})
+        return _local(self.plan, dict(own), self.parts(rank))
 
     def ahead(self) -> Ahead:
         """The next unit is gathered while one computes, in both directions; what ends with the
@@ -350,7 +348,7 @@ def _may_go_unused(unit: Unit) -> bool:
 
 
 def _not_always_used(tensor: TensorPlan) -> bool:
-    return ".conditional_" in f".{tensor.name}" or tensor.first_use != 0
+    return ".conditional_" in f".{tensor.name}" or not tensor.always_used
 
 
 def votes(plan: Plan) -> int:
@@ -368,8 +366,13 @@ def owned(plan: Plan, flats: Iterable[Flat], rank: int, step: int) -> list[Flat]
     return [flat for flat in flats if any(t.name in now for t, _ in flat.parts(shard))]
 
 
-def _of_used(
-    tensors: Iterable[TensorPlan], step: int, parts: Iterable[tuple[TensorPlan, int]]
-) -> dict[str, int]:
-    ready = {t.name for t in used(tuple(tensors), step)}
-    return {t.name: count for t, count in parts if t.name in ready}
+def _local(
+    plan: Plan, parameters: dict[str, int], parts: Sequence[tuple[TensorPlan, int]]
+) -> Local:
+    """Of ``parts`` gradients where the last step gave some, state where any step did."""
+    now, ever = (
+        {t.name for t in found(plan.parameters, plan.steps - 1)} for found in (used, used_by)
+    )
+    gradients = {t.name: count for t, count in parts if t.name in now}
+    state = {t.name: count for t, count in parts if t.name in ever}
+    return Local(parameters, gradients, state if slots(plan) else {})

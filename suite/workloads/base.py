@@ -251,6 +251,10 @@ class Workload:
             return None
         return 1 if ".conditional_late_step." in f".{name}" else 0
 
+    def last_use(self, name: str) -> int | None:
+        """The last step in which some rank uses trainable ``name``; ``None``: there is no last."""
+        return 0 if ".conditional_early_step." in f".{name}" else None
+
     @property
     def depends_on_cut(self) -> bool:
         """Whether gradients depend, by definition, on how the global batch is cut."""
@@ -371,6 +375,7 @@ class Workload:
             "conditional_by_micro_batch": index % self._period == 0,
             "conditional_last_micro_batch": index % self._period == 1,
             "conditional_late_step": step >= 1,
+            "conditional_early_step": step == 0,
         }
         flags = sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
         if "overflow_on_one_rank" in self.traits and step == OVERFLOW_STEP:

@@ -43,6 +43,7 @@ FLAGS = {
     "conditional_by_micro_batch": 2,
     "conditional_last_micro_batch": 4,
     "conditional_late_step": 8,
+    "conditional_early_step": 32,
 }
 
 #: Bit of the one sample whose backward overflows, and the step in which it does.
@@ -99,6 +100,9 @@ TRAITS: dict[str, Trait] = {
     ),
     "conditional_late_step": Trait(
         "a branch that no rank uses in step 0 and all use from step 1 on", (6, 19), "front"
+    ),
+    "conditional_early_step": Trait(
+        "a branch that all ranks use in step 0 and none uses from step 1 on", (6, 11), "front"
     ),
     "module_twice": Trait("a module that runs twice in one forward", (6, 5), "inner"),
     "scalar": Trait("a parameter without dimensions", (17, 4), "final"),
