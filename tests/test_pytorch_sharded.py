@@ -64,6 +64,7 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------ refusals
 
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 REFUSED = [
     (FSDP2, {"offload": "optimizer"}, "offloads parameters or none"),
     (FSDP2, {"recompute_every": 2}, "valid: 0, 1"),
@@ -72,6 +73,14 @@ REFUSED = [
     (FSDP2, {"prefetch_backward": 0}, "at least 1"),
     (FSDP2, {"reshard_after_backward": True}, "did you mean 'reshard_after_forward'"),
     (FSDP1, {"sharding_strategy": "FULL"}, "NO_SHARD or SHARD_GRAD_OP or FULL_SHARD"),
+    ("reference/fsdp", {"sharding_strategy": "FULL"}, r"'FULL'; did you mean 'FULL_SHARD'\?$"),
+    ("reference/fsdp", {"sharding_strategy": "hybrid"}, "did you mean 'HYBRID_SHARD'"),
+    ("reference/fsdp", {"sharding_strategy": "x"}, "HYBRID_SHARD, not 'x'$"),
+    (
+        "reference/zero3",
+        {"wrap": "NoSuchLayer"},
+        r"'wrap' must be .*keys: units, module_class, minimum_parameters\), not 'NoSuchLayer'$",
+    ),
     (
         FSDP1,
         {"sharding_strategy": "NO_SHARD", "offload": "parameters"},
@@ -107,7 +116,8 @@ def test_options_are_refused_with_what_is_valid(
         (FSDP2, {"replicate": 2}, {}, "needs the axis 'shard'"),
         (FSDP2, {"shard": 2}, {"reshard_after_forward": 3}, "valid: true, false, null, 1, 2"),
         (FSDP2, {"shard": 2}, {"wrap": {"units": ["block.0"]}}, "did you mean 'blocks.0'"),
-        (FSDP1, {"shard": 2}, {"sharding_strategy": "HYBRID_SHARD"}, "replicate, shard"),
+        (FSDP1, {"shard": 2}, HYBRID, "replicate, shard, e.g. mesh {replicate: 2, shard: 2}"),
+        ("reference/fsdp", {"shard": 2}, HYBRID, r"e\.g\. {replicate: 2, shard: 2}; this one"),
         (FSDP1, {"shard": 2}, {"offload": "parameters"}, "accelerator"),
     ],
 )

@@ -177,7 +177,9 @@ class PyTorchFSDP1(Adapter):
         if missing:
             raise Refused(
                 f"option 'sharding_strategy' = {self.options.sharding_strategy!r} needs the axes "
-                f"{', '.join(self.axes)}; this mesh has {', '.join(mesh.axes)}"
+                f"{', '.join(self.axes)}, e.g. mesh "
+                f"{{{', '.join(f'{axis}: 2' for axis in self.axes)}}}; "
+                f"this mesh has {', '.join(mesh.axes)}"
             )
         if self.options.offload == "parameters" and mesh.device == "cpu":
             raise Refused(

@@ -136,7 +136,8 @@ class ReferenceFSDP(Engine):
         if missing:
             raise Refused(
                 f"option 'sharding_strategy' = {chosen.sharding_strategy!r} needs a mesh with axes "
-                f"{' and '.join(wanted)}; this one has {' and '.join(mesh.axes)}"
+                f"{' and '.join(wanted)}, e.g. {{{', '.join(f'{axis}: 2' for axis in wanted)}}}; "
+                f"this one has {' and '.join(mesh.axes)}"
             )
         comms = {axis: mesh.comm(axis) for axis in wanted}
         chunks = None if chosen.chunk_ranks is None else neighbours(mesh, chosen.chunk_ranks)

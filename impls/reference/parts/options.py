@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -47,7 +47,7 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
     names = [f.name for f in dataclasses.fields(kind)]
     for name in options:
         if name not in names:
-            raise Refused(_unknown(within + str(name), within, names))
+            raise Refused(unknown(str(name), within, names))
     return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
 
 
@@ -55,6 +55,19 @@ def at_least(name: str, value: float, least: float) -> None:
     """Raise :class:`Refused` unless ``value >= least`` (false for NaN)."""
     if not value >= least:
         raise Refused(f"option {name!r} must be at least {least}, not {value!r}")
+
+
+def unknown(name: str, within: str, names: Iterable[str]) -> str:
+    """That there is no option ``name`` but ``names``; ``within`` is put before each."""
+    valid = ", ".join(sorted(within + n for n in names))
+    return f"unknown option {within + name!r}; {_meant(name, names, within)}valid: {valid}"
+
+
+def _meant(given: object, names: Iterable[str], within: str = "") -> str:
+    """A question after the nearest of ``names``, or nothing."""
+    known = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
+    return f"did you mean {within + known[near[0]]!r}? " if near else ""
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
@@ -78,7 +91,10 @@ def _value(name: str, hint: Any, value: Any) -> Any:
             return value
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
-    raise Refused(f"option {name!r} must be of type {wanted}, not {value!r}")
+    choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+    meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
+    told = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    raise Refused(told.rstrip("; "))
 
 
 def _kind_name(kind: Any) -> str:
@@ -90,11 +106,6 @@ def _kind_name(kind: Any) -> str:
         return " or ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return f"list of {_kind_name(get_args(kind)[0])}"
-    return "mapping" if dataclasses.is_dataclass(kind) else str(kind.__name__)
-
-
-def _unknown(name: str, within: str, names: list[str]) -> str:
-    valid = [within + n for n in names]
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown option {name!r}; {hint}valid: {', '.join(sorted(valid))}"
+    if dataclasses.is_dataclass(kind):
+        return f"mapping (keys: {', '.join(f.name for f in dataclasses.fields(kind))})"
+    return str(kind.__name__)
