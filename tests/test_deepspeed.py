@@ -57,12 +57,22 @@ ALL_SHARDED = {
         (2, {"zero_optimization": {"offload_param": {"device": "cpu"}}}, "ignored by stage 2"),
         (3, {"zero_optimization": {"offload_param": {"divice": "cpu"}}}, "offload_param.device"),
         (3, {"gradient_clipping": 1.0}, "the scenario's clip"),
-        (3, {"fp16": {"enabled": True}}, "the case's dtype"),
+        (3, {"fp16": {"enabled": True}}, "'fp16': DeepSpeed is judged in fp32 only"),
+        (0, {"bf16": {"enabled": True}}, "'bf16': DeepSpeed is judged in fp32 only"),
+        (1, {"precision": {"parameters": "bfloat16"}}, "'precision': DeepSpeed is judged in fp32"),
+        (0, {"zero_optimization": {"bucket": 1}}, "valid: zero_optimization.stage$"),
     ],
 )
 def test_bad_forms_are_refused_by_name(stage: int, options: dict[str, Any], told_by: str) -> None:
     with pytest.raises(Refused, match=told_by):
         parse(options, stage)
+
+
+def test_what_is_valid_is_what_the_stage_takes() -> None:
+    with pytest.raises(Refused, match=r"unknown option 'zero_optimization\.x'; valid: ") as told:
+        parse({"zero_optimization": {"x": 1}}, 2)
+    assert "use_multi_rank_bucket_allreduce" in str(told.value)
+    assert "stage3" not in str(told.value) and "offload_param" not in str(told.value)
 
 
 def test_a_loss_scale_is_refused_and_not_dropped() -> None:

@@ -5,9 +5,10 @@ A scenario gives what would stand in ``ds_config.json``::
     options: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}
 
 DeepSpeed takes any key and drops those that it does not know, or that its stage does not use; here
-both are :class:`~suite.contract.Refused`.  What the case decides (optimizer, clipping, batch sizes,
-precision) cannot stand there a second time.  Names and defaults: ``config.py`` and
-``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module needs no DeepSpeed.
+both are :class:`~suite.contract.Refused`.  What the case decides (optimizer, clipping, batch sizes)
+cannot stand there a second time, another precision than fp32 not at all.  Names and defaults:
+``config.py`` and ``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module
+needs no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from impls.reference.parts.options import at_least, parse_options
+from impls.reference.parts.options import at_least, parse_options, unknown
 from suite.contract import Refused
 
 #: Sections of the JSON form that the case itself decides, and by what.
@@ -27,9 +28,10 @@ DECIDED: dict[str, str] = {
     "train_batch_size": "the scenario's workload",
     "train_micro_batch_size_per_gpu": "the scenario's workload",
     "gradient_accumulation_steps": "the scenario's workload",
-    "fp16": "the case's dtype",
-    "bf16": "the case's dtype",
 }
+
+#: Where DeepSpeed, or a scenario, asks for another precision.
+PRECISION = ("fp16", "bf16", "precision")
 
 #: Which stages use a key of ``zero_optimization``; a key that is not here is used by all of them.
 STAGES: dict[str, tuple[int, ...]] = {
@@ -101,6 +103,10 @@ class ZeroOptimization:
         return self.offload_optimizer is not None and self.offload_optimizer.device == "cpu"
 
 
+#: Every key of the section.
+KEYS = tuple(field.name for field in fields(ZeroOptimization))
+
+
 @dataclass(frozen=True)
 class Options:
     """The part of the JSON form that a scenario may give."""
@@ -117,9 +123,15 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
     for key in options:
         if key in DECIDED:
             raise Refused(f"option {key!r}: {DECIDED[key]} decides that; leave it out")
+        if key in PRECISION:
+            raise Refused(f"option {key!r}: DeepSpeed is judged in fp32 only; leave it out")
     given = options.get("zero_optimization", {})
     if not isinstance(given, Mapping):
         raise Refused(f"option 'zero_optimization' must be of type mapping, not {given!r}")
+    for key in given:
+        if key not in KEYS:
+            within, own = "zero_optimization.", [k for k in KEYS if stage in _users(k)]
+            raise Refused(unknown(str(key), within, own))
     chosen = parse_options(
         Options, {**options, "zero_optimization": {"stage": stage, **given}}
     ).zero_optimization
@@ -131,9 +143,8 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
             else f"option 'zero_optimization.stage' must be 0, 1, 2 or 3, not {chosen.stage}"
         )
     for key in given:
-        users = STAGES.get(key, (0, 1, 2, 3))
-        if stage not in users:
-            stages = ", ".join(map(str, users))
+        if stage not in _users(key):
+            stages = ", ".join(map(str, _users(key)))
             raise Refused(
                 f"option 'zero_optimization.{key}' is ignored by stage {stage}; used by: {stages}"
             )
@@ -143,6 +154,10 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
             "when the optimizer is offloaded; set offload_optimizer.device to none"
         )
     return chosen
+
+
+def _users(key: str) -> tuple[int, ...]:
+    return STAGES.get(key, (0, 1, 2, 3))
 
 
 def section(options: Mapping[str, Any], stage: int) -> dict[str, Any]:
