@@ -214,6 +214,18 @@ def test_a_parameter_that_is_never_used_has_no_state() -> None:
     assert promise.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
 
 
+def test_kept_buffers_are_for_gradients_from_the_first_step_on() -> None:
+    late = tensor("b.1.w", 3, first_use=1)
+    model = {"parameters": (*MODEL[:2], late), "options": {"bucket_bytes": 12}, "steps": 2}
+    for strategy in ("zero1", "zero2"):
+        promise = PROMISES[strategy](plan(strategy, 1, **model))
+        assert [promise.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
+        once = PROMISES[strategy](plan(strategy, 1, **model | {"steps": 1}))
+        assert once.resident(0, 0, 0)["gradients"] == 48
+    shards = PROMISES["zero3"](plan("zero3", 1, **model))
+    assert [shards.resident(0, step, 1)["gradients"] for step in (0, 1)] == [48, 60]
+
+
 # 2 ranks, m = 3 micro-batches on the busiest: (calls, bytes) over both ranks.
 FLOWS = {
     "naive_ddp": {("replicate", "all_reduce"): (6, 2 * 60)},

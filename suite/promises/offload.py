@@ -76,8 +76,9 @@ class Offloaded(Promise):
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """State and, of what is not there as such, masters: one copy of what this rank updates."""
         found = self.inner.resident(rank, step, updated)
-        if self.shards_rest_there:
-            return found
+        if self.shards_rest_there:  # gradients come down to where those of every step lie
+            last = self.inner.resident(rank, self.plan.steps - 1, updated)
+            return found | {"gradients": last["gradients"]}
         masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
         return {"masters": masters, "optimizer_state": found["optimizer_state"]}
 
@@ -86,7 +87,9 @@ class Offloaded(Promise):
         with.
         """
         if self.shards_rest_there:
-            return self._moved_shards()
+            assert isinstance(self.inner, Zero3)
+            # What a unit that only some micro-batches call moves is promised no more than sent.
+            return {} if self.inner.uncalled else self._moved_shards(self.inner)
         if updated != step:
             return {"down": 0, "up": 0}
         ready = {t.name for t in used(self.plan.parameters, step)}
@@ -113,14 +116,13 @@ class Offloaded(Promise):
         """``(tensor, elements)`` that ``rank`` updates."""
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
 
-    def _moved_shards(self) -> dict[str, int]:
-        assert isinstance(self.inner, Zero3)
+    def _moved_shards(self, inner: Zero3) -> dict[str, int]:
         lifted = sum(
-            self.inner.lifts(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
-            for unit in self.inner.units
+            inner.lifts(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
+            for unit in inner.units
             for flat in unit.flats
         )
-        reduced = sum(flat.shard_bytes() for flat in self.inner.reduced)
+        reduced = sum(flat.shard_bytes() for flat in inner.reduced)
         return {"down": reduced, "up": lifted}
 
     def _travels_down(self, tensor: TensorPlan) -> str:

@@ -78,7 +78,7 @@ class Zero1(Promise):
         return {
             "parameters": self.parameter_bytes(),
             "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else 0,
-            "gradients": self.gradient_bytes(rank, step),
+            "gradients": self.gradient_bytes(rank),
             "optimizer_state": state_bytes(plan, parts, updated),
         }
 
@@ -94,9 +94,9 @@ class Zero1(Promise):
         )
         return beside + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
 
-    def gradient_bytes(self, rank: int, step: int) -> int:
-        """Those that this rank owns a part of."""
-        return sum(map(self.kept_bytes, owned(self.plan, self.flats, rank, step)))
+    def gradient_bytes(self, rank: int) -> int:
+        """Those that this rank owns a part of, from the first step on."""
+        return sum(map(self.kept_bytes, owned(self.plan, self.flats, rank)))
 
     def kept_bytes(self, flat: Flat) -> int:
         """Whole gradients, in the flat layouts that they are reduced from."""
@@ -105,7 +105,7 @@ class Zero1(Promise):
     def at_rest(self, rank: int, step: int) -> int:
         """Buffers of gradients that this rank owns no part of."""
         buffers = sum(map(self.kept_bytes, self.flats))
-        return buffers - self.gradient_bytes(rank, step) + votes(self.plan)
+        return buffers - self.gradient_bytes(rank) + votes(self.plan)
 
     def left_over(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
@@ -356,14 +356,15 @@ def votes(plan: Plan) -> int:
     return VOTE_BYTES * (1 + len(plan.parameters))
 
 
-def owned(plan: Plan, flats: Iterable[Flat], rank: int, step: int) -> list[Flat]:
-    """Layouts of which ``rank`` owns a part that has a gradient in ``step``.
+def owned(plan: Plan, flats: Iterable[Flat], rank: int) -> list[Flat]:
+    """Layouts of which ``rank`` owns a part that has a gradient in some step.
 
-    To a rank that owns nothing of it a buffer of gradients is one for communication.
+    Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
+    that owns nothing of it a buffer of gradients is one for communication.
     """
     shard = plan.coordinate(rank).get("shard", 0)
-    now = {t.name for t in used(plan.parameters, step)}
-    return [flat for flat in flats if any(t.name in now for t, _ in flat.parts(shard))]
+    ever = {t.name for t in used(plan.parameters, plan.steps - 1)}
+    return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
 
 
 def _local(
