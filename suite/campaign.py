@@ -9,6 +9,7 @@ repeated from its id, whatever else was drawn or filtered.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from suite.contract import OptimizerSpec
 
 LARGEST_WORLD = 5
 MOST_TRAITS = 3
+#: Where it is declined, no rank may have fewer samples than micro-batches either.
+UNEQUAL = "unequal_micro_batches"
 #: What every option is drawn from.
 Choices = Mapping[str, Sequence[Any]]
 #: Traits that a system declines under its options.
@@ -222,9 +225,15 @@ def case_of(
     if policy:
         options["precision"] = dict(policy)
     one = lane == "bitwise" and system.sums_ranks_first(options)
-    declined = {*declines(system.name, options), *(("unequal_micro_batches",) if one else ())}
+    declined = {*declines(system.name, options), *((UNEQUAL,) if one else ())}
     carried = sorted(trait for trait in traits[workload] if trait not in declined)
-    spec = _workload(source, workload, carried, most_micro_batches=1 if one else 3)
+    spec = _workload(
+        source,
+        workload,
+        carried,
+        most_micro_batches=1 if one else 3,
+        equal_over=math.prod(mesh.values()) if UNEQUAL in declined else 1,
+    )
     groups = workloads.suggested_groups(spec.traits)
     optimizer = replace(_optimizer(source, lane), groups=groups)
     clipped = "noclip" if optimizer.clip_norm is None else "clip"
@@ -282,9 +291,16 @@ def _optimizer(source: random.Random, lane: Lane) -> OptimizerSpec:
 
 
 def _workload(
-    source: random.Random, name: str, carried: Sequence[str], most_micro_batches: int
+    source: random.Random,
+    name: str,
+    carried: Sequence[str],
+    most_micro_batches: int,
+    equal_over: int,
 ) -> WorkloadSpec:
-    """A random workload that can be made: some traits ask for more than one micro-batch."""
+    """A random workload that can be made: some traits ask for more than one micro-batch.
+
+    Each of ``equal_over`` ranks has as many micro-batches as the others.
+    """
     while True:
         spec = WorkloadSpec(
             name,
@@ -298,4 +314,5 @@ def _workload(
             workloads.check(spec)
         except workloads.WorkloadError:
             continue
-        return spec
+        if len(set(spec.micro_batch_counts(equal_over))) == 1:
+            return spec

@@ -35,6 +35,29 @@ class WorkloadSpec:
     windows: int = 1
     params: Mapping[str, Any] = field(default_factory=dict)
 
+    def micro_batch_counts(self, coordinates: int) -> list[int]:
+        """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
+        return [
+            min(size, sum(self.window_sizes(coordinate)))
+            for coordinate, size in enumerate(split(self.global_batch, coordinates))
+        ]
+
+    def window_sizes(self, coordinate: int) -> list[int]:
+        """Number of micro-batches of each window of one coordinate, were there samples for all."""
+        sizes = [self.micro_batches] * self.windows
+        if "incomplete_window" in self.traits:
+            last = self.micro_batches // 2
+            sizes = [*sizes[:-1], last] if len(sizes) > 1 else [*sizes, last]
+        if "unequal_micro_batches" in self.traits and coordinate % 2:
+            sizes[0] += 1
+        return sizes
+
+
+def split(total: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` contiguous parts of ``total``, the larger ones first."""
+    small, larger = divmod(total, parts)
+    return [small + 1] * larger + [small] * (parts - larger)
+
 
 @dataclass(frozen=True)
 class Case:

@@ -21,6 +21,8 @@ from suite.launch.outcome import RankOutcome, root_cause
 
 #: What a native-precision comparison can prove by itself: it misses small faults.
 NATIVE_ONLY = "pass (native only)"
+#: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
+UNEQUAL = "unequal_micro_batches"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names.
@@ -138,6 +140,12 @@ def declared_away(case: Case, claims: Mapping[str, Any], missing: str) -> str:
     for trait in case.workload.traits:
         if trait in claims["declines"]:
             return f"declines trait {trait}: {claims['declines'][trait]}"
+    counts = case.workload.micro_batch_counts(case.data_coordinates)
+    if UNEQUAL in claims["declines"] and len(set(counts)) > 1:
+        return (
+            f"declines trait {UNEQUAL}, and {case.workload.global_batch} samples do not suffice: "
+            f"{min(counts)} to {max(counts)} micro-batches a rank: {claims['declines'][UNEQUAL]}"
+        )
     return ""
 
 

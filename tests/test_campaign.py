@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 
@@ -96,3 +97,13 @@ def _values() -> Iterator[str]:
 def test_a_filter_that_matches_no_system_is_refused() -> None:
     with pytest.raises(SelectionError, match="matches nothing in a campaign"):
         execute.draw_campaign(1, 0, ["reference/zero9"])
+
+
+def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
+    drawn: list[Case],
+) -> None:
+    case = next(c for c in drawn if c.implementation == "pytorch/fsdp1" and c.data_coordinates > 1)
+    most = case.data_coordinates * sum(case.workload.window_sizes(0))
+    small = dataclasses.replace(case.workload, traits=(), global_batch=most - 1)
+    reason = declared_away(dataclasses.replace(case, workload=small), _claims(case), "")
+    assert ("samples do not suffice" in reason) == (small.micro_batches * small.windows > 1)

@@ -202,7 +202,7 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
         ),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         units=tuple(workload.units),
-        micro_batches=tuple(workload.micro_batch_counts(case.data_coordinates)),
+        micro_batches=tuple(case.workload.micro_batch_counts(case.data_coordinates)),
         groups=tuple(
             tuple(names)
             for _, names in case.optimizer.assign(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.case import WorkloadSpec
+from suite.case import WorkloadSpec, split
 from suite.contract import Batch, GroupSpec, MicroBatch
 from suite.workloads.draws import generators
 from suite.workloads.knobs import Knob, check_traits, lookup
@@ -303,7 +303,7 @@ class Workload:
         for coordinate, size in enumerate(split(self.spec.global_batch, coordinates)):
             order = self._order(step, range(start, start + size))
             start += size
-            sizes = self._window_sizes(coordinate)
+            sizes = self.spec.window_sizes(coordinate)
             pieces = iter(split(len(order), sum(sizes)))
             windows, at = [], 0
             for count in sizes:
@@ -332,30 +332,13 @@ class Workload:
         ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
         return MicroBatch(samples.inputs, samples.targets, weights, ids)
 
-    def micro_batch_counts(self, coordinates: int) -> list[int]:
-        """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
-        return [
-            min(size, sum(self._window_sizes(coordinate)))
-            for coordinate, size in enumerate(split(self.spec.global_batch, coordinates))
-        ]
-
-    def _window_sizes(self, coordinate: int) -> list[int]:
-        """Number of micro-batches of each window of one coordinate."""
-        sizes = [self.spec.micro_batches] * self.spec.windows
-        if "incomplete_window" in self.traits:
-            last = self.spec.micro_batches // 2
-            sizes = [*sizes[:-1], last] if len(sizes) > 1 else [*sizes, last]
-        if "unequal_micro_batches" in self.traits and coordinate % 2:
-            sizes[0] += 1
-        return sizes
-
     @cached_property
     def _period(self) -> int:
         """Every how many samples one is flagged for a branch of one micro-batch.
 
         Twice the largest number of micro-batches: then the flagged samples of a share fit into one.
         """
-        return 2 * sum(self._window_sizes(1))
+        return 2 * sum(self.spec.window_sizes(1))
 
     def _order(self, step: int, share: range) -> list[int]:
         """The samples of a share; those for the first (last) micro-batch come first (last)."""
@@ -425,12 +408,6 @@ class Workload:
     def _permutation(self) -> list[int]:
         generator = _generator(f"{self.spec.seed}/order")
         return torch.randperm(self.family.size(), generator=generator).tolist()
-
-
-def split(total: int, parts: int) -> list[int]:
-    """Sizes of ``parts`` contiguous parts of ``total``, the larger ones first."""
-    small, larger = divmod(total, parts)
-    return [small + 1] * larger + [small] * (parts - larger)
 
 
 def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
