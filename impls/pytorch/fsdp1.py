@@ -107,6 +107,8 @@ class Options(Training):
             "non_contiguous": "FSDP1 shards a transposed parameter by its place in memory: what a "
             "rank holds is no range of its elements",
             "unequal_micro_batches": "every forward gathers: ranks must run the same number",
+            "empty": "what has no elements and lies at the edge of a shard is in none: it has no "
+            "gradient and no optimizer state",
         }
         zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
         never = ("unused", "conditional_late_step", "conditional_early_step")
