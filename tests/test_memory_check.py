@@ -40,24 +40,32 @@ def row(moment: str, step: int, where: str, kind: str, size: int) -> dict[str, A
 
 
 def calls(promise: Promise, world: int) -> list[list[dict[str, Any]]]:
-    """Calls of one step on each rank as promised: gathers fly while the next unit begins."""
+    """Calls of one step on each rank as promised: gathers fly while their unit begins."""
     ranks: list[list[dict[str, Any]]] = [[] for _ in range(world)]
+    gathers = [int(promise.strategy == "fsdp")] * world  # its root is gathered once
     for flow in promise.flows():
         assert isinstance(flow.calls, int)
         for rank in range(world):
             for _ in range(flow.calls // world):
                 share = flow.bytes / flow.calls
+                phase, issued, waited = "backward", 1, 900
+                if flow.operation == "all_gather":
+                    unit, way = divmod(gathers[rank], 2)
+                    gathers[rank] += 1
+                    begins = 100 * (way + 1) + 10 * unit
+                    issued = begins - 1 if unit else begins + 1  # the root has nothing before it
+                    phase, waited = ("forward", "backward")[way], issued + 2
                 ranks[rank].append(
                     {
                         "operation": flow.operation,
                         "group": list(range(world)),
                         "axis": "world",
                         "logical_bytes": f"{share.numerator}/{share.denominator}",
-                        "phase": "backward",
+                        "phase": phase,
                         "floating": True,
                         "inside_backward": True,
-                        "issued": 1,
-                        "waited": 900,
+                        "issued": issued,
+                        "waited": waited,
                     }
                 )
     return ranks
@@ -67,7 +75,11 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
     promise = PROMISES[strategy](
         plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
     )
-    units = [[10, "forward", ""], [20, "backward", "b.0"], [30, "backward", ""]]
+    units = [
+        [100 * way + 10 * number, phase, unit]
+        for way, phase in enumerate(("forward", "backward"), 1)
+        for number, unit in enumerate(("", *promise.plan.units))
+    ]
     records = []
     for rank, sent in enumerate(calls(promise, world)):
         local = promise.local(rank)
@@ -169,7 +181,9 @@ def test_bytes_of_a_host_tier_do_not_count_on_the_device() -> None:
 def test_peaks_are_bounded_on_both_sides(amount: int, bad: bool) -> None:
     found = figures("zero3")
     peak = next(
-        r for r in found.records[0]["memory"] if r["moment"] == "peak" and r["where"] == "backward"
+        r
+        for r in found.records[0]["memory"]
+        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "parameters")
     )
     peak["bytes"] += amount
     outcome = memory.decide(found)
@@ -269,6 +283,34 @@ def test_no_prefetch_fails() -> None:
     outcome = overlap.decide(found)
     assert outcome.status == "fail"
     assert "0 gathers are issued while another unit computes, 4 promised" in outcome.message
+
+
+def test_another_depth_of_prefetch_fails() -> None:
+    found = figures("zero3")
+    for call in found.records[1]["traffic"]:
+        if (call["operation"], call["phase"]) == ("all_gather", "forward"):
+            call["issued"] = 101
+    outcome = overlap.decide(found)
+    assert outcome.status == "fail"
+    told = (
+        "rank 1, step 2: when a unit's forward begins at most 2 gathers are under way, 1 promised"
+    )
+    assert told in outcome.message
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
+    found = figures(strategy)
+    promise = PROMISES[strategy](found.facts.plan)
+    peak = next(
+        r
+        for r in found.records[0]["memory"]
+        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "communication")
+    )
+    peak["bytes"] = promise.peaks(0, "backward", 0)["communication"].high
+    assert memory.decide(found).status == "pass"
+    peak["bytes"] += 1
+    assert "backward: communication" in memory.decide(found).message
 
 
 def test_a_ledger_leaves_rows_at_marks_and_peaks() -> None:

@@ -6,6 +6,9 @@ the last micro-batch does not take, a branch that goes out of use.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from impls.mutants.ddp import gpt
 from impls.mutants.fsdp import ADAMW, CHUNKS, mutant
 from impls.reference.fsdp.schedule import FSDP
@@ -42,6 +45,38 @@ class PrefetchesAllForNone(FSDP):
         super().before_backward(unit)
         for preceding in self.way_back[-self.options.prefetch_backward :]:
             self.gather(preceding)
+
+
+@mutant(
+    "zero3_lands_with_root",
+    zoo=("F20",),
+    summary="whole gradients of all units stay until the root's have been reduced",
+    killed_by=("memory",),
+)
+class LandsWithRoot(Zero3):
+    def start_reduction(self, unit: Unit) -> None:
+        before, self.flying = self.flying, []
+        super().start_reduction(unit)
+        self.flying = before + self.flying
+
+
+@mutant(
+    "fsdp_prefetches_one_for_two",
+    zoo=("F25",),
+    summary="prefetch of 2 units gathers one ahead",
+    killed_by=("overlap",),
+    options={"prefetch_forward": 2, "prefetch_backward": 2},
+)
+class PrefetchesOneForTwo(FSDP):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.options = replace(self.options, prefetch_forward=1)
+
+    def before_backward(self, unit: Unit) -> None:
+        given = self.options
+        self.options = replace(given, prefetch_backward=1)
+        super().before_backward(unit)
+        self.options = given
 
 
 @mutant(

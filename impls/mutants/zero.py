@@ -423,6 +423,33 @@ class GradientsAsIntegers(Zero1):
 
 
 @mutant(
+    "zero1_reduces_copies",
+    zoo=("F20",),
+    summary="buckets are reduced out of copies, which live until all have arrived",
+    killed_by=("memory",),
+)
+class ReducesCopies(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        shard = bucket.layout.shard(bucket.flat(), self.comm.rank)
+        bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
+
+
+@mutant(
+    "zero1_gathers_beside",
+    zoo=("F20",),
+    summary="parameters are gathered into memory of their own and copied from there",
+    killed_by=("memory",),
+)
+class GathersBeside(Zero1):
+    def after_update(self) -> None:
+        for bucket in self.buckets:
+            whole = torch.empty_like(bucket.values)
+            self.comm.all_gather(whole, bucket.layout.shard(bucket.values, self.comm.rank))
+            bucket.values.copy_(whole)
+            bucket.publish()
+
+
+@mutant(
     "zero2_keeps_whole_gradients",
     zoo=("F20",),
     summary="whole gradients are not let go after they were reduced",

@@ -10,7 +10,8 @@ it.
 steps 0 and 1 are left out.
 
 Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
-another unit computes (prefetch), against what the strategy promises.
+another unit computes (prefetch), and how deep: how many are under way when a unit begins, against
+what the strategy promises.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
     total = inside = hidden = 0
     gathers: list[int] = []
+    depths: dict[str, int] = {}
     for index, record in enumerate(evidence.records):
         units = [n for n, kind, _ in record["events"] if kind == "backward"]
         for step in settled:
@@ -84,6 +86,18 @@ def decide(evidence: Figures) -> Outcome:
                         inside,
                         hidden,
                     )
+                for phase, (least, most) in ahead.depth.items():
+                    deepest = _depth(evidence, index, step, phase)
+                    depths[phase] = max(depths.get(phase, 0), deepest)
+                    if not least <= deepest <= most:
+                        wanted = str(least) if least == most else f"{least} to {most}"
+                        return _fail(
+                            f"rank {rank}, step {step}: when a unit's {phase} begins at most "
+                            f"{deepest} gathers are under way, {wanted} promised",
+                            total,
+                            inside,
+                            hidden,
+                        )
             if len(late) > allowed:
                 return _fail(
                     f"rank {rank}, step {step}: {len(late)} of {len(calls)} reductions are issued "
@@ -114,6 +128,8 @@ def decide(evidence: Figures) -> Outcome:
     figures = _figures(total, inside, hidden)
     if gathers:
         figures["gathers_ahead"] = min(gathers)
+    if depths:
+        figures["depth"] = depths
     return Outcome("overlap", "pass", "", None, figures)
 
 
@@ -139,6 +155,19 @@ def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:
         and _computed_while_flying(call, units)
         for call in step_calls(evidence, step, index)
     )
+
+
+def _depth(evidence: Figures, index: int, step: int, phase: str) -> int:
+    """The most gathers of ``phase`` that are under way at once when a unit begins it."""
+    record = evidence.records[index]
+    first, last = record["steps"][step]["events"]
+    units = [n for n, kind, _ in record["events"] if kind == phase and first <= n < last]
+    calls = [
+        call
+        for call in step_calls(evidence, step, index)
+        if call["operation"] == "all_gather" and call["phase"] == phase
+    ]
+    return max(sum(_computed_while_flying(call, [n]) for call in calls) for n in units)
 
 
 def _computed_while_flying(call: dict[str, Any], units: list[int]) -> bool:

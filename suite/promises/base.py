@@ -78,6 +78,8 @@ class Ahead:
     At most so many reductions are issued after backward has ended: ``late`` in a round that the
     rank computes, ``idle`` in one that only others compute; in the step's last round ``last`` or
     ``last_idle`` more.  ``once``: the rounds before the last reduce nothing.
+    ``depth``: by phase, least and most gathers under way at once when a unit begins, at the moment
+    of a step that has most; a phase without an entry promises none.
     ``watched``: whether the log tells the beginning of every unit, so that a reduction without
     computing behind it would show.
     """
@@ -89,6 +91,7 @@ class Ahead:
     last_idle: int = 0
     once: bool = False
     watched: bool = True
+    depth: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def after_backward(self, rounds: int, idle: int) -> int:
         """Most late reductions in a step of so many rounds; the idle ones come last."""

@@ -108,6 +108,7 @@ class FSDP(Zero3):
             gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
         scatters, crosses = (self.plan.size(axis) > 1 for axis in ("shard", "replicate"))
         found = super().ahead()
+        kept = {"backward": (0, 0)} if found.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(
             found,
@@ -117,16 +118,28 @@ class FSDP(Zero3):
             last=found.late + before if crosses and self.held_up else 0,
             last_idle=found.idle if crosses else 0,
             once=self.is_silent,
+            depth={**found.depth, **kept},
         )
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """As ZeRO-3; all units where they are kept, 1/k of them where they rest over k ranks."""
         found = super().peaks(rank, phase, step)
-        if not found:
+        if "parameters" not in found:
             return found
         whole, bound = sum(self.whole_bytes().values()), found["parameters"]
         if self.rests == 1:
             level = self.resident(rank, step, step)["parameters"] + whole
-            return {"parameters": Bound(level, level)}
+            return found | {"parameters": Bound(level, level)}
         chunk = whole // self.rests if self.rests < self.plan.size("shard") else 0
-        return {"parameters": replace(bound, high=bound.high + chunk)}
+        return found | {"parameters": replace(bound, high=bound.high + chunk)}
+
+    @property
+    def adds_up(self) -> bool:
+        """Without communication whole gradients of all units wait for the last round."""
+        return self.is_silent and self.plan.rounds > 1
+
+    def in_flight(self, rank: int, step: int) -> int:
+        """As ZeRO-3, and the chunks that units rest in."""
+        rests = 1 < self.rests < self.plan.size("shard")
+        chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
+        return super().in_flight(rank, step) + chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -24,6 +24,8 @@ from suite.promises.layout import Flat, Unit, buckets, units
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
+#: Bytes of the single numbers that ranks exchange in a step: counts of rounds, norms, overflows.
+_SCALARS = 64
 #: Default of the option ``bucket_bytes``.
 BUCKET_BYTES = 25 * 2**20
 
@@ -111,6 +113,17 @@ class Zero1(Promise):
         """Losses, norms and factors, and the same buffers where they were never sent."""
         return self.at_rest(rank, step)
 
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Both collectives work in place: in backward no more than the buffers of gradients, in the
+        update no more than they and what is agreed on and summed there (the norm).
+        """
+        buffers = Bound(0, self.at_rest(rank, step) + _SCALARS)
+        if phase == "update":
+            return {"communication": buffers}
+        if phase != "backward":
+            return {}
+        return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank))}
+
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
         whole = {t.name: t.numel for t in self.plan.parameters}
@@ -144,14 +157,17 @@ class Zero2(Zero1):
         it has begun on, and the shard that sums arrive in.  One that waits for what is late, tied
         or unused holds up all behind it.
         """
-        plan = self.plan
+        plan, found = self.plan, super().peaks(rank, phase, step)
+        if phase != "backward":
+            return found
         held_up = any(_not_always_used(t) or len(t.owners) > 1 for t in plan.trainable)
-        if phase != "backward" or held_up or plan.size("shard") == 1:
-            return {}
+        if held_up or plan.size("shard") == 1:
+            return {"gradients": found["gradients"]}
         sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
-        return {"communication": Bound(0, sum(whole) + shard + self.at_rest(rank, step))}
+        high = sum(whole) + shard + self.at_rest(rank, step)
+        return found | {"communication": Bound(0, high)}
 
 
 class Zero3(Promise):
@@ -282,7 +298,25 @@ class Zero3(Promise):
         gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
-        return Ahead(gathers, late, len(self.trained), watched=watched)
+        depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
+        if not self.has_one_order:
+            depth = {}
+        return Ahead(gathers, late, len(self.trained), watched=watched, depth=depth)
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether every forward calls the same units once, so that what comes next is known."""
+        once = all(self.plan.called(unit.name) <= 1 for unit in self.units if unit.name)
+        return once and not self.uncalled and self.plan.size("shard") > 1
+
+    def depth(self, prefetched: int) -> tuple[int, int]:
+        """Least and most gathers under way when a unit begins that is one of the ``prefetched``
+        next ones: one a layout of each.
+        """
+        called = [unit for unit in self.units if unit.name and self.plan.called(unit.name)]
+        calls = sorted(sum(1 for flat in unit.flats if flat.numel) for unit in called)
+        begins = sum(unit.name in self.plan.units for unit in called)
+        return sum(calls[: min(prefetched, begins)]), sum(calls[::-1][:prefetched])
 
     @property
     def held_up(self) -> list[Unit]:
@@ -298,8 +332,15 @@ class Zero3(Promise):
         """
         if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
             return {}
+        found = {}
+        if phase == "backward":
+            held = self.resident(rank, step, step)["gradients"]
+            found = {
+                "communication": Bound(0, self.in_flight(rank, step)),
+                "gradients": Bound(0, held),
+            }
         if not self.plan.micro_batches[self._coordinate(rank)]:
-            return {}
+            return found
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
         in_vain = sum(sizes.pop(name) for name in self.uncalled)
@@ -314,7 +355,38 @@ class Zero3(Promise):
             least, most = max(least, running), max(most, running + sum(rest[:others]))
         resting = self.resident(rank, step, step)["parameters"]
         level = resting + root
-        return {"parameters": Bound(level + least, level + most + in_vain)}
+        return found | {"parameters": Bound(level + least, level + most + in_vain)}
+
+    def in_flight(self, rank: int, step: int) -> int:
+        """Most bytes of class ``communication`` in backward: whole gradients of the root and of
+        one other unit (of all where several rounds are reduced at once), shards that their sums
+        arrive in, and what gathers read, where it is not the shard itself.
+        """
+        plan = self.plan
+        reduced = {
+            unit.name: sum(f.padded_bytes(plan.reduction(f.dtype)) for f in unit.trained)
+            for unit in self.units
+        }
+        whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
+        shards = plan.size("shard")
+        arriving = sum(_with_root(reduced, 1)) // shards
+        cast = any(plan.reduction(flat.dtype) != flat.dtype for flat in self.trained)
+        on_host = plan.option("offload", "none") == "parameters"
+        if on_host or (cast and plan.size("replicate") > 1):
+            arriving = sum(reduced.values()) // shards  # until they have come down, or crossed
+        sent = [
+            sum(f.shard_bytes(plan.compute(f.dtype)) for f in unit.flats)
+            for unit in self.units
+            if on_host or any(plan.compute(f.dtype) != f.dtype for f in unit.flats)
+        ]
+        gathers = 2 + max(self._prefetched("backward"), self._recomputed())
+        reading = sum(sorted(sent, reverse=True)[:gathers])
+        return sum(whole) + arriving + reading + self.at_rest(rank, step) + _SCALARS
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether whole gradients add up over several rounds."""
+        return False
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of every unit when it is gathered."""
@@ -341,6 +413,12 @@ class Zero3(Promise):
             if axis in ("replicate", "shard"):
                 index = index * size + place[axis]
         return index
+
+
+def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
+    """The size of the root unit and so many of the largest others."""
+    inner = sorted((size for name, size in sizes.items() if name), reverse=True)
+    return [sizes.get("", 0), *inner[:others]]
 
 
 def _may_go_unused(unit: Unit) -> bool:
