@@ -24,6 +24,8 @@ from suite.contract import Batch, OptimizerSpec
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
 CNN_BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024}
 CLIP = OptimizerSpec(clip_norm=0.05)
+#: The first step's norm is larger than the clip, the last one's smaller.
+BETWEEN = OptimizerSpec("adamw", lr=0.003, clip_norm=2)
 
 mutant = partial(declare.mutant, parent=ReferenceDDP, parent_name="reference/ddp", options=BUCKETS)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impls.mutants.ddp import CLIP, gpt, mutant
+from impls.mutants.ddp import BETWEEN, CLIP, gpt, mutant
 from impls.reference.ddp import DDP, ReferenceDDP
 from impls.reference.parts.buckets import Bucket
 from impls.reference.parts.norm import NormPart, power_sum
@@ -70,6 +70,17 @@ class ClipsOnRank0Only(ReferenceDDP):
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if self.mesh.rank == 0:
             super().clip(norm, max_norm)
+
+
+@mutant(
+    "ddp_clips_up",
+    summary="gradients below the clip are scaled up to it",
+    killed_by=("equivalence",),
+    optimizer=BETWEEN,
+)
+class ClipsUp(ReferenceDDP):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        self.scale_gradients(max_norm / norm)
 
 
 @mutant(

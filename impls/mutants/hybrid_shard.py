@@ -6,7 +6,7 @@ shortcuts go wrong) and of 2 x 3 (axes of different size, where a rank is no siz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from impls.mutants import declare
 from impls.mutants.ddp import CLIP, Nothing, gpt
+from impls.mutants.precision import SCALED
 from impls.reference.fsdp import ReferenceFSDP
 from impls.reference.fsdp.schedule import FSDP
 from impls.reference.parts.handle import Handle
 from impls.reference.parts.norm import NormPart
+from impls.reference.parts.scaler import LossScaler
 from impls.reference.parts.shards import FlatShard, Unit
 from impls.reference.parts.state import broadcast_tensors, named_state
 from suite.comm import Comm, Mesh
@@ -269,3 +271,27 @@ class NormalisesByLocalCounts(ReferenceFSDP):
         loss = super().backward(batch)
         self.loss = whole  # type: ignore[method-assign]
         return loss
+
+
+class _Crossing(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+        found = torch.tensor(int(own), dtype=torch.int32)
+        self.mesh.comm("replicate").all_reduce(found, "max")
+        return bool(found)
+
+
+@mutant(
+    "hybrid_overflow_along_one_axis",
+    zoo=("O10",),
+    summary="ranks agree on an overflow with their replicas, not with the other shards",
+    killed_by=("loss_scale", "equivalence"),
+    mesh={"replicate": 2, "shard": 3},
+    workload=SCALED["workload"],
+    optimizer=SCALED["optimizer"],
+    steps=SCALED["steps"],
+)
+class OverflowAlongOneAxis(ReferenceFSDP):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Crossing
+        return super().unscale()

@@ -35,7 +35,7 @@ WIDE: Mapping[str, Any] = {
     "dtype": "float32",
     "precision": {"parameters": "bfloat16", "reduce": "float32"},
 }
-#: One overflow, in step 1, on one rank.
+#: An overflow in step 1 and NaN in step 4, on one rank.
 SCALED: Mapping[str, Any] = {
     "workload": WorkloadSpec("charnames_gpt", traits=("overflow_on_one_rank",), params=SMALL),
     "optimizer": replace(ADAMW, scaler=ScalerSpec(initial=1024, interval=2)),
@@ -191,6 +191,12 @@ class _Indifferent(LossScaler):
         return False
 
 
+class _BlindToNaN(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        finite = (None if g is None else g.masked_fill(g.isnan(), 0) for g in gradients)
+        return super().overflowed(finite)
+
+
 class _Stubborn(LossScaler):
     def adapt(self, skipped: bool) -> None:
         if skipped:
@@ -244,6 +250,18 @@ class ScaleOfOwnShard(ReferenceZero2):
 class IgnoresOverflow(ReferenceZero1):
     def unscale(self) -> dict[str, float]:
         self.scaler.__class__ = _Indifferent
+        return super().unscale()
+
+
+@mutant(
+    "zero2_overflow_is_infinite",
+    summary="NaN passes for a gradient: only infinities are looked for",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class OverflowIsInfinite(ReferenceZero2):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _BlindToNaN
         return super().unscale()
 
 

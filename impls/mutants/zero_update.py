@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impls.mutants.ddp import CLIP, gpt
+from impls.mutants.ddp import BETWEEN, CLIP, gpt
 from impls.mutants.zero import ADAMW, mutant
 from impls.reference.parts.norm import NormPart
 from impls.reference.zero1 import ReferenceZero1, Zero1
@@ -86,6 +86,17 @@ class ClipsOnRank0Only(ReferenceZero2):
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if self.mesh.rank == 0:
             super().clip(norm, max_norm)
+
+
+@mutant(
+    "zero2_clips_up",
+    summary="gradients below the clip are scaled up to it",
+    killed_by=("equivalence",),
+    optimizer=BETWEEN,
+)
+class ClipsUp(ReferenceZero2):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        self.handle.scale_gradients(max_norm / norm)
 
 
 @mutant(

@@ -31,7 +31,15 @@ from suite.workloads.layers import (
     named_tensors,
     seed_number,
 )
-from suite.workloads.traits import FLAGS, OVERFLOW_FLAG, OVERFLOW_STEP, TRAITS, suggested_groups
+from suite.workloads.traits import (
+    FLAGS,
+    NAN_FLAG,
+    NAN_STEP,
+    OVERFLOW_FLAG,
+    OVERFLOW_STEP,
+    TRAITS,
+    suggested_groups,
+)
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
@@ -361,8 +369,8 @@ class Workload:
             "conditional_early_step": step == 0,
         }
         flags = sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
-        if "overflow_on_one_rank" in self.traits and step == OVERFLOW_STEP:
-            flags += OVERFLOW_FLAG * (index == self.spec.global_batch - 1)
+        if "overflow_on_one_rank" in self.traits and index == self.spec.global_batch - 1:
+            flags += OVERFLOW_FLAG * (step == OVERFLOW_STEP) + NAN_FLAG * (step == NAN_STEP)
         return flags
 
     def _global_batch(self, step: int) -> tuple[Samples, Tensor]:

@@ -46,8 +46,10 @@ FLAGS = {
     "conditional_early_step": 32,
 }
 
-#: Bit of the one sample whose backward overflows, and the step in which it does.
+#: Bits of the one sample whose backward overflows, and the steps in which it does: to infinity,
+#: and to NaN (what infinities leave behind that met each other).
 OVERFLOW_FLAG, OVERFLOW_STEP = 16, 1
+NAN_FLAG, NAN_STEP = 64, 4
 
 #: A model reads one number a sample from its inputs: flags in the low bits, the dropout key above.
 KEY_SHIFT = 8
@@ -144,7 +146,7 @@ TRAITS: dict[str, Trait] = {
         by_cut=True,
     ),
     "overflow_on_one_rank": Trait(
-        "in step 1 the backward of the batch's last sample overflows: no finite gradient",
+        "the backward of the batch's last sample is infinite in step 1, NaN in step 4",
         (12, 9),
         "front",
     ),
@@ -289,21 +291,22 @@ class Strided(nn.Module):
 
 
 class _Spike(torch.autograd.Function):
-    """The identity, whose gradient is infinite (or NaN) where ``where`` is set."""
+    """The identity, but its gradient is inf where ``infinite`` is set, NaN where ``undefined``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, where: Tensor) -> Tensor:
-        ctx.save_for_backward(where)
+    def forward(ctx: Any, tensor: Tensor, infinite: Tensor, undefined: Tensor) -> Tensor:
+        ctx.save_for_backward(infinite, undefined)
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (where,) = ctx.saved_tensors
-        return gradients[0].masked_fill(where, torch.inf), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        infinite, undefined = ctx.saved_tensors
+        spike = gradients[0].masked_fill(infinite, torch.inf)
+        return spike.masked_fill(undefined, torch.nan), None, None
 
 
 class Overflow(nn.Module):
-    """A layer whose backward overflows for the samples ``where``; its forward never does.
+    """A layer whose backward overflows for flagged samples; its forward never does.
 
     What lies before it in forward has no finite gradient then, what comes after it does: only the
     ranks that own the former can see it.
@@ -313,10 +316,11 @@ class Overflow(nn.Module):
         super().__init__()
         self.layer = Linear(width, width, **place)
 
-    def forward(self, hidden: Tensor, where: Tensor) -> Tensor:
-        """``hidden`` ``(samples, ..., width)``; ``where`` ``(samples,)`` of bool."""
+    def forward(self, hidden: Tensor, flags: Tensor) -> Tensor:
+        """``hidden`` ``(samples, ..., width)``; ``flags`` ``(samples,)``: flag bits."""
         added = torch.tanh(self.layer(hidden))
-        spread: Tensor = _Spike.apply(added, where.view(-1, *[1] * (added.dim() - 1)))
+        flags = flags.view(-1, *[1] * (added.dim() - 1))
+        spread: Tensor = _Spike.apply(added, flags & OVERFLOW_FLAG != 0, flags & NAN_FLAG != 0)
         return spread
 
 
@@ -409,7 +413,7 @@ class Oddities(nn.Module):
             if name == "dropout_counter" and flags is not None:
                 hidden = hidden + odd(hidden, flags >> KEY_SHIFT)
             elif name == "overflow_on_one_rank" and flags is not None:
-                hidden = hidden + odd(hidden, (flags & OVERFLOW_FLAG) != 0)
+                hidden = hidden + odd(hidden, flags)
             elif name not in FLAGS:
                 added = odd(hidden)
                 if added is not None:
