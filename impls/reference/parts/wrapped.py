@@ -104,7 +104,7 @@ class WrappedHandle(Handle, Listener):
     def start_reduction(self, unit: Unit) -> None:
         """One reduction at a time is under way, and the root's, which is the last of a round."""
         crosses = self.rounds.is_last and self.replicas is not None
-        if crosses or unit is not self.root:
+        if crosses or unit is not self.root or any(unit is other for other, *_ in self.flying):
             self.land()
         unit.pack()
         for flat in unit.trained:
