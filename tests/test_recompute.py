@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,6 +113,19 @@ def test_names_hooks_and_calls_survive() -> None:
     with torch.no_grad():
         module(torch.ones(2, 16))
     assert [unit.calls for unit in module] == [3, 3, 3, 3]
+
+
+def test_units_get_their_forwards_back() -> None:
+    module = stack(0, count=3)
+    special = module[1].forward = partial(Block.forward, module[1])
+    # The same unit in two groups: the forwards are nested, and taken off from the outside.
+    groups = recompute_units(module, ["0", "1", "2", "1"], 2)
+    assert all("forward" in vars(unit) for unit in module)
+    for group in reversed(groups):
+        group.close()
+        group.close()
+    assert ["forward" in vars(unit) for unit in module] == [False, True, False]
+    assert module[1].forward is special
 
 
 def test_deeper_than_the_model_is_refused() -> None:

@@ -148,7 +148,9 @@ class DDP(Replicated):
         bucket = self.bucket_of[index]
         if bucket.work is not None:
             raise RuntimeError(
-                f"{self.names[index]!r} received a gradient after its bucket had been sent"
+                f"{self.names[index]!r} received a gradient after its bucket had been sent: a "
+                "micro-batch is one forward and one backward; checkpoint with use_reentrant=False "
+                "or option 'recompute_every'"
             )
         if parameter.grad is not None:
             parameter.grad = bucket.views[index].copy_(parameter.grad)

@@ -72,7 +72,7 @@ class Engine(Implementation):
         if state is not None:
             load_state(module, state)
         every = options.get("recompute_every", 0)
-        recompute_units(module, build.units, every, self.call_type)
+        self.groups = recompute_units(module, build.units, every, self.call_type)
         self.build, self.spec, self.mesh = build, optimizer, mesh
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
@@ -207,5 +207,7 @@ class Engine(Implementation):
         self.handle.drain()
 
     def close(self) -> None:
-        """Remove hooks."""
+        """Leave the module with the hooks and forwards with which it was built."""
         self.handle.close()
+        while self.groups:
+            self.groups.pop().close()

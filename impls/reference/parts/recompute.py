@@ -38,20 +38,24 @@ from suite.contract import Refused
 
 def recompute_units(
     module: nn.Module, units: Sequence[str], every: int, call_type: type[Call] | None = None
-) -> None:
+) -> list[Group]:
     """Wrap the forwards of ``units`` (dotted names, in forward order), ``every`` to a group.
 
     0 leaves ``module`` as it is.  In a group each unit but the first is called with what the one
-    before returned, and with nothing else.
+    before returned, and with nothing else.  :meth:`Group.close` gives the units their forwards
+    back; where groups share units, the last group first.
     """
     if every > len(units):
         raise Refused(
             f"option 'recompute_every' = {every}: the model has {len(units)} units; "
             f"give 0 (never) to {len(units)}"
         )
+    groups = []
     for start in range(0, len(units), every) if every else ():
         names = units[start : start + every]
-        Group(names, [module.get_submodule(name) for name in names], call_type or Call)
+        found = [module.get_submodule(name) for name in names]
+        groups.append(Group(names, found, call_type or Call))
+    return groups
 
 
 class Group:
@@ -69,8 +73,25 @@ class Group:
         self.call: Call | None = None  # the forward under way
         self.again: Call | None = None  # the one that is being repeated
         self.chained = False  # whether outputs were seen to be the next unit's inputs
+        #: Per unit the forward that was set on the module itself, if it was not its class's.
+        self.own: list[Callable[..., Any] | None] = []
         for number, unit in enumerate(units):
+            self.own.append(vars(unit).get("forward"))
             unit.forward = partial(self.forward, number, unit.forward)
+
+    @property
+    def title(self) -> str:
+        """The units, for messages."""
+        return " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
+
+    def close(self) -> None:
+        """Give the units their forwards back."""
+        while self.own:
+            own, unit = self.own.pop(), self.units[len(self.own)]
+            if own is None:
+                del unit.forward
+            else:
+                unit.forward = own
 
     def forward(self, number: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward of unit ``number``, whose own one is ``compute``."""
@@ -86,7 +107,7 @@ class Group:
             expected = self.names[call.reached] if call else self.names[0]
             raise RuntimeError(
                 f"unit {self.names[number]!r} was called where {expected!r} was due: only units "
-                "that follow one another can be recomputed as one group"
+                "that follow one another can be recomputed as one group; set recompute_every to 1"
             )
         if number and not self.chained:
             self.check_chain(number, call.output, args, kwargs)
@@ -156,17 +177,21 @@ class Call:
             self.collected.append(tensor.detach())
 
         def unpack(_: None) -> Tensor:
-            raise RuntimeError("a recomputed graph was differentiated")
+            raise RuntimeError(
+                f"{self.group.title} takes derivatives in its own forward, which cannot be "
+                "recomputed: set recompute_every to 0"
+            )
 
         return saved_tensors_hooks(pack, unpack)
 
     def repeat(self) -> None:
         """Run the units again, from the same input, draws and buffers."""
         first, *rest = self.group.units
-        names = " to ".join(dict.fromkeys((self.group.names[0], self.group.names[-1])))
+        names = self.group.title
         if any(tensor._version != version for tensor, version in self.inputs):
             raise RuntimeError(
-                f"the input of {names} was changed in place before its recomputation"
+                f"the input of {names} was changed in place before its recomputation: change a "
+                "copy of it instead, or set recompute_every to 0"
             )
         self.collected = []
         self.group.again = self
@@ -181,7 +206,8 @@ class Call:
         if found != self.saved:
             raise RuntimeError(
                 f"recomputing {names} saved {len(found)} tensors, its forward {len(self.saved)}, "
-                "or others: what it computes must depend on its input, generators and buffers only"
+                "or others: what it computes must depend on its input, generators and buffers "
+                "only; otherwise set recompute_every to 0"
             )
 
     @contextmanager

@@ -166,7 +166,11 @@ class ShardedUpdate(Handle):
     def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Hook: a backward has given ``parameter`` its gradient, which moves into the bucket."""
         if bucket.sent:
-            raise RuntimeError(f"{name!r} received a gradient after its bucket had been sent")
+            raise RuntimeError(
+                f"{name!r} received a gradient after its bucket had been sent: a micro-batch is "
+                "one forward and one backward; checkpoint with use_reentrant=False or option "
+                "'recompute_every'"
+            )
         assert parameter.grad is not None
         bucket.add(name, parameter.grad)
         parameter.grad = None

@@ -26,12 +26,17 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     if set(targets) != set(state):
         lacking = sorted(set(targets) - set(state))
         extra = sorted(set(state) - set(targets))
-        raise ValueError(f"state does not fit the module: lacks {lacking}, has extra {extra}")
+        raise ValueError(
+            f"state does not fit the module: lacks {lacking}, has extra {extra}; give one tensor "
+            "for each of its parameters and buffers, tied ones once, under the names of "
+            "named_parameters() and named_buffers()"
+        )
     for name, target in targets.items():
         if target.shape != state[name].shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(target.shape)}, the state has "
-                f"{tuple(state[name].shape)}"
+                f"{tuple(state[name].shape)}: build the module with the sizes that the state was "
+                "made with"
             )
         target.copy_(state[name])
 

@@ -114,6 +114,12 @@ class UnitEvents:
 
     def arrived(self, unit: Unit, flat: FlatShard, name: str, parameter: Tensor) -> None:
         """A backward has given ``parameter`` its whole gradient, which moves to the flat one."""
+        if unit not in self.running:
+            raise RuntimeError(
+                f"{name!r} received a gradient while its unit {unit.name!r} had no backward under "
+                "way: a micro-batch is one forward and one backward; checkpoint with "
+                "use_reentrant=False or option 'recompute_every'"
+            )
         assert parameter.grad is not None
         flat.take(name, parameter.grad)
         parameter.grad = None
