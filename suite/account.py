@@ -34,8 +34,9 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``missing``: why the backend cannot be had here; ``fault``: the judge
-    itself failed; ``leader``: how the judging process ended that left nothing else.
+    ``[error type, message]``; ``missing``: why the backend cannot be had here; ``untold``: why no
+    oracle can tell what is true here; ``fault``: the judge itself failed; ``leader``: how the
+    judging process ended that left nothing else.
     """
 
     case: Case
@@ -43,6 +44,7 @@ class Account:
     broken: str = ""
     refused: list[str] | None = None
     missing: str = ""
+    untold: str = ""
     fault: str = ""
     leader: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)

@@ -63,6 +63,8 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         return _expected(case, "refused", cause.message)
     if cause is not None:
         return _expected(case, *_broken(cause, outcomes))
+    if account.untold:
+        return _expected(case, "precondition", account.untold)
     if figures is None:
         assert account.figures is not None
         figures = restore(case, account.figures)

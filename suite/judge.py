@@ -105,6 +105,10 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     account.outcomes = [dataclasses.asdict(outcome) | {"record": None} for outcome in outcomes]
     if "refuses" in case.expect or root_cause(outcomes) is not None:
         return None
+    if capabilities.oracle == "plain":
+        account.untold = oracle.untold(workload, case.precision)
+        if account.untold:
+            return None
     records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
     began = time.monotonic()
     truth = _truth(case, implementation, workload, records, cache)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from suite.case import Case
 from suite.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
@@ -206,6 +207,31 @@ class _Device:
     def _cast(self, tensor: Tensor, what: str) -> Tensor:
         dtype = self.dtypes.get(what)
         return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+
+def untold(workload: Workload, precision: Mapping[str, str]) -> str:
+    """Why one device cannot compute under ``precision`` (empty: it can).
+
+    torch's batch norms want weights and running statistics of one dtype.  A system may leave its
+    norms out of the policy; what is true of it then, the policy does not say.
+    """
+    module = workload.build_for(0)("meta")
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
+            continue
+        weights = precision.get("parameters", _name(part.weight))
+        statistics = precision.get("buffers", _name(part.running_mean))
+        if weights != statistics:
+            return (
+                f"the policy leaves {name!r} ({type(part).__name__}) with weights in {weights} and "
+                f"running statistics in {statistics}, which torch cannot compute on one device "
+                f"either: there is nothing to compare with; give precision.buffers = {weights}"
+            )
+    return ""
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from suite.case import Case, WorkloadSpec
@@ -43,6 +45,19 @@ def test_losses_are_judged_by_their_emulation() -> None:
     plain = verdicts["HonestPlainHalfDDP"]
     assert plain["verdict"] == "fail"
     assert "step 0" in plain["reason"]
+
+
+def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
+    """A system may leave norms out of a policy that casts weights."""
+    normed = {"lane": "native", "dtype": "float32", "workload": WorkloadSpec("digits_cnn")}
+    cases = [
+        replace(case("reference/naive_ddp", 2, precision=policy), id=f"torn {policy}", **normed)
+        for policy in ({"parameters": "bfloat16"}, {"reduce": "float32"})
+    ]
+    (first, second), _ = run_cases(cases, 1, lambda result: None)
+    assert first["verdict"] == "precondition"
+    assert "give precision.buffers = bfloat16" in first["reason"]
+    assert second["verdict"] == "pass (native only)", second["reason"]
 
 
 def events() -> list[Event]:
