@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from suite.promises import PROMISES, Plan, memory_ratio
 from suite.promises.accounting import KNOWN, accounting_of
-from suite.promises.base import Flow
+from suite.promises.base import Flow, Unpromised
 from suite.promises.layout import Flat, buckets, units
 from suite.promises.plan import TensorPlan
 from suite.promises.sharded import Zero3
@@ -222,6 +224,9 @@ def test_kept_buffers_are_for_gradients_from_the_first_step_on() -> None:
         assert [promise.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
         once = PROMISES[strategy](plan(strategy, 1, **model | {"steps": 1}))
         assert once.resident(0, 0, 0)["gradients"] == 48
+        early = model | {"parameters": (*MODEL[:2], replace(late, first_use=0, last_use=0))}
+        promise = PROMISES[strategy](plan(strategy, 1, **early))
+        assert [promise.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
     shards = PROMISES["zero3"](plan("zero3", 1, **model))
     assert [shards.resident(0, step, 1)["gradients"] for step in (0, 1)] == [48, 60]
 
@@ -338,6 +343,18 @@ def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> 
     held = [found.resident(rank, 0, 0)["optimizer_state"] for rank in range(2)]
     # 10 elements a rank; 8 and 2 of two tensors with the empty one between, then 10 of one
     assert held == [10 * 8 + 3 * 4, 10 * 8 + 1 * 4]
+
+
+def test_fsdp1_promises_no_gathers_of_units_inside_blocks_that_run_again() -> None:
+    inner = [tensor("b.0.l.w", 8), tensor("b.1.l.w", 12)]
+    modules = {**MODULES, "b.0.l": "L", "b.1.l": "L"}
+    options = {"recompute_every": 1, "wrap": {"module_class": ["L"]}}
+    fields: dict[str, Any] = {"parameters": tuple(inner), "modules": modules}
+    for kind, says in (("FULL_SHARD", "no traffic is promised"), ("SHARD_GRAD_OP", "")):
+        chosen = {**options, "sharding_strategy": kind}
+        promise = PROMISES["fsdp1"](plan("fsdp1", 2, options=chosen, **fields))
+        with pytest.raises(Unpromised, match=says) if says else nullcontext():
+            assert promise.flows()
 
 
 def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:

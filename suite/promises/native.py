@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
 
-from suite.promises.base import Bytes, Flow, Local, Promise, flow, state_bytes
+from suite.promises.base import Bytes, Flow, Local, Promise, Unpromised, flow, state_bytes
 from suite.promises.layout import unit_names, units
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 from suite.promises.replicated import DDP
@@ -287,6 +287,7 @@ class FSDP1(_Native):
     def flows(self) -> list[Flow]:
         """Gathers, reductions, the norm."""
         plan, found = self.plan, list[Flow]()
+        self.refuse_recomputed()
         silent = self.reductions < plan.rounds
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
             gathered = [flat.padded * ITEMSIZE[plan.compute(flat.dtype)]]
@@ -305,6 +306,21 @@ class FSDP1(_Native):
             wide = plan.trainable[0].dtype == "float64"
             found += flow(plan, "shard", "all_reduce", [8 if wide else 4])
         return [*found, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
+
+    def refuse_recomputed(self) -> None:
+        """Raise where units lie inside of blocks that are computed again.
+
+        Each is gathered a third time, but the last that runs again: torch stops there as soon as it
+        has what backward wants (utils/checkpoint.py, early_stop), which depends on the model.
+        """
+        if self.kind not in ("FULL_SHARD", "HYBRID_SHARD") or self.shards == 1:
+            return
+        for name, _ in self.flats if self.plan.option("recompute_every", 0) else ():
+            if any(name.startswith(f"{block}.") for block in self.plan.units):
+                raise Unpromised(
+                    f"the unit {name!r} lies inside of a block that is computed again, not always "
+                    "to its end: no traffic is promised"
+                )
 
     def reduced_bytes(self) -> list[int]:
         """Whole flat parameters, if anything in them is trained."""

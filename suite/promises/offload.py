@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from suite.promises.base import Ahead, Bound, Bytes, Flow, Local, Promise
-from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used
+from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, used, used_by
 from suite.promises.sharded import Zero1, Zero3, votes
 
 OPTION = "offload"
@@ -77,8 +77,9 @@ class Offloaded(Promise):
         """State and, of what is not there as such, masters: one copy of what this rank updates."""
         found = self.inner.resident(rank, step, updated)
         if self.shards_rest_there:  # gradients come down to where those of every step lie
-            last = self.inner.resident(rank, self.plan.steps - 1, updated)
-            return found | {"gradients": last["gradients"]}
+            assert isinstance(self.inner, Zero3)
+            ever = used_by(self.plan.parameters, self.plan.steps - 1)
+            return found | {"gradients": self.inner.gradient_bytes(rank, ever)}
         masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
         return {"masters": masters, "optimizer_state": found["optimizer_state"]}
 

@@ -260,17 +260,18 @@ class Zero3(Promise):
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards, as built: they are their own masters (one of padding only is nobody's)."""
         mine = self.shard_of(rank)
-        now = {t.name for t in used(self.plan.parameters, step)}
         return {
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
-            "gradients": sum(
-                f.shard_bytes()
-                for f in self.trained
-                if any(t.name in now for t, _ in f.parts(mine))
-            ),
+            "gradients": self.gradient_bytes(rank, used(self.plan.parameters, step)),
             "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
         }
+
+    def gradient_bytes(self, rank: int, tensors: Iterable[TensorPlan]) -> int:
+        """Shards in which ``rank`` owns a part of some of ``tensors``."""
+        mine, names = self.shard_of(rank), {t.name for t in tensors}
+        owned = (f for f in self.trained if any(t.name in names for t, _ in f.parts(mine)))
+        return sum(f.shard_bytes() for f in owned)
 
     def at_rest(self, rank: int, step: int) -> int:
         """Shards that hold nothing but padding, or gradients of what no rank used."""
@@ -441,7 +442,7 @@ def owned(plan: Plan, flats: Iterable[Flat], rank: int) -> list[Flat]:
     that owns nothing of it a buffer of gradients is one for communication.
     """
     shard = plan.coordinate(rank).get("shard", 0)
-    ever = {t.name for t in used(plan.parameters, plan.steps - 1)}
+    ever = {t.name for t in used_by(plan.parameters, plan.steps - 1)}
     return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
 
 
