@@ -76,6 +76,8 @@ class _Rank:
         self.log = phases.current()
         self.memory = open_memory(case, self.capabilities)
         self.built: list[weakref.ref[nn.Module]] = []
+        #: Dtypes of the outputs that losses of the step under way were taken of.
+        self.outputs: set[str] = set()
         #: Pieces that lie in no storage of the rank: computed for the observation.
         self.unmatched: dict[str, None] = {}
 
@@ -174,7 +176,9 @@ class _Rank:
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
         self.implementation = self.cls()
         coordinate = self._batch(0)[1] or 0
-        build = _WatchedBuild(self.workload.build_for(self.rank, coordinate), self._watch)
+        build = _WatchedBuild(
+            self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
+        )
         self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
 
     def _reload(self) -> None:
@@ -293,6 +297,7 @@ class _Rank:
 
         first_call = len(ledger.calls) if ledger else 0
         first_event = log.now if log else 0
+        self.outputs.clear()
         if self.memory:
             self.memory.step = step
         with log.step(step) if log else nullcontext():
@@ -310,6 +315,7 @@ class _Rank:
             "loss": None if result.loss is None else _number(result.loss),
             "norm": None if result.norm is None else _number(result.norm),
             "metrics": dict(result.metrics),
+            "outputs": sorted(self.outputs),
             "observed": observed,
             "held": {point: _elements(kinds) for point, kinds in observed.items()},
             "calls": [first_call, len(ledger.calls) if ledger else 0],
@@ -419,9 +425,15 @@ def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
 class _WatchedBuild:
     """The workload's build, with the suite's program-order hooks on what it makes."""
 
-    def __init__(self, build: Build, watch: Callable[[nn.Module, Sequence[str]], None]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        watch: Callable[[nn.Module, Sequence[str]], None],
+        outputs: set[str],
+    ) -> None:
         self._build = build
         self._watch = watch
+        self._outputs = outputs
         self.units = build.units
 
     def __call__(self, device: str = "cpu") -> nn.Module:
@@ -433,6 +445,7 @@ class _WatchedBuild:
         return self._build.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        self._outputs.add(str(outputs.dtype).removeprefix("torch."))
         return self._build.loss(outputs, micro)
 
 

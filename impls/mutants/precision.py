@@ -11,16 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from impls.mutants.zero import mutant
+from impls.reference.parts.handle import Handle
 from impls.reference.parts.masters import Masters
 from impls.reference.parts.scaler import LossScaler
 from impls.reference.parts.sharded import Bucket
 from impls.reference.zero1 import ReferenceZero1, Zero1
 from impls.reference.zero2 import ReferenceZero2, Zero2
 from suite.case import WorkloadSpec
-from suite.contract import Batch, Observe, OptimizerSpec, ScalerSpec, StepResult
+from suite.comm import Mesh
+from suite.contract import Batch, MicroBatch, Observe, OptimizerSpec, ScalerSpec, StepResult
 
 SMALL: Mapping[str, Any] = {"layers": 2, "width": 16}
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024}
@@ -176,6 +178,38 @@ class GathersWide(Zero1):
             wide = torch.empty_like(bucket.values, dtype=own.dtype)
             self.comm.all_gather(wide, own)
             bucket.values.copy_(wide)
+
+
+#: Every part of a policy, with a buffer of floating point.
+POLICY: Mapping[str, Any] = {
+    **WIDE,
+    "workload": WorkloadSpec("charnames_gpt", traits=("rebound_buffer",), params=SMALL),
+    "precision": {**WIDE["precision"], "output": "float32", "buffers": "bfloat16"},
+}
+
+
+@mutant(
+    "zero1_buffers_as_built",
+    summary="the policy's dtype of buffers is passed by",
+    killed_by=("engagement",),
+    **POLICY,
+)
+class BuffersAsBuilt(ReferenceZero1):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        replace(self.precision, buffers=torch.float32).cast_buffers(module)
+        return super().transform(module, mesh, options)
+
+
+@mutant(
+    "zero1_outputs_as_computed",
+    summary="the policy's dtype of outputs is passed by: the loss is computed in bf16",
+    killed_by=("engagement",),
+    **POLICY,
+)
+class OutputsAsComputed(ReferenceZero1):
+    def loss(self, micro: MicroBatch) -> Tensor:
+        self.precision = replace(self.precision, output=None)
+        return super().loss(micro)
 
 
 # ------------------------------------------------------------------------------------ loss scaling

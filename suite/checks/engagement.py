@@ -2,7 +2,8 @@
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
-the whole is no shard; see :mod:`suite.promises`), and, for data parallelism, at the calls:
+the whole is no shard; see :mod:`suite.promises`), at the dtypes of buffers and of outputs against
+the policy of mixed precision, and, for data parallelism, at the calls:
 gradients travel in buckets (fewer than parameters, as many as the scenario expects with
 ``expect.buckets``), and accumulation stays silent until the last micro-batch.  Where the option
 ``recompute_every`` is given, every block's forward runs again in backward, or none does.  How many
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+
 from suite.checks import Outcome
 from suite.checks.overlap import REDUCTIONS
 from suite.checks.traffic import step_calls
@@ -24,6 +27,7 @@ from suite.contract import PROFILES
 from suite.evidence import Figures
 from suite.formulas import CaseFacts
 from suite.promises import promise_of
+from suite.promises.plan import ITEMSIZE
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -45,7 +49,7 @@ def decide(evidence: Figures) -> Outcome:
     if names != expected:
         changed = ", ".join(sorted(names ^ expected)[:4])
         return Outcome("engagement", "fail", f"parameter names did not survive setup: {changed}")
-    problem = _sizes(evidence)
+    problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
     if problem:
         return Outcome("engagement", "fail", problem)
     if not evidence.case.ledgers:
@@ -96,6 +100,47 @@ def _sizes(evidence: Figures) -> str:
                 return (
                     f"rank {record['rank']} holds {held.get(odd, 0):,} elements of the {kind} of "
                     f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
+                )
+    return ""
+
+
+def _buffer_dtypes(evidence: Figures) -> str:
+    """Floating-point buffers are held after the last update as the policy says, else as built.
+
+    One that is re-bound may have come to be as wide as what it is computed from.
+    """
+    case = evidence.case
+    wanted = case.precision.get("buffers", case.dtype)
+    allowed = {wanted}
+    if "rebound_buffer" in evidence.workload["traits"]:
+        allowed.add(_wider(wanted, case.compute_dtype))
+    for row in evidence.tensors:
+        if row["kind"] != "buffers" or row["step"] != case.steps - 1:
+            continue
+        if row["dtype"] in ITEMSIZE and row["dtype"] not in allowed:
+            return (
+                f"ranks {row['owners']} hold the buffer {row['name']!r} in {row['dtype']}, "
+                f"precision.buffers asks for {wanted}"
+            )
+    return ""
+
+
+def _wider(one: str, other: str) -> str:
+    """The dtype of a sum of the two."""
+    both = torch.promote_types(getattr(torch, one), getattr(torch, other))
+    return str(both).removeprefix("torch.")
+
+
+def _output_dtypes(evidence: Figures) -> str:
+    """Losses are taken of outputs in the dtype that the policy names, if it names one."""
+    wanted = evidence.case.precision.get("output")
+    for record in evidence.records if wanted is not None else ():
+        for step in evidence.steps:
+            odd = set(record["steps"][step].get("outputs", ())) - {wanted}
+            if odd:
+                return (
+                    f"rank {record['rank']}, step {step}: outputs in {', '.join(sorted(odd))}, "
+                    f"precision.output asks for {wanted}"
                 )
     return ""
 
