@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from impls.mutants import declare
 from impls.mutants.ddp import gpt
@@ -59,6 +60,24 @@ class DrawsFreshMasks(Call):
     def repeat(self) -> None:
         self.draws = [Generator().manual_seed(7).get_state() for _ in self.group.generators]
         super().repeat()
+
+
+@mutant(
+    "recompute_keeps_saved_tensors",
+    summary="what backward needs is computed again, but it was kept as well",
+    killed_by=("relations",),
+    expect={"relation": "recompute"},
+)
+class KeepsSavedTensors(Call):
+    def forgetting(self) -> saved_tensors_hooks:
+        hooks = super().forgetting()
+        forget, self.hoard = hooks.pack_hook, list[Tensor]()
+
+        def pack(tensor: Tensor) -> int:
+            self.hoard.append(tensor.detach())
+            return int(forget(tensor))
+
+        return saved_tensors_hooks(pack, hooks.unpack_hook)
 
 
 @mutant(

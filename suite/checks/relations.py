@@ -4,7 +4,8 @@
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
 world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
 its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
-since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference.
+since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
+in memory: where that is weighed, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
 instance, set up from other values, which goes on.  *same_as*: another implementation, other options
 of this one, or both, on a mesh along its axis.
@@ -24,15 +25,17 @@ parameters are gathered, and the last bit (a product over other strides), withou
 oracle.
 
 *Cannot see* a fault that both runs share (a sum where a mean belongs passes *permute* and *scale*;
-an update with a wrong sign passes all but *world1* and *same_as*), nor memory, traffic or order;
-nor anything where the relation does not hold by definition (BatchNorm or a branch by micro-batch
-under *split*, a generator that no piece holds under *reload*): these are ``skip`` with the reason.
+an update with a wrong sign passes all but *world1* and *same_as*), nor traffic, order or any other
+memory; nor anything where the relation does not hold by definition (BatchNorm or a branch by
+micro-batch under *split*, a generator that no piece holds under *reload*): these are ``skip`` with
+the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +59,7 @@ from suite.checks.numbers import (
     take,
 )
 from suite.evidence import Assembled, Evidence, Figures, Row
+from suite.ledgers.memory.summary import weighable
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
@@ -115,8 +119,12 @@ def _scale(case: Case, _: Figures) -> Case:
     return dataclasses.replace(case, optimizer=spec, loss_scale=2.0)
 
 
-def _recompute(case: Case, _: Figures) -> Case:
-    return dataclasses.replace(case, options={**case.options, "recompute_every": 0})
+def _recompute(case: Case, evidence: Figures) -> Case:
+    """Without, and weighed if this run is: what is computed again must not be kept as well."""
+    options = {**case.options, "recompute_every": 0}
+    if not weighable(evidence.case, evidence.capabilities["backends"]):
+        return dataclasses.replace(case, options=options)
+    return dataclasses.replace(case, options=options, checks=("memory",), ledgers=True)
 
 
 def _reload(case: Case, _: Figures) -> Case:
@@ -217,6 +225,8 @@ def measure(evidence: Evidence) -> list[Row]:
     moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
     moments += [("after_update", kind) for kind in after]
     rows: list[Row] = []
+    if relation == "recompute" and (kept := _kept_as_well(evidence, other)):
+        return [{"problem": kept}]
     for step in evidence.steps:
         if not evidence.has(step, "gradients_final"):
             return [*rows, {"problem": f"step {step}: 'gradients_final' was never observed"}]
@@ -226,6 +236,28 @@ def measure(evidence: Evidence) -> list[Row]:
         if any("problem" in row for row in rows):
             break
     return rows
+
+
+def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
+    """What a forward that is computed again keeps, where that is not less than without."""
+    for record, without in zip(evidence.records, other.records, strict=True):
+        here, there = (_activations(run["memory"]) for run in (record, without))
+        for step, most in there.items():
+            if here.get(step, 0) >= most:
+                return (
+                    f"rank {record['rank']}, step {step}: a forward keeps {here[step]:,} bytes of "
+                    f"activations, {most:,} without recomputation"
+                )
+    return ""
+
+
+def _activations(memory: Sequence[Row]) -> dict[int, int]:
+    """Bytes at the peak of the forward of every step, on all devices."""
+    found = Counter[int]()
+    for row in memory:
+        if (row["moment"], row["where"], row["kind"]) == ("peak", "forward", "activations"):
+            found[row["step"]] += row["bytes"]
+    return found
 
 
 def _compare(
