@@ -115,6 +115,8 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         checks=("memory",),
         membership={},
         expect={},
+        precision={},
+        dtype="float32",
         mesh=promise.plan.axes,
         world=world,
     )
@@ -129,7 +131,12 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         facts=CaseFacts({}, promise.plan),
         steps=range(STEPS),
         records=records,
-        workload={"parameter_names": names, "trainable_names": names, "unused_possible": False},
+        workload={
+            "parameter_names": names,
+            "trainable_names": names,
+            "unused_possible": False,
+            "traits": [],
+        },
         tensors=[{"point": "initial", "kind": "parameters", "name": name} for name in names],
     )
 
