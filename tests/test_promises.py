@@ -337,6 +337,25 @@ def test_fsdp1_lays_frozen_tensors_where_they_are_registered() -> None:
     assert found.local(1).parameters == {"b.0.f": 2, "b.0.w": 4}
 
 
+def test_fsdp1_aligns_what_it_computes_with() -> None:
+    parts = (tensor("b.0.v", 3), tensor("b.0.w", 5))
+    fields: dict[str, Any] = {"parameters": parts, "units": ("b.0",)}
+    for options, elements in (({}, 10), ({"precision": {"parameters": "bfloat16"}}, 14)):
+        found = PROMISES["fsdp1"](plan("fsdp1", 2, options=options, **fields))
+        # 16 bytes are 4 elements of fp32 and 8 of bf16; the last tensor's 5 and 1 for the ranks
+        assert found.resident(0, 0, 0)["parameters"] == elements // 2 * 4
+
+
+def test_fsdp1_owns_no_gradient_where_its_shard_has_frozen_tensors_and_padding_only() -> None:
+    frozen = tensor("b.0.f", 8, trainable=False)
+    parts = (frozen, tensor("b.0.w", 3), tensor("b.1.v", 1))
+    found = PROMISES["fsdp1"](plan("fsdp1", 4, parameters=parts, units=("b.0", "b.1")))
+    # 3 elements of b.0 and 1 of b.1 a rank: rank 3 has 2 of b.0.w, rank 0 alone has b.1.v
+    assert [found.resident(rank, 0, 0)["parameters"] for rank in range(4)] == [16, 12, 12, 12]
+    assert [found.resident(rank, 0, 0)["gradients"] for rank in range(4)] == [4, 0, 12, 12]
+    assert [found.at_rest(rank, 0) - found.at_rest(1, 0) for rank in range(4)] == [-4, 0, -12, -12]
+
+
 def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> None:
     parts = (tensor("b.0.w", 8), tensor("b.0.e", 0, 4), tensor("b.0.v", 12))
     found = PROMISES["fsdp1"](plan("fsdp1", 2, parameters=parts, units=("b.0",)))

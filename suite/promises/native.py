@@ -203,21 +203,25 @@ class FSDP2(_Native):
 
 # ------------------------------------------------------------------------------------------ FSDP1
 
-#: Bytes at whose multiples FSDP1 lays parameters (``_get_aligned_numel``).
+#: Bytes at whose multiples FSDP1 lays what it computes with (``_get_aligned_numel``).
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """FSDP1's flat parameter: members at multiples of 16 bytes, the end padded for ``ranks``."""
+    """FSDP1's flat parameter: members at multiples of 16 bytes, the end padded for ``ranks``.
+
+    The bytes are those of ``compute``, the dtype that it is gathered and computed in.
+    """
 
     members: tuple[TensorPlan, ...]
     ranks: int
+    compute: str
 
     @cached_property
     def starts(self) -> list[int]:
         """First element of every member, and the end of the last, before padding for the ranks."""
-        found, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.dtype]
+        found, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.compute]
         for tensor in self.members:
             at = -(-at // step) * step
             found.append(at)
@@ -252,13 +256,13 @@ class FSDP1(_Native):
     strategy: ClassVar[str] = "fsdp1"
     textbook: ClassVar[str] = "fsdp"
     source: ClassVar[str] = (
-        "fsdp: parameters at multiples of 16 bytes, the end padded to the ranks, NO_SHARD too "
-        "(_flat_param.py, _init_flat_param_and_metadata); a gather of every unit before each "
-        "forward and, but for SHARD_GRAD_OP and the root, before backward (_runtime_utils.py, "
-        "_post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through no_sync "
-        "(_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over replicas "
-        "(_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 scalar, "
-        "where the adapter computes the norm an fp64 one; a scaler's overflow is one more "
+        "fsdp: parameters at multiples of 16 bytes of what they are computed in, the end padded to "
+        "the ranks, NO_SHARD too (_flat_param.py, _init_flat_param_and_metadata); a gather of "
+        "every unit before each forward and, but for SHARD_GRAD_OP and the root, before backward "
+        "(_runtime_utils.py, _post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through "
+        "no_sync (_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over "
+        "replicas (_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 "
+        "scalar, where the adapter computes the norm an fp64 one; a scaler's overflow is one more "
         "(sharded_grad_scaler.py, unscale_)"
     )
 
@@ -276,8 +280,11 @@ class FSDP1(_Native):
     def flats(self) -> list[tuple[str, FlatParameter]]:
         """Unit and flat parameter, the root first."""
         axis = "replicate" if self.kind == "NO_SHARD" else "shard"
-        ranks = self.plan.size(axis)
-        return [(name, FlatParameter(m, ranks)) for name, m in whole_units(self.plan)]
+        ranks, compute = self.plan.size(axis), self.plan.compute
+        return [
+            (name, FlatParameter(members, ranks, compute(members[0].dtype)))
+            for name, members in whole_units(self.plan)
+        ]
 
     @staticmethod
     def trained(flat: FlatParameter) -> bool:
@@ -330,26 +337,43 @@ class FSDP1(_Native):
             for _, flat in self.flats
         ]
 
+    def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
+        shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
+        counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
+        return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
+
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """Parts of the shards."""
-        shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
-        found = []
-        for _, flat in self.flats:
-            for index, tensor in enumerate(flat.members):
-                count = flat.overlap(index, shard, self.shards)
-                if count is not None:
-                    found.append((tensor, count))
-        return found
+        return [part for _, flat in self.flats for part in self.parts(flat, rank)]
+
+    def shard_bytes(self, flat: FlatParameter) -> int:
+        """One shard, padding included."""
+        return flat.padded // self.shards * ITEMSIZE[flat.dtype]
+
+    def gradient_bytes(self, rank: int) -> int:
+        """Whole shards in which ``rank`` owns a part of something that is trained."""
+        return sum(
+            self.shard_bytes(flat)
+            for _, flat in self.flats
+            if any(t.trainable and t.first_use is not None for t, _ in self.parts(flat, rank))
+        )
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards with padding; state of what they really hold."""
-        shard = {name: f.padded // self.shards * ITEMSIZE[f.dtype] for name, f in self.flats}
         return {
-            "parameters": sum(shard.values()),
+            "parameters": sum(self.shard_bytes(f) for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
-            "gradients": sum(shard[name] for name, flat in self.flats if self.trained(flat)),
+            "gradients": self.gradient_bytes(rank),
             "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
         }
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Gradients, too, of shards that hold padding and frozen parameters only: FSDP keeps them
+        with the others'.
+        """
+        every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
+        return super().at_rest(rank, step) + every - self.gradient_bytes(rank)
 
 
 # ------------------------------------------------------------------------- ZeroRedundancyOptimizer
