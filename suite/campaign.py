@@ -85,6 +85,8 @@ def _as_fsdp2(options: Mapping[str, Any], policy: Mapping[str, str], normed: boo
 
 
 _HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
+#: FSDP1 refuses hybrids without sharding.
+_SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if mesh["shard"] > 1)
 _SHARDS = _line("shard")
 #: Shared by the sharded systems.  A wrap policy must match something in every workload.
 _WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
@@ -176,7 +178,7 @@ SYSTEMS: Sequence[System] = (
     _fsdp1("NO_SHARD", _line("replicate")),
     _fsdp1("SHARD_GRAD_OP", _SHARDS),
     _fsdp1("FULL_SHARD", _SHARDS),
-    _fsdp1("HYBRID_SHARD", _HYBRID),
+    _fsdp1("HYBRID_SHARD", _SHARDED_HYBRID),
     System(
         "pytorch/zero_redundancy_optimizer",
         _SHARDS,

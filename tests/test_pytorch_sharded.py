@@ -117,6 +117,7 @@ def test_options_are_refused_with_what_is_valid(
         (FSDP2, {"shard": 2}, {"reshard_after_forward": 3}, "valid: true, false, null, 1, 2"),
         (FSDP2, {"shard": 2}, {"wrap": {"units": ["block.0"]}}, "did you mean 'blocks.0'"),
         (FSDP1, {"shard": 2}, HYBRID, "replicate, shard, e.g. mesh {replicate: 2, shard: 2}"),
+        (FSDP1, {"replicate": 2, "shard": 1}, HYBRID, "valid here: NO_SHARD on .*replicate: 2}"),
         ("reference/fsdp", {"shard": 2}, HYBRID, r"e\.g\. {replicate: 2, shard: 2}; this one"),
         (FSDP1, {"shard": 2}, {"offload": "parameters"}, "accelerator"),
     ],

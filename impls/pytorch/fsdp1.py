@@ -13,8 +13,10 @@
                There the adapter adds the squares up.
     update     torch's optimizer on flat ranges, under the parameters' names
 
-FSDP divides by the number of data ranks, so losses are multiplied by it.  A world of one rank is
-NO_SHARD, whatever was asked for: torch warns and switches.
+FSDP divides by the number of data ranks, so losses are multiplied by it.  A shard group of one rank
+is NO_SHARD, whatever was asked for: torch warns and switches (``_init_utils.py``,
+``_init_core_state``).  Under HYBRID_SHARD it would then reduce within that one rank and never over
+replicas, so such meshes are refused.
 
 Cost: ``fsdp1.payload_bytes``.  A unit's parameters lie end to end, each at a multiple of 16 bytes.
 Numbers: N times the loss, divided by about sqrt(N) before and after the sum over ranks.
@@ -182,6 +184,13 @@ class PyTorchFSDP1(Adapter):
                 f"{', '.join(self.axes)}, e.g. mesh "
                 f"{{{', '.join(f'{axis}: 2' for axis in self.axes)}}}; "
                 f"this mesh has {', '.join(mesh.axes)}"
+            )
+        copies = mesh.axes.get("replicate", 1)
+        if self.options.sharding_strategy == "HYBRID_SHARD" and mesh.axes["shard"] == 1 < copies:
+            raise Refused(
+                f"option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard: 1: FSDP1 "
+                f"switches to NO_SHARD within that one rank and never reduces over the {copies} "
+                f"replicas; valid here: NO_SHARD on mesh {{replicate: {copies}}}"
             )
         if self.options.offload == "parameters" and mesh.device == "cpu":
             raise Refused(
