@@ -533,7 +533,7 @@ def test_fsdp_is_run_in_every_way_of_sharding_and_resting(shipped: list[Case]) -
     }
     assert {len(case.options.get("wrap", {})) for case in own} == {0, 1}
     policies = {policy for case in own for policy in case.options.get("wrap", {})}
-    assert policies == {"module_class", "minimum_parameters"}
+    assert policies == {"module_class", "minimum_parameters", "units"}
     hybrid = {tuple(c.mesh.values()) for c in own if set(c.mesh) == {"replicate", "shard"}}
     assert hybrid >= {(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)}
 
