@@ -266,17 +266,25 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
 
 
 class Manifest:
-    """Appends to ``manifest.jsonl``; of several entries for one file or line the last counts."""
+    """Appends to ``manifest.jsonl``; of several entries for one file or line the last counts.
+
+    Each entry has the digest of the one before it, so that a change shows in superseded ones, too.
+    """
 
     NAME = "manifest.jsonl"
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / self.NAME
+        self._last: bytes | None = None  # the entry that is to come before the next (None: look)
 
     def seal(self, file: str, sha256: str, line: int | None = None) -> None:
         """Note the digest of a file of the run, or of one line of it (from 1)."""
-        entry = {"file": file, "line": line, "sha256": sha256}
-        append_line(self._path, json.dumps(entry).encode())
+        if self._last is None:
+            self._last = next(reversed(list(_raw_lines(self._path))), b"")
+        before = hashlib.sha256(self._last).hexdigest()
+        entry = json.dumps({"file": file, "line": line, "sha256": sha256, "before": before})
+        append_line(self._path, entry.encode())
+        self._last = entry.encode()
 
     def read(self) -> dict[tuple[str, int | None], str]:
         """(file, line or ``None``) -> SHA-256.
@@ -284,18 +292,24 @@ class Manifest:
         :raises RecordError: a damaged manifest.
         """
         found = {}
+        last = b""
         for number, raw in enumerate(_raw_lines(self._path), 1):
             try:
                 entry = json.loads(raw)
                 found[entry["file"], entry["line"]] = entry["sha256"]
+                before = entry["before"]
             except (ValueError, KeyError, TypeError):
                 raise RecordError(f"{self._path}: line {number} is damaged") from None
+            if before != hashlib.sha256(last).hexdigest():
+                raise RecordError(f"{self._path}: line {number} does not follow the one before it")
+            last = raw
         return found
 
     def mend(self) -> None:
         """Drop a last line that a kill cut off."""
         if self._path.exists():
             content = self._path.read_bytes()
+            self._last = None
             os.truncate(self._path, content.rfind(b"\n") + 1)
 
 

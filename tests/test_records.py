@@ -117,14 +117,23 @@ def test_a_missing_record_is_named(run: Path) -> None:
 
 def _seal_again(run: Path) -> None:
     """Forge the manifest of cases.jsonl."""
-    kept = [
-        line
-        for line in (run / Manifest.NAME).read_text().splitlines(keepends=True)
-        if json.loads(line)["file"] not in ("cases.jsonl", "report.html", "junit.xml")
-    ]
-    (run / Manifest.NAME).write_text("".join(kept))
+    forged = Manifest(run)
+    kept = forged.read()
+    (run / Manifest.NAME).unlink()
+    for (file, number), digest in kept.items():
+        if file not in ("cases.jsonl", "report.html", "junit.xml"):
+            forged.seal(file, digest, number)
     for number, line in enumerate((run / "cases.jsonl").read_bytes().splitlines(), 1):
-        Manifest(run).seal("cases.jsonl", hashlib.sha256(line).hexdigest(), number)
+        forged.seal("cases.jsonl", hashlib.sha256(line).hexdigest(), number)
+
+
+def test_a_changed_entry_that_another_has_superseded_is_found(run: Path) -> None:
+    entries = (run / Manifest.NAME).read_bytes().splitlines(keepends=True)
+    files = [json.loads(entry)["file"] for entry in entries]
+    early = next(number for number, file in enumerate(files) if file in files[number + 1 :])
+    entries[early] = entries[early].replace(b'"sha256": "', b'"sha256": "0')
+    (run / Manifest.NAME).write_bytes(b"".join(entries))
+    assert any("does not follow" in problem for problem in _problems(run))
 
 
 def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> None:
