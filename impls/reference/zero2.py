@@ -35,7 +35,6 @@ checkpointing (a second gradient for a bucket that was sent is an error).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,27 +42,11 @@ from torch import Tensor, nn
 
 from impls.reference.engine import Engine
 from impls.reference.parts.handle import Handle
-from impls.reference.parts.options import Training, at_least, parse_options
-from impls.reference.parts.sharded import Bucket, ShardedUpdate
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
 from impls.reference.parts.state import gather_pieces
 from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind, Refused
-
-
-@dataclass(frozen=True)
-class Options(Training):
-    """``bucket_bytes`` limits a bucket."""
-
-    bucket_bytes: int = 25 * 2**20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("bucket_bytes", self.bucket_bytes, 1)
-        if self.offload == "parameters":
-            raise Refused(
-                "option 'offload' = 'parameters': ZeRO-2 computes with whole parameters on every "
-                "rank; valid here: none, optimizer"
-            )
+from suite.contract import Capabilities, Kind
 
 
 def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero2:

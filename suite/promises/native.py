@@ -7,6 +7,7 @@ by call with the traffic ledger.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -64,13 +65,13 @@ class _Native(Promise):
         """The scaler's agreement on an overflow: one fp32 number."""
         return flow(self.plan, axis, "all_reduce", [4] if self.plan.scaled else [])
 
+    @abstractmethod
     def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduced_bytes(self) -> list[int]:
         """Payload of each unit's reduction."""
-        raise NotImplementedError
 
     def at_rest(self, rank: int, step: int) -> int:
         """The shard that a reduction gave, until it is added to others; partial norms."""

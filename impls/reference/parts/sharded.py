@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,28 @@ from impls.reference.parts.flat import FlatLayout, Part
 from impls.reference.parts.handle import Handle
 from impls.reference.parts.norm import NormPart, power_sum
 from impls.reference.parts.optimizer import param_groups
+from impls.reference.parts.options import Training, at_least
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.reducers import Work
 from impls.reference.parts.state import broadcast_tensors, named_state
 from suite.comm import Comm
-from suite.contract import Kind, OptimizerSpec, Piece
+from suite.contract import Kind, OptimizerSpec, Piece, Refused
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """``bucket_bytes`` limits a bucket."""
+
+    bucket_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("bucket_bytes", self.bucket_bytes, 1)
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
+                "on every rank; valid here: none, optimizer"
+            )
 
 
 class Bucket:
