@@ -255,8 +255,8 @@ def _read_header(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         header = None
     if not isinstance(header, dict) or not isinstance(header.get("invocations"), list):
-        remedy = "choose another folder"
-        raise SelectionError(Problem("run.json is damaged", remedy, str(path / "run.json")))
+        file = str(path / "run.json")
+        raise SelectionError(Problem("is damaged", "choose another folder", file=file))
     return header
 
 

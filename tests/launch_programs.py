@@ -82,6 +82,11 @@ def _explode() -> None:
     raise ValueError("the guilty rank's own error")
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)  # a thread may run on for a moment while the signal reaches its process
+
+
 def _hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
@@ -110,7 +115,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "sys_exit": lambda: sys.exit(7),
     "os_exit": lambda: os._exit(3),
     "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop_self": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop_self": _stop,
     "abort": lambda: os.abort(),  # looked up when called, as rank programs do
     "segfault": lambda: ctypes.string_at(1),
     "loop": _loop,
