@@ -364,16 +364,26 @@ def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> 
     assert held == [10 * 8 + 3 * 4, 10 * 8 + 1 * 4]
 
 
-def test_fsdp1_promises_no_gathers_of_units_inside_blocks_that_run_again() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "chosen", "says"),
+    [
+        ("fsdp1", {"sharding_strategy": "FULL_SHARD"}, "no traffic is promised"),
+        ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP"}, ""),
+        ("fsdp2", {"prefetch_forward": 1}, "no traffic is promised with prefetch_forward"),
+        ("fsdp2", {"prefetch_forward": 1, "reshard_after_forward": False}, ""),
+        ("fsdp2", {}, ""),
+    ],
+)
+def test_some_gathers_of_units_inside_blocks_that_run_again_are_not_promised(
+    strategy: str, chosen: dict[str, Any], says: str
+) -> None:
     inner = [tensor("b.0.l.w", 8), tensor("b.1.l.w", 12)]
     modules = {**MODULES, "b.0.l": "L", "b.1.l": "L"}
-    options = {"recompute_every": 1, "wrap": {"module_class": ["L"]}}
+    options = {"recompute_every": 1, "wrap": {"module_class": ["L"]}, **chosen}
     fields: dict[str, Any] = {"parameters": tuple(inner), "modules": modules}
-    for kind, says in (("FULL_SHARD", "no traffic is promised"), ("SHARD_GRAD_OP", "")):
-        chosen = {**options, "sharding_strategy": kind}
-        promise = PROMISES["fsdp1"](plan("fsdp1", 2, options=chosen, **fields))
-        with pytest.raises(Unpromised, match=says) if says else nullcontext():
-            assert promise.flows()
+    promise = PROMISES[strategy](plan(strategy, 2, options=options, **fields))
+    with pytest.raises(Unpromised, match=says) if says else nullcontext():
+        assert promise.flows()
 
 
 def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:

@@ -177,6 +177,13 @@ class FSDP2(_Native):
         plan, k = self.plan, self.regathered(name)
         if k == 1:
             return []
+        ahead = plan.option("prefetch_forward", 0) and plan.option("recompute_every", 0)
+        if ahead and any(name.startswith(f"{block}.") for block in plan.units):
+            raise Unpromised(
+                f"the unit {name!r} lies inside of a block that is computed again, and a forward "
+                "that runs again prefetches (_fsdp_state.py, _pre_forward): units whose backward "
+                "is over are gathered once more; no traffic is promised with prefetch_forward"
+            )
         times = plan.rounds * self.called(name)
         total = Fraction((k - 1) * payload * (plan.world // k) * times)
         return [Flow("shard", "all_gather", total, times * plan.world)]
