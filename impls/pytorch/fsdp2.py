@@ -23,7 +23,7 @@ Left out: placements other than dim 0, ``ignored_params``, FSDP over tensor para
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,7 +169,8 @@ class PyTorchFSDP2(Adapter):
         fully_shard(module, mp_policy=outer, **arguments)
         parts: list[Any] = [*(module.get_submodule(name) for name in units), module]
         self.sharded: list[FSDPModule] = parts
-        self.prefetch()
+        blocks = tuple(f"{name}." for name in self.build.units)
+        self.prefetch([module.get_submodule(n) for n in units if f"{n}.".startswith(blocks)])
         for part in self.sharded:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -191,10 +192,13 @@ class PyTorchFSDP2(Adapter):
             return CPUOffloadPolicy(pin_memory=self.mesh.device != "cpu")
         return OffloadPolicy()
 
-    def prefetch(self) -> None:
-        """Say which units are gathered while one computes, beyond torch's own choice."""
-        units, ahead = self.sharded[:-1], self.options.prefetch_forward
-        behind = self.options.prefetch_backward
+    def prefetch(self, units: Sequence[Any]) -> None:
+        """Say which of ``units`` are gathered while one computes, beyond torch's own choice.
+
+        They are called in this order; elsewhere a unit may be registered before one that is called
+        before it, and what is gathered after its backward is gathered in vain.
+        """
+        ahead, behind = self.options.prefetch_forward, self.options.prefetch_backward
         for index, unit in enumerate(units):
             if ahead:
                 unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])

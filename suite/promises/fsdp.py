@@ -126,10 +126,12 @@ class FSDP(Zero3):
         found = super().peaks(rank, phase, step)
         if "parameters" not in found:
             return found
-        whole, bound = sum(self.whole_bytes().values()), found["parameters"]
+        sizes, bound = self.whole_bytes(), found["parameters"]
+        whole = sum(sizes.values())
         if self.rests == 1:
             level = self.resident(rank, step, step)["parameters"] + whole
-            return found | {"parameters": Bound(level, level)}
+            not_always = sum(sizes[name] for name in self.uncalled)
+            return found | {"parameters": Bound(level - not_always, level)}
         chunk = whole // self.rests if self.rests < self.plan.size("shard") else 0
         return found | {"parameters": replace(bound, high=bound.high + chunk)}
 

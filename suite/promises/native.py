@@ -145,9 +145,24 @@ class FSDP2(_Native):
             chosen = name != ""
         return int(chosen) if not isinstance(chosen, bool) else (self.ranks if chosen else 1)
 
+    def refuse_recomputed(self) -> None:
+        """Raise where a forward that runs again gathers units ahead (_fsdp_state.py, _pre_forward):
+        the backward of some of them is over.
+        """
+        plan = self.plan
+        if not plan.option("prefetch_forward", 0) or not plan.option("recompute_every", 0):
+            return
+        for name, _ in self.units if self.ranks > 1 else ():
+            if any(name.startswith(f"{block}.") for block in plan.units):
+                raise Unpromised(
+                    f"the unit {name!r} lies inside of a block that is computed again, and gathers "
+                    "others ahead each time: no traffic is promised with prefetch_forward"
+                )
+
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
         plan, found = self.plan, list[Flow]()
+        self.refuse_recomputed()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
             gathered = sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)
             # Called c times: all but the first backward find it sharded, as the first forward does.
@@ -177,13 +192,6 @@ class FSDP2(_Native):
         plan, k = self.plan, self.regathered(name)
         if k == 1:
             return []
-        ahead = plan.option("prefetch_forward", 0) and plan.option("recompute_every", 0)
-        if ahead and any(name.startswith(f"{block}.") for block in plan.units):
-            raise Unpromised(
-                f"the unit {name!r} lies inside of a block that is computed again, and a forward "
-                "that runs again prefetches (_fsdp_state.py, _pre_forward): units whose backward "
-                "is over are gathered once more; no traffic is promised with prefetch_forward"
-            )
         times = plan.rounds * self.called(name)
         total = Fraction((k - 1) * payload * (plan.world // k) * times)
         return [Flow("shard", "all_gather", total, times * plan.world)]
