@@ -11,7 +11,7 @@ idle afterwards; and each small tensor (a bias, a norm's weight) pays a whole ca
 
 Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes, as ``ddp.py`` (an
 all-reduce moves 2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A), in as many
-calls as there are parameters.
+calls as there are parameters with elements.
 Numbers: the plain sum over ranks; replicas stay equal bit for bit.
 Left out: overlap, buckets, buffer broadcast (each rank keeps its own after the first step).
 """
@@ -58,7 +58,8 @@ class NaiveDDP(Replicated):
         for parameter, count in zip(self.parameters, used.tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradient = gradient.contiguous()
-            self.comm.all_reduce(gradient)
+            if gradient.numel():
+                self.comm.all_reduce(gradient)
             parameter.grad = gradient if count else None
 
 
