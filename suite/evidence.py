@@ -12,6 +12,7 @@ and decide from the second, so that a stored run is judged by the code that judg
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ def _region(full: Tensor, count: Tensor, piece: Mapping[str, Any]) -> tuple[Any,
 Row = dict[str, Any]
 
 
-class Figures:
+class Figures(ABC):
     """What a verdict is made of, as plain data: the case and everything but the tensors."""
 
     def __init__(
@@ -147,9 +148,9 @@ class Figures:
         return range(self.case.steps)
 
     @property
+    @abstractmethod
     def tensors(self) -> list[Row]:
         """A row per moment, kind, name and replica; see :func:`describe`."""
-        raise NotImplementedError
 
     def has(self, step: int, point: str) -> bool:
         """Whether every rank observed ``point`` in ``step``."""

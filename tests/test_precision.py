@@ -16,7 +16,7 @@ from impls.reference.parts.precision import Precision
 from suite.case import Case, WorkloadSpec
 from suite.checks import native
 from suite.contract import OptimizerSpec, Piece, Refused
-from suite.evidence import Figures
+from suite.evidence import StoredFigures
 from suite.oracle import train
 from suite.runner import run_cases
 from suite.workloads import make
@@ -239,9 +239,8 @@ def test_one_device_follows_the_policy() -> None:
     ],
 )
 def test_the_coarsest_dtype_sets_the_bound(policy: dict[str, str], bound: float) -> None:
-    told = Figures(
-        case("plain", precision=policy), [{"capabilities": {"features": ()}}], {}, {}, {}
-    )
+    records = [{"capabilities": {"features": ()}}]
+    told = StoredFigures(case("plain", precision=policy), records, {}, {}, {}, tensors=[])
     assert native.factor(told) == bound
 
 
