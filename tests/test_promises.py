@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from suite.promises import PROMISES, Plan, memory_ratio
+from suite.promises import PROMISES, Bound, Plan, memory_ratio
 from suite.promises.accounting import KNOWN, accounting_of
 from suite.promises.base import Flow, Unpromised
 from suite.promises.layout import Flat, buckets, units
@@ -393,3 +393,17 @@ def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:
     owner = PROMISES["zero_redundancy_optimizer"]
     whole, less = owner(plan(ranks=2)).payload(), owner(plan(ranks=2, skipped=True)).payload()
     assert whole == Fraction(3, 2) * less
+
+
+def test_kept_units_are_whole_where_they_are_called() -> None:
+    options = {"sharding_strategy": "SHARD_GRAD_OP"}
+    late = (*MODEL[:2], tensor("b.1.w", 3, first_use=1))
+
+    def bound(**more: Any) -> Bound:
+        return PROMISES["fsdp"](plan(options=options, **more)).peaks(0, "forward", 0)["parameters"]
+
+    whole = bound()
+    assert whole.low == whole.high
+    never = bound(calls={"b.1": 0})  # 4 elements with padding
+    assert never == Bound(whole.low - 4 * 4, whole.high - 4 * 4)
+    assert bound(parameters=late) == Bound(whole.low - 4 * 4, whole.high)

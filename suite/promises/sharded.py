@@ -390,9 +390,13 @@ class Zero3(Promise):
         return False
 
     def whole_bytes(self) -> dict[str, int]:
-        """Bytes of every unit when it is gathered."""
-        compute = self.plan.compute
-        return {u.name: sum(f.padded_bytes(compute(f.dtype)) for f in u.flats) for u in self.units}
+        """Bytes of every unit that is called when it is gathered."""
+        compute, called = self.plan.compute, self.plan.called
+        return {
+            unit.name: sum(flat.padded_bytes(compute(flat.dtype)) for flat in unit.flats)
+            for unit in self.units
+            if called(unit.name)
+        }
 
     def _prefetched(self, phase: str) -> int:
         """Units that are gathered while another computes."""
