@@ -82,9 +82,9 @@ def test_an_update_on_the_host_is_the_same_update(name: Any, dtype: torch.dtype)
         assert torch.equal(here, there)
 
 
-def plan(strategy: str, offload: str, **more: Any) -> Any:
+def plan(strategy: str, offload: str, ranks: int = 2, **more: Any) -> Any:
     options = {"offload": offload, "wrap": {"units": []}, **more}
-    axes = {"shard": 2}
+    axes = {"shard": ranks}
     tensors = (
         TensorPlan("a", (5, 3), "float32", owners=("",)),
         TensorPlan("b.c", (4,), "float32", owners=("b",)),
@@ -113,8 +113,7 @@ def test_formulas_by_hand() -> None:
     assert zero3.host(0, 0, 0)["parameters"] == 40
     # Two rounds, each gathers twice.
     assert zero3.moved(0, 0, 0) == {"down": 40, "up": 4 * 40}
-    # The root of FSDP stays whole until backward is over; a unit does so if it is kept, and what is
-    # cut over neighbours meanwhile rests on the device.
+    # The root of FSDP stays whole until backward is over; a unit does so if it is kept.
     unit = {"wrap": {"units": ["b"]}}
     moved = [
         plan("fsdp", "parameters", **unit, **options).moved(0, 0, 0)["up"]
@@ -123,12 +122,16 @@ def test_formulas_by_hand() -> None:
             {"sharding_strategy": "SHARD_GRAD_OP"},
             {"sharding_strategy": "SHARD_GRAD_OP", "accumulate_without_communication": True},
             {"accumulate_without_communication": True},
-            {"reshard_after_forward": 2},
         )
     ]
     root, block = 4 * 8, 4 * 2
     twice, once = 2 * root + 4 * block, 2 * root + 2 * block
-    assert moved == [twice, once, root + block, twice, once]
+    assert moved == [twice, once, root + block, twice]
+    # What is cut over neighbours meanwhile rests on the device; over all ranks it is the shards.
+    for ranks, times in ((2, 4), (4, 2)):
+        cut = plan("fsdp", "parameters", ranks, **unit, reshard_after_forward=2)
+        root, block = (4 * -(-n // ranks) for n in (15, 4))
+        assert cut.moved(0, 0, 0)["up"] == 2 * root + times * block
     assert plan("zero3", "none").moved(0, 0, 0) == {"down": 0, "up": 0}
     assert plan("zero3", "none").payload() == zero3.payload()
 

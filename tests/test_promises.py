@@ -127,23 +127,22 @@ def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options", "gathers"),
+    ("strategy", "ranks", "options", "more", "lifted"),
     [
-        ("zero3", {}, 3),
-        ("fsdp", {}, 3),
-        ("fsdp", {"reshard_after_forward": 2}, 3),
-        ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}, 1),
+        ("zero3", 2, {}, 16, 3),
+        ("fsdp", 2, {}, 16, 3),
+        ("fsdp", 2, {"reshard_after_forward": 2}, 16, 3),  # over all: the shards themselves
+        ("fsdp", 4, {"reshard_after_forward": 2}, 2 * 16, 1),
+        ("fsdp", 2, {"sharding_strategy": "SHARD_GRAD_OP"}, 0, 1),
     ],
 )
 def test_a_unit_is_gathered_for_every_call(
-    strategy: str, options: dict[str, Any], gathers: int
+    strategy: str, ranks: int, options: dict[str, Any], more: int, lifted: int
 ) -> None:
-    twice = PROMISES[strategy](plan(strategy, options=options, calls={"b.1": 2}))
-    once = PROMISES[strategy](plan(strategy, options=options))
-    more = twice.payload() - once.payload()
-    assert more == (4 * 4 if gathers > 1 else 0)
+    twice = PROMISES[strategy](plan(strategy, ranks, options=options, calls={"b.1": 2}))
+    once = PROMISES[strategy](plan(strategy, ranks, options=options))
+    assert twice.payload() - once.payload() == more
     assert isinstance(twice, Zero3)
-    lifted = 1 if "reshard_after_forward" in options else gathers
     assert [twice.lifts(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
 
 

@@ -41,7 +41,9 @@ class FSDP(Zero3):
         chosen = self.plan.options.get("reshard_after_forward")
         if chosen is None:
             return self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
-        return chosen if isinstance(chosen, bool) else int(chosen)
+        if isinstance(chosen, bool):
+            return chosen
+        return int(chosen) if chosen != self.plan.size("shard") else True  # the shards themselves
 
     @property
     def rests(self) -> int:

@@ -140,7 +140,8 @@ class ReferenceFSDP(Engine):
                 f"this one has {' and '.join(mesh.axes)}"
             )
         comms = {axis: mesh.comm(axis) for axis in wanted}
-        chunks = None if chosen.chunk_ranks is None else neighbours(mesh, chosen.chunk_ranks)
+        count = chosen.chunk_ranks
+        chunks = None if count is None or count == mesh.size("shard") else neighbours(mesh, count)
         tier = self.tier if chosen.offload == "parameters" else None
         plan = plan_units(module, chosen.wrap, self.build.units)
         return self.handle_type(module, comms, plan, chosen, tier, chunks)
