@@ -168,9 +168,11 @@ class FSDP2(_Native):
             # Called c times: all but the first backward find it sharded, as the first forward does.
             found += flow(plan, "shard", "all_gather", [gathered], plan.rounds * self.called(name))
             found += self.second(name, gathered)
-            found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
-            crossing = [reduced // self.ranks]
-            found += flow(plan, "replicate", "all_reduce", crossing, self.reductions)
+            # The first backward of several finds the gradients that were kept, the last its own.
+            kept = self.called(name) > 1 and self.reductions < plan.rounds
+            times = self.reductions + kept
+            found += flow(plan, "shard", "reduce_scatter", [reduced], times)
+            found += flow(plan, "replicate", "all_reduce", [reduced // self.ranks], times)
         if plan.clipped:
             norms = [ITEMSIZE[t.dtype] for t in plan.parameters if self.reduced(t)]
             found += flow(plan, "shard", "all_reduce", [sum(norms)])  # coalesced

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import ClassVar
 
 from suite.promises.base import (
@@ -354,6 +355,8 @@ class Zero3(Promise):
             running = sum(chain.values())
             rest = sorted((sizes[unit] for unit in sizes if unit not in chain), reverse=True)
             least, most = max(least, running), max(most, running + sum(rest[:others]))
+        if phase == "backward":
+            most = max(most, sum(sizes[name] for name in self._ahead_of_blocks() if name in sizes))
         resting = self.resident(rank, step, step)["parameters"]
         level = resting + root
         return found | {"parameters": Bound(level + least, level + most + in_vain)}
@@ -401,6 +404,14 @@ class Zero3(Promise):
     def _prefetched(self, phase: str) -> int:
         """Units that are gathered while another computes."""
         return int(self.plan.option(f"prefetch_{phase}", 1))
+
+    def _ahead_of_blocks(self) -> list[str]:
+        """Units registered before all blocks: their inputs may need no gradient, and then they end
+        together with the backward.
+        """
+        blocks = tuple(f"{block}." for block in self.plan.units)
+        names = (unit.name for unit in self.units if unit.name)
+        return list(takewhile(lambda name: not f"{name}.".startswith(blocks), names))
 
     def _recomputed(self) -> int:
         """Units that lie in a group of blocks that is computed again as one: whole together, and
