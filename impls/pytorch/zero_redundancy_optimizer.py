@@ -33,6 +33,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from impls.pytorch.ddp import Options as DDPOptions
 from impls.pytorch.ddp import PyTorchDDP
 from impls.reference.parts.optimizer import param_groups
+from impls.reference.parts.options import parse_options
 from suite.contract import Capabilities, Kind, Piece
 
 
@@ -53,9 +54,16 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's, and sharded optimizer state."""
-        found = super().capabilities(options)
-        return replace(found, features=found.features | {"sharded_optimizer"})
+        """DDP's, and sharded optimizer state; but for one combination of buckets."""
+        found, chosen = super().capabilities(options), parse_options(Options, options)
+        declines = dict(found.declines)
+        if chosen.parameters_as_bucket_view and not chosen.gradient_as_bucket_view:
+            declines["non_contiguous"] = (
+                "parameters_as_bucket_view makes parameters contiguous after DDP has laid its "
+                "buckets out by their strides: gradients come out of them transposed"
+            )
+        features = found.features | {"sharded_optimizer"}
+        return replace(found, features=features, declines=declines)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""

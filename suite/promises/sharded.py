@@ -80,22 +80,30 @@ class Zero1(Promise):
         parts = self.parts(rank)
         return {
             "parameters": self.parameter_bytes(),
-            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else 0,
+            # What the optimizer updates: copies, or a layout that only lies beside parameters.
+            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else self.beside,
             "gradients": self.gradient_bytes(rank),
             "optimizer_state": state_bytes(plan, parts, updated),
         }
+
+    @property
+    def beside(self) -> int:
+        """Bytes of layouts that hold nothing but copies of tensors with strides of their own."""
+        flats = [flat for flat in self.flats if all(t.strided for t in flat.members)]
+        return sum(flat.padded_bytes(self.plan.compute(flat.dtype)) for flat in flats)
 
     def parameter_bytes(self) -> int:
         """Whole, in the flat layouts that they are gathered into; beside them frozen ones, and
         those that keep strides of their own.
         """
         plan = self.plan
-        beside = sum(
+        own = sum(
             t.numel * ITEMSIZE[plan.compute(t.dtype)]
             for t in plan.parameters
             if t.strided or not t.trainable
         )
-        return beside + sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+        whole = sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+        return own + whole - self.beside
 
     def gradient_bytes(self, rank: int) -> int:
         """Those that this rank owns a part of, from the first step on."""
@@ -106,9 +114,11 @@ class Zero1(Promise):
         return flat.padded_bytes(self.plan.reduction(flat.dtype))
 
     def at_rest(self, rank: int, step: int) -> int:
-        """Buffers of gradients that this rank owns no part of."""
+        """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
+        where the optimizer updates copies of them.
+        """
         buffers = sum(map(self.kept_bytes, self.flats))
-        return buffers - self.gradient_bytes(rank) + votes(self.plan)
+        return buffers - self.gradient_bytes(rank) + self.beside + votes(self.plan)
 
     def left_over(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
