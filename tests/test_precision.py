@@ -266,3 +266,16 @@ def test_policies_agree_bit_for_bit_with_one_device() -> None:
     ]
     for result in verdicts(cases):
         assert result["verdict"] == "pass", result["reason"]
+
+
+def test_the_errors_of_small_tensors_are_judged_together() -> None:
+    large, small = torch.linspace(1, 2, 64), torch.tensor([1.0, 2.0])
+    truth = {"weight": large, "bias": small, "scale": 3 * small}
+    one = {name: value * (1 + 1e-7) for name, value in truth.items()}
+    chance = one | {"bias": small * (1 + 5e-7)}
+    told = native.ratios(chance, one, truth)
+    assert told["bias"] == told["scale"] < 3, "by chance five times the error of one device"
+    wrong = one | {"bias": small * (1 + 1e-4)}
+    assert native.ratios(wrong, one, truth)["bias"] > 100
+    swapped = one | {"bias": small.flip(0)}
+    assert native.ratios(swapped, one, truth)["bias"] > 1e5
