@@ -23,6 +23,7 @@ LARGEST_WORLD = 5
 MOST_TRAITS = 3
 #: Where it is declined, no rank may have fewer samples than micro-batches either.
 UNEQUAL = "unequal_micro_batches"
+STRIDED = "non_contiguous"
 #: What every option is drawn from.
 Choices = Mapping[str, Sequence[Any]]
 #: Traits that a system declines under its options.
@@ -36,7 +37,8 @@ class System:
     ``options`` are independent of each other but for ``only``: combinations that it refuses are
     drawn again.  ``mixed``: knows mixed precision.  ``sums_ranks_first``: adds every micro-batch up
     over ranks before it adds it to the others, so that with several micro-batches two ranks are not
-    promised equal bits.  ``takes``: whether options go with a policy of precision, for a model with
+    promised equal bits.  ``flattens``: makes parameters contiguous, whose products may then be
+    rounded otherwise.  ``takes``: whether options go with a policy of precision, for a model with
     batch norms or without; where not, nothing is cast.
     """
 
@@ -45,6 +47,7 @@ class System:
     options: Choices = field(default_factory=dict)
     mixed: bool = False
     sums_ranks_first: Callable[[Mapping[str, Any]], bool] = lambda options: False
+    flattens: Callable[[Mapping[str, Any]], bool] = lambda options: False
     only: Callable[[Mapping[str, Any], Mapping[str, int]], bool] = lambda options, mesh: True
     takes: Callable[[Mapping[str, Any], Mapping[str, str], bool], bool] = (
         lambda options, policy, normed: True
@@ -113,6 +116,7 @@ def _fsdp(strategy: str, meshes: Sequence[Mapping[str, int]], **options: Sequenc
         {"sharding_strategy": (strategy,), **_FSDP, **options},
         mixed=True,
         sums_ranks_first=_communicates if "shard" in meshes[0] else lambda options: False,
+        flattens=_always,
         only=_reshards,
     )
 
@@ -154,6 +158,7 @@ SYSTEMS: Sequence[System] = (
         {**_WRAP, **_RECOMPUTE, **_EVERYTHING},
         mixed=True,
         sums_ranks_first=_always,
+        flattens=_always,
     ),
     _fsdp("NO_SHARD", _line("replicate")),
     _fsdp("SHARD_GRAD_OP", _SHARDS, **_EVERYTHING, reshard_after_forward=(None, False)),
@@ -183,6 +188,7 @@ SYSTEMS: Sequence[System] = (
         "pytorch/zero_redundancy_optimizer",
         _SHARDS,
         {**_NATIVE_DDP, "parameters_as_bucket_view": (False, True)},
+        flattens=lambda options: bool(options["parameters_as_bucket_view"]),
     ),
 )
 CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
@@ -227,7 +233,9 @@ def case_of(
     if policy:
         options["precision"] = dict(policy)
     one = lane == "bitwise" and system.sums_ranks_first(options)
-    declined = {*declines(system.name, options), *((UNEQUAL,) if one else ())}
+    strided = lane == "bitwise" and system.flattens(options)
+    more = (*((UNEQUAL,) if one else ()), *((STRIDED,) if strided else ()))
+    declined = {*declines(system.name, options), *more}
     carried = sorted(trait for trait in traits[workload] if trait not in declined)
     spec = _workload(
         source,

@@ -33,6 +33,7 @@ all-gathers of each layout, m reduce-scatters of each trained one; none if N = 1
 float64 is all-reduced.  A module called c times in a forward is gathered c + 1 times.
 Memory: (P + G + O)/N with padding, and what the table names.
 Numbers: summed over ranks first, over micro-batches then; equal to one device's up to that order.
+Parameters with strides of their own become contiguous: their products may be rounded otherwise.
 Left out: units that only some ranks call, optimizers that are not element-wise, models that do not
 fit on one rank before they are sharded.
 """

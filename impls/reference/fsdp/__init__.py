@@ -51,7 +51,8 @@ axis.  A module called c times in a forward is gathered c times in it.
 Memory: (P + G + O)/F with padding, and what the table names; with an integer k P/k between forward
 and backward; whole gradients of all units without communication.
 Numbers: summed over shards first, then over micro-batches, then over replicas; sums are kept as
-built, whatever they were reduced in.
+built, whatever they were reduced in.  Parameters with strides of their own become contiguous: their
+products may be rounded otherwise.
 Left out: units that only some ranks call, optimizers that are not element-wise, models that do not
 fit on one rank before they are sharded.
 """
