@@ -406,3 +406,35 @@ def test_kept_units_are_whole_where_they_are_called() -> None:
     never = bound(calls={"b.1": 0})  # 4 elements with padding
     assert never == Bound(whole.low - 4 * 4, whole.high - 4 * 4)
     assert bound(parameters=late) == Bound(whole.low - 4 * 4, whole.high)
+
+
+def test_a_layout_of_strided_tensors_alone_lies_beside_the_parameters() -> None:
+    parameters = (tensor("b.0.w", 8), tensor("b.1.w", 6, strided=True))
+    fields: dict[str, Any] = {"parameters": parameters, "modules": MODULES}
+    small = {"bucket_bytes": 24}  # a bucket each
+    alone = PROMISES["zero1"](plan("zero1", options=small, **fields))
+    shared = PROMISES["zero1"](plan("zero1", **fields))
+    assert alone.resident(0, 0, 0)["parameters"] == 4 * (8 + 6)
+    assert alone.resident(0, 0, 0)["masters"] == 4 * 6, "what the optimizer updates"
+    assert shared.resident(0, 0, 0)["parameters"] == 4 * (8 + 6 + 6)
+    assert shared.resident(0, 0, 0)["masters"] == 0
+    offloaded = PROMISES["zero1"](
+        plan("zero1", options={**small, "offload": "optimizer"}, **fields)
+    )
+    assert offloaded.at_rest(0, 0) == alone.at_rest(0, 0) + 4 * 6
+
+
+def test_fsdp2_reduces_what_was_kept_before_the_last_of_several_backwards() -> None:
+    silent = {"accumulate_without_communication": True}
+    for options, more in ((silent, 4 * 4), ({}, 0)):
+        found = [
+            sum(
+                flow.bytes
+                for flow in PROMISES["fsdp2"](
+                    plan("fsdp2", options=options, micro_batches=(2, 2), calls=calls)
+                ).flows()
+                if flow.operation == "reduce_scatter"
+            )
+            for calls in ({"b.1": 2}, {})
+        ]
+        assert found[0] - found[1] == more  # 3 elements, 4 with padding

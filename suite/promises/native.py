@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -60,6 +60,12 @@ class _Native(Promise):
         """How often a step reduces."""
         silent = self.plan.option("accumulate_without_communication", False)
         return 1 if silent else self.plan.rounds
+
+    def recomputed(self, units: Iterable[str]) -> str | None:
+        """The first of ``units`` that lies inside of a block which is computed again, if any."""
+        blocks = tuple(f"{block}." for block in self.plan.units)
+        again = self.plan.option("recompute_every", 0)
+        return next((name for name in units if again and name.startswith(blocks)), None)
 
     def overflow(self, axis: str) -> list[Flow]:
         """The scaler's agreement on an overflow: one fp32 number."""
@@ -150,14 +156,14 @@ class FSDP2(_Native):
         the backward of some of them is over.
         """
         plan = self.plan
-        if not plan.option("prefetch_forward", 0) or not plan.option("recompute_every", 0):
+        if not plan.option("prefetch_forward", 0):
             return
-        for name, _ in self.units if self.ranks > 1 else ():
-            if any(name.startswith(f"{block}.") for block in plan.units):
-                raise Unpromised(
-                    f"the unit {name!r} lies inside of a block that is computed again, and gathers "
-                    "others ahead each time: no traffic is promised with prefetch_forward"
-                )
+        name = self.recomputed(name for name, _ in self.units)
+        if name is not None and self.ranks > 1:
+            raise Unpromised(
+                f"the unit {name!r} lies inside of a block that is computed again, and gathers "
+                "others ahead each time: no traffic is promised with prefetch_forward"
+            )
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
@@ -340,12 +346,12 @@ class FSDP1(_Native):
         """
         if self.kind not in ("FULL_SHARD", "HYBRID_SHARD") or self.shards == 1:
             return
-        for name, _ in self.flats if self.plan.option("recompute_every", 0) else ():
-            if any(name.startswith(f"{block}.") for block in self.plan.units):
-                raise Unpromised(
-                    f"the unit {name!r} lies inside of a block that is computed again, not always "
-                    "to its end: no traffic is promised"
-                )
+        name = self.recomputed(name for name, _ in self.flats)
+        if name is not None:
+            raise Unpromised(
+                f"the unit {name!r} lies inside of a block that is computed again, not always "
+                "to its end: no traffic is promised"
+            )
 
     def reduced_bytes(self) -> list[int]:
         """Whole flat parameters, if anything in them is trained."""

@@ -115,10 +115,12 @@ class Zero1(Promise):
 
     def at_rest(self, rank: int, step: int) -> int:
         """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
-        where the optimizer updates copies of them.
+        where the optimizer updates copies of them on the host.
         """
         buffers = sum(map(self.kept_bytes, self.flats))
-        return buffers - self.gradient_bytes(rank) + self.beside + votes(self.plan)
+        offloaded = self.plan.option("offload", "none") != "none"
+        copies = self.beside if offloaded else 0
+        return buffers - self.gradient_bytes(rank) + copies + votes(self.plan)
 
     def left_over(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
