@@ -44,8 +44,8 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
     impls = ("--impl", "mutants/ddp_never_reduces", "--impl", "reference/naive_ddp")
     done = run_pytest(files, "-n", "2", "-k", selection, *impls, f"--junitxml={told}")
     assert done.returncode == 1, done.stdout
-    assert "1 failed, 1 passed" in done.stdout
-    assert "differs from the oracle" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "differs from the oracle" in done.stdout, done.stdout
     assert f"-k '{CASE.format('mutants/ddp_never_reduces')}'" in done.stdout
     assert ElementTree.parse(told).getroot()[0].get("failures") == "1"
 
