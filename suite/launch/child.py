@@ -130,9 +130,10 @@ def run_threads(plan: Plan, parent: int) -> NoReturn:
         sys.stdout = _PerRank(files, sys.stdout)
         sys.stderr = _PerRank(files, sys.stderr)
         hub = plan.link.hub(plan.world, plan.timeout_s)
-        # A fork leaves torch's thread pool to be made anew by its first user; ranks would race for
-        # it.
+        # A fork leaves torch's thread pool and its autograd engine to be made anew by their first
+        # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
         torch.set_num_threads(1)
+        torch.ones((), requires_grad=True).exp()
         threads = [
             threading.Thread(target=_live, args=(plan, rank, hub), name=f"rank{rank}", daemon=True)
             for rank in range(plan.world)
