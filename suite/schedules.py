@@ -1,0 +1,385 @@
+"""Pipeline schedules as pure data, and what can be said of one without running it.
+
+A schedule is, for each rank of the pipe axis, the list of its actions in order.  Stages are
+numbered in forward order; each lies on one rank, a rank may have several (*chunks*).  In text
+``F3@1`` is the forward of micro-batch 3 on stage 1.
+
+    F    forward of a micro-batch through a stage
+    B    its gradient with respect to the stage's input
+    W    its gradient with respect to the stage's weights
+    BW   both at once
+    SF   send what F gave to the next stage's rank     RF   post the receive of F's input
+    SB   send what B gave to the rank of the stage     RB   post the receive of B's (or BW's)
+         before                                             incoming gradient
+
+Nothing but F, B and BW ever waits, each for its own message: sends and receives are posted.
+Between two ranks messages arrive in the order in which they are sent.  Neighbouring stages on one
+rank need no message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+COMPUTE = ("F", "B", "W", "BW")
+MESSAGES = ("SF", "RF", "SB", "RB")
+#: Faults of one kind that are told one by one.
+_TOLD = 4
+
+
+class Action(NamedTuple):
+    """``op`` on ``stage`` for micro-batch ``micro``, both from 0."""
+
+    op: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.micro}@{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that ``str`` gave; raises ``ValueError``."""
+        found = re.fullmatch(r"([A-Z]+)(\d+)@(\d+)", text.strip())
+        if found is None or found[1] not in (*COMPUTE, *MESSAGES):
+            raise ValueError(
+                f"{text!r} is no action; write e.g. F0@1 (micro-batch 0, stage 1), with one of "
+                f"{', '.join((*COMPUTE, *MESSAGES))}"
+            )
+        return cls(found[1], int(found[3]), int(found[2]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``place[stage]`` is the rank of a stage along the pipe axis, ``orders[rank]`` its actions."""
+
+    name: str
+    micro_batches: int
+    place: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.place)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks along the pipe axis."""
+        return len(self.orders)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in forward order."""
+        held: list[list[int]] = [[] for _ in self.orders]
+        for stage, rank in enumerate(self.place):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def computed(self, rank: int) -> tuple[Action, ...]:
+        """The actions of ``rank`` without its messages."""
+        return tuple(action for action in self.orders[rank] if action.op in COMPUTE)
+
+    def in_flight(self, rank: int) -> list[int]:
+        """Micro-batches that ``rank`` holds activations of after each of its computations.
+
+        Summed over its chunks; a micro-batch is held from its F to its W (or BW).
+        """
+        held, found = 0, []
+        for action in self.computed(rank):
+            held += (action.op == "F") - (action.op in ("W", "BW"))
+            found.append(held)
+        return found
+
+    def peak(self, rank: int) -> int:
+        """Most micro-batches that ``rank`` holds activations of at once."""
+        return max(self.in_flight(rank), default=0)
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """``schedule``, which only computes, with the messages that it needs.
+
+    What is computed for another rank is sent at once; a receive is posted right before the
+    computation that waits for it, behind those of earlier messages between the same two ranks.
+    """
+    place, last = schedule.place, schedule.stages - 1
+    sent: list[list[Action]] = []
+    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)  # receives as they are due
+    for rank, order in enumerate(schedule.orders):
+        full: list[Action] = []
+        for action in order:
+            full.append(action)
+            op, stage, micro = action
+            if op == "F" and stage < last and place[stage + 1] != rank:
+                full.append(Action("SF", stage, micro))
+                queues[rank, place[stage + 1]].append(Action("RF", stage + 1, micro))
+            elif op in ("B", "BW") and stage and place[stage - 1] != rank:
+                full.append(Action("SB", stage, micro))
+                queues[rank, place[stage - 1]].append(Action("RB", stage - 1, micro))
+        sent.append(full)
+    turn = {receive: number for queue in queues.values() for number, receive in enumerate(queue)}
+    posted: dict[tuple[int, int], int] = defaultdict(int)
+    orders = []
+    for rank, order in enumerate(sent):
+        full = []
+        for action in order:
+            receive = _receive(schedule, rank, action)
+            if receive in turn:
+                source = place[receive.stage + (-1 if receive.op == "RF" else 1)], rank
+                full += queues[source][posted[source] : turn[receive] + 1]
+                posted[source] = max(posted[source], turn[receive] + 1)
+            full.append(action)
+        orders.append(tuple(full))
+    return replace(schedule, orders=tuple(orders))
+
+
+def _receive(schedule: Schedule, rank: int, action: Action) -> Action | None:
+    """The receive of what ``action`` of ``rank`` waits for; ``None``: it needs no message."""
+    op, stage, micro = action
+    place = schedule.place
+    if op == "F":
+        return Action("RF", stage, micro) if stage and place[stage - 1] != rank else None
+    if op in ("B", "BW") and stage < schedule.stages - 1 and place[stage + 1] != rank:
+        return Action("RB", stage, micro)
+    return None
+
+
+# ------------------------------------------------------------------------------- without running it
+
+
+class Deadlock(RuntimeError):
+    """Ranks that wait for each other for ever; the message tells the cycle in words."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every computation begins and ends; ``spans[rank]`` from its first to its last one."""
+
+    begins: Mapping[Action, float]
+    ends: Mapping[Action, float]
+    busy: tuple[float, ...]
+    spans: tuple[float, ...]
+    makespan: float
+
+
+def simulate(
+    schedule: Schedule,
+    forward: float = 1.0,
+    input_backward: float = 1.0,
+    weight_backward: float = 1.0,
+    message: float = 0.0,
+) -> Timeline:
+    """Play ``schedule`` with these times of a *rank's* work on one micro-batch.
+
+    A stage takes the share of a rank that its chunks leave it (half of it where a rank has two);
+    ``message`` is the time from send to arrival.  Raises :class:`Deadlock`.
+    """
+    share = schedule.ranks / schedule.stages
+    times = {"F": forward, "B": input_backward, "W": weight_backward}
+    times["BW"] = input_backward + weight_backward
+    times = {op: share * time for op, time in times.items()}
+    orders = schedule.orders
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    at, clock = [0] * schedule.ranks, [0.0] * schedule.ranks
+    arrived: dict[Action, float] = {}  # by its receive
+    sleeping: dict[Action, int] = {}  # the same -> the rank that waits
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        order, now, index = orders[rank], clock[rank], at[rank]
+        while index < len(order):
+            action = order[index]
+            op, stage, micro = action
+            if op == "SF" or op == "SB":
+                goal = Action("R" + op[1], stage + 1 if op == "SF" else stage - 1, micro)
+                arrived[goal] = now + message
+                if goal in sleeping:
+                    ready.append(sleeping.pop(goal))
+            elif op in times:
+                wants = _receive(schedule, rank, action)
+                if wants is not None:
+                    if wants not in arrived:
+                        sleeping[wants] = rank
+                        break
+                    now = max(now, arrived[wants])
+                begins[action] = now
+                now += times[op]
+                ends[action] = now
+            index += 1
+        at[rank], clock[rank] = index, now
+    if any(index < len(order) for index, order in zip(at, orders, strict=True)):
+        raise Deadlock(_cycle(schedule, at))
+    spans, busy = [], []
+    for order in orders:
+        computed = [action for action in order if action.op in times]
+        spans.append(ends[computed[-1]] - begins[computed[0]] if computed else 0.0)
+        busy.append(sum(times[action.op] for action in computed))
+    return Timeline(begins, ends, tuple(busy), tuple(spans), max(clock, default=0.0))
+
+
+def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
+    """Why the ranks at ``at`` wait for each other."""
+    stuck = [rank for rank in range(schedule.ranks) if at[rank] < len(schedule.orders[rank])]
+    rank, path = stuck[0], list[int]()
+    while rank not in path and at[rank] < len(schedule.orders[rank]):
+        path.append(rank)
+        action = schedule.orders[rank][at[rank]]
+        rank = schedule.place[action.stage + (-1 if action.op == "F" else 1)]
+    told = []
+    for waiting in path[path.index(rank) if rank in path else 0 :]:
+        action = schedule.orders[waiting][at[waiting]]
+        other = action.stage + (-1 if action.op == "F" else 1)
+        sender = schedule.place[other]
+        needed = Action("SF" if action.op == "F" else "SB", other, action.micro)
+        blocked = schedule.orders[sender][at[sender] :][:1]
+        why = f"behind {blocked[0]}" if blocked else "never"
+        told.append(
+            f"rank {waiting} waits in {action} for {needed}, which rank {sender} does {why}"
+        )
+    return "deadlock: " + "; ".join(told)
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """What is wrong with ``schedule``, in words; empty if nothing is.
+
+    Everything is done once and on the right rank; F before B before W, receives before what waits
+    for them, sends after what they send; between two ranks the n-th receive gets the n-th message;
+    and it ends.
+    """
+    return (
+        _shape(schedule)
+        or _census(schedule)
+        or _local_order(schedule)
+        or _channels(schedule)
+        or _end(schedule)
+    )
+
+
+def _shape(schedule: Schedule) -> list[str]:
+    found = []
+    for stage, rank in enumerate(schedule.place):
+        if not 0 <= rank < schedule.ranks:
+            found.append(f"stage {stage} lies on rank {rank} of {schedule.ranks}")
+    for rank, stages in enumerate(schedule.chunks if not found else ()):
+        if not stages:
+            found.append(f"rank {rank} has no stage")
+    return found
+
+
+def _census(schedule: Schedule) -> list[str]:
+    found: list[str] = []
+    micros = range(schedule.micro_batches)
+    whole = with_messages(replace(schedule, orders=tuple(map(_skeleton, schedule.orders))))
+    for rank, order in enumerate(schedule.orders):
+        have = set(order)
+        fused = {(stage, micro) for op, stage, micro in have if op == "BW"}
+        want = {
+            Action(op, stage, micro)
+            for stage in schedule.chunks[rank]
+            for micro in micros
+            for op in (("F", "BW") if (stage, micro) in fused else ("F", "B", "W"))
+        }
+        want.update(action for action in whole.orders[rank] if action.op in MESSAGES)
+        if len(have) < len(order):
+            twice = sorted({action for action in have if order.count(action) > 1})
+            found += [f"rank {rank} does {action} {order.count(action)} times" for action in twice]
+        if have != want:
+            missing, foreign = sorted(want - have), sorted(have - want)
+            found += [f"rank {rank} never does {action}" for action in missing]
+            found += [_foreign(schedule, rank, action) for action in foreign]
+    return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
+
+
+def _skeleton(order: Iterable[Action]) -> tuple[Action, ...]:
+    return tuple(action for action in order if action.op in COMPUTE)
+
+
+def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
+    op, stage, micro = action
+    if stage >= schedule.stages or micro >= schedule.micro_batches:
+        size = f"{schedule.stages} stages and {schedule.micro_batches} micro-batches"
+        return f"rank {rank} does {action}, but there are {size}"
+    if schedule.place[stage] != rank:
+        return f"rank {rank} does {action}, but stage {stage} is on rank {schedule.place[stage]}"
+    if op in MESSAGES:
+        return f"rank {rank} does {action}, a message that nobody needs"
+    return f"rank {rank} does {action} besides BW{micro}@{stage}"
+
+
+#: What must have been done before on the same rank and stage, for the same micro-batch.
+_BEFORE = {
+    "B": ("F", "RB"),
+    "BW": ("F", "RB"),
+    "W": ("B",),
+    "F": ("RF",),
+    "SF": ("F",),
+    "SB": ("B", "BW"),
+}
+
+
+def _local_order(schedule: Schedule) -> list[str]:
+    found = []
+    for rank, order in enumerate(schedule.orders):
+        held, done = set(order), set[Action]()
+        for action in order:
+            op, stage, micro = action
+            for before in _BEFORE.get(op, ()):
+                earlier = Action(before, stage, micro)
+                if earlier not in done and earlier in held:
+                    found.append(f"rank {rank} does {action} before {earlier}")
+            if op in ("F", "B", "BW"):
+                found += _neighbour(schedule, rank, action, done)
+            done.add(action)
+    return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
+
+
+def _neighbour(schedule: Schedule, rank: int, action: Action, done: set[Action]) -> list[str]:
+    """A stage next to it on the same rank must have computed before."""
+    op, stage, micro = action
+    other, kinds = (stage - 1, ("F",)) if op == "F" else (stage + 1, ("B", "BW"))
+    if not 0 <= other < schedule.stages or schedule.place[other] != rank:
+        return []
+    if done.intersection(Action(kind, other, micro) for kind in kinds):
+        return []
+    return [f"rank {rank} does {action} before {kinds[0]}{micro}@{other}"]
+
+
+def _channels(schedule: Schedule) -> list[str]:
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    awaited: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    place = schedule.place
+    for rank, order in enumerate(schedule.orders):
+        for op, stage, micro in order:
+            if op == "SF":
+                sent[rank, place[stage + 1]].append(Action("RF", stage + 1, micro))
+            elif op == "SB":
+                sent[rank, place[stage - 1]].append(Action("RB", stage - 1, micro))
+            elif op == "RF":
+                awaited[place[stage - 1], rank].append(Action(op, stage, micro))
+            elif op == "RB":
+                awaited[place[stage + 1], rank].append(Action(op, stage, micro))
+    found = []
+    for (source, goal), messages in sent.items():
+        receives = awaited[source, goal]
+        for number, (one, other) in enumerate(zip(messages, receives, strict=True)):
+            if one != other:
+                found.append(
+                    f"message {number} from rank {source} to rank {goal} is for {one}, but the "
+                    f"receiver's turn is {other}"
+                )
+                break
+    return found
+
+
+def _end(schedule: Schedule) -> list[str]:
+    try:
+        simulate(schedule)
+    except Deadlock as error:
+        return [str(error)]
+    return []
