@@ -122,11 +122,28 @@ class OptimizerSpec:
         return [(group, members) for group, members in buckets if members]
 
 
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The cross-entropy of ``torch.nn.functional.cross_entropy`` with logits ``(..., classes)``.
+
+    ``label_smoothing`` spreads that share of the target evenly over all classes; a target that
+    equals ``ignore_index`` adds nothing.
+    """
+
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+
+
 class Build(Protocol):
     """Builds the model of a workload; handed to :meth:`Implementation.setup`."""
 
     #: Dotted names of the repeated blocks, in forward order: units for wrapping and for pipelines.
     units: Sequence[str]
+
+    #: What :meth:`loss` is, where it is ``sum(micro.weights * cross_entropy)`` of outputs cast to
+    #: the dtype of the weights (``None``: another function).  Who holds only some of the classes
+    #: may compute that instead of calling :meth:`loss`.
+    cross_entropy: CrossEntropy | None
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         """A fresh module on ``device`` (``"meta"`` allowed).

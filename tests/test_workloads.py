@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from suite.case import WorkloadSpec
-from suite.contract import Batch, MicroBatch, OptimizerSpec, ScalerSpec
+from suite.contract import Batch, CrossEntropy, MicroBatch, OptimizerSpec, ScalerSpec
 from suite.oracle import train
 from suite.workloads import TRAITS, Workload, WorkloadError, check, data, make
 from suite.workloads.base import split
@@ -353,6 +353,63 @@ def test_traits_of_the_batch(name: str) -> None:
         assert [len(window) for window in cut[0].windows] == expected
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_ignored_targets_are_no_class_and_change_no_gradient(name: str) -> None:
+    def record(*traits: str) -> dict[str, Any]:
+        sizes = {"label_smoothing": 0.1} if name == "charnames_gpt" else {}
+        workload = make(spec(name, "unequal_tokens", *traits, params=sizes))
+        return train(workload, OptimizerSpec(), 2, 1)["steps"][0]
+
+    for batch in make(spec(name, "unequal_tokens", "ignore_index")).batch(0, 2):
+        for micro in batch.micro_batches:
+            assert torch.equal(micro.targets == -100, micro.weights == 0)
+    plain, ignored = record(), record("ignore_index")
+    assert plain["losses"] == ignored["losses"]
+    for key, gradient in plain["gradients"].items():
+        assert torch.equal(gradient, ignored["gradients"][key]), key
+
+
+def test_label_smoothing_is_the_loss_of_torch() -> None:
+    workload = make(spec(params={"label_smoothing": 0.3}))
+    build = workload.build_for(0)
+    assert build.cross_entropy == CrossEntropy(label_smoothing=0.3)
+    assert make(spec("dyadic_mlp")).build_for(0).cross_entropy is None
+    micro = workload.batch(0, 1)[0].micro_batches[0]
+    outputs = torch.randn(*micro.targets.shape, 128, dtype=torch.float64)
+    chances = outputs.log_softmax(-1)
+    right = chances.gather(-1, micro.targets[..., None])[..., 0]
+    expected = -(micro.weights * (0.7 * right + 0.3 * chances.mean(-1))).sum()
+    torch.testing.assert_close(build.loss(outputs, micro), expected)
+
+
+def test_shards_of_the_heads_attend_like_the_whole() -> None:
+    """2 KV heads for 8 query heads over 2 and 4 ranks: a KV head with its group, or half of it."""
+    workload = make(spec(params={"heads": 8, "kv_heads": 2, "layers": 1}))
+    module = workload.build_for(0)()
+    workload.load(module)
+    whole = module.get_submodule("blocks.0.attention")
+    hidden = torch.randn(2, 5, 32, dtype=torch.float64)
+    expected = whole(hidden)
+    qkv, out = whole.get_submodule("qkv"), whole.get_submodule("out")
+    weight, bias = qkv.weight.detach(), qkv.bias.detach()
+    mix, shift = out.weight.detach(), out.bias.detach()
+    for ranks in (2, 4):
+        total = shift.clone()
+        for rank in range(ranks):
+            first, size = rank * 32 // ranks, 32 // ranks
+            kv = rank * 2 // ranks * 4
+            rows = [
+                *range(first, first + size),
+                *range(32 + kv, 36 + kv),
+                *range(40 + kv, 44 + kv),
+            ]
+            qkv.weight, qkv.bias = nn.Parameter(weight[rows]), nn.Parameter(bias[rows])
+            out.weight = nn.Parameter(mix[:, first : first + size])
+            out.bias = nn.Parameter(torch.zeros_like(shift))
+            total = total + whole(hidden)
+        torch.testing.assert_close(total, expected)
+
+
 def test_weather_traits_are_those_of_the_backends() -> None:
     from suite.backends.weather import TRAITS as WEATHER
 
@@ -429,9 +486,13 @@ def test_two_groups_are_interleaved() -> None:
     assert make(spec()).groups == ()
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_zero_gradient_slices_are_declared_and_only_those(name: str) -> None:
-    workload = make(spec(name))
+@pytest.mark.parametrize(
+    ("name", "params"), [*((name, {}) for name in REAL), ("charnames_gpt", {"kv_heads": 2})]
+)
+def test_zero_gradient_slices_are_declared_and_only_those(
+    name: str, params: dict[str, Any]
+) -> None:
+    workload = make(spec(name, params=params))
     gradients = train(workload, OptimizerSpec(), 1, 1)["steps"][0]["gradients"]
     scale = max(float(g.square().mean().sqrt()) for g in gradients.values())
     for key, gradient in gradients.items():
@@ -470,6 +531,9 @@ def test_every_dtype_trains(name: str, dtype: str) -> None:
         (spec(params={"vocab": 64}), "vocab = 64: must be an integer >= 91"),
         (spec(params={"tied": 1}), "must be one of False, True"),
         (spec(params={"width": 30}), "width = 30 is not divisible by heads = 4"),
+        (spec(params={"kv_heads": 3}), "heads = 4 is not divisible by kv_heads = 3"),
+        (spec(params={"kv_heads": 0}), "kv_heads = 0: must be an integer >= 1"),
+        (spec(params={"label_smoothing": 0.5}), "must be one of 0.0, 0.1, 0.3"),
         (spec("digits_cnn", params={"norm": "layer"}), "must be one of 'batch', 'group'"),
         (spec(global_batch=0), "global_batch = 0"),
         (spec(micro_batches=0), "micro_batches = 0"),

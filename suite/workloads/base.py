@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from suite.case import WorkloadSpec, split
-from suite.contract import Batch, GroupSpec, MicroBatch
+from suite.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
 from suite.workloads.draws import generators
 from suite.workloads.knobs import Knob, check_traits, lookup
 from suite.workloads.layers import (
@@ -107,11 +107,24 @@ class Family(ABC):
         """Target weights (fp64) that sum to 1 over the global batch; 0 where not ``valid``."""
         return valid.to(torch.float64) / int(valid.sum())
 
-    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+    def cross_entropy(self, params: Mapping[str, Any]) -> CrossEntropy | None:
+        """The cross-entropy that :meth:`loss` is (``None``: it is another function)."""
+        return CrossEntropy(label_smoothing=params.get("label_smoothing", 0.0))
+
+    def loss(self, params: Mapping[str, Any], outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
+        form = self.cross_entropy(params)
+        if form is None:
+            raise NotImplementedError(f"{self.name} has neither a cross-entropy nor another loss")
         classes = outputs.shape[-1]
         logits = outputs.reshape(-1, classes).to(micro.weights.dtype)
-        losses = F.cross_entropy(logits, micro.targets.reshape(-1), reduction="none")
+        losses = F.cross_entropy(
+            logits,
+            micro.targets.reshape(-1),
+            reduction="none",
+            ignore_index=form.ignore_index,
+            label_smoothing=form.label_smoothing,
+        )
         return (micro.weights.reshape(-1) * losses).sum()
 
     def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
@@ -128,6 +141,7 @@ class ModelBuild:
 
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
+        self.cross_entropy = workload.family.cross_entropy(workload.params)
         self._workload = workload
         self._rank = rank
         self._coordinate = coordinate
@@ -155,7 +169,7 @@ class ModelBuild:
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The family's loss: a weighted sum over the targets of ``micro``."""
-        return self._workload.family.loss(outputs, micro)
+        return self._workload.family.loss(self._workload.params, outputs, micro)
 
 
 class Workload:
@@ -389,6 +403,9 @@ class Workload:
             keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
         samples = self.family.samples(self.params, chosen, draws, flags, self._dtype, keys)
         valid = self._mask(samples.valid)
+        if "ignore_index" in self.traits:
+            ignored = samples.targets.masked_fill(~valid, CrossEntropy.ignore_index)
+            samples = replace(samples, targets=ignored)
         weights = self.family.weights(valid)
         weights = weights.to(self._round_weights).to(self._weight_dtype)
         self._cached = (step, samples, weights)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.contract import MicroBatch
+from suite.contract import CrossEntropy, MicroBatch
 from suite.workloads import data
 from suite.workloads.base import Family, Samples
 from suite.workloads.knobs import Knob
@@ -141,7 +141,11 @@ class DyadicMLP(Family):
         parts[valid] = torch.tensor([2.0] * (whole - count) + [1.0] * (2 * count - whole)).double()
         return parts / whole
 
-    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+    def cross_entropy(self, params: Mapping[str, Any]) -> CrossEntropy | None:
+        """The loss is a hinge."""
+        return None
+
+    def loss(self, params: Mapping[str, Any], outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * max(0, 1 + score of the next letter - score of the target))``."""
         target = micro.targets.unsqueeze(-1)
         scores = outputs.to(micro.weights.dtype)

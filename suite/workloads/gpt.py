@@ -2,7 +2,9 @@
 
 Pre-layer-norm blocks, learned positions, fused QKV with bias, MLP with biases, final norm; the
 head is untied, or shares the embedding's weight (``tied: true`` or trait ``tied_over_units``).
-Attention is written out, so that it is the same function in every dtype and on every device.
+Attention is written out, so that it is the same function in every dtype and on every device;
+``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
+``label_smoothing`` is part of the loss.
 
 A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
 token is ``1 + flags`` (flags: see ``suite.workloads.traits``), the end token 0.  Names shorter than
@@ -45,23 +47,36 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the rows of ``qkv`` are all queries, all keys, all values."""
+    """Causal self-attention; the rows of ``qkv`` are all queries, all keys, all values.
 
-    def __init__(self, width: int, heads: int, place: Place) -> None:
+    Only the size of a head and how many query heads share a key and value head are fixed.  How many
+    there are follows from what ``qkv`` gives, so that a shard of its rows attends with its own
+    heads: some KV heads with all their query heads, or one KV head with some of them.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int, place: Place) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = Linear(width, 3 * width, **place)
+        self.head_size, self.group = width // heads, heads // kv_heads
+        self.qkv = Linear(width, width + 2 * kv_heads * self.head_size, **place)
         self.out = Linear(width, width, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        samples, length, width = hidden.shape
-        qkv = self.qkv(hidden).view(samples, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
-        position = torch.arange(length, device=hidden.device)
+        qkv = self.qkv(hidden)
+        samples, length, rows = qkv.shape
+        kv_heads = max(1, rows // self.head_size // (self.group + 2))
+        kv_rows = kv_heads * self.head_size
+        query, key, value = (
+            part.view(samples, length, -1, self.head_size).transpose(1, 2)
+            for part in qkv.split([rows - 2 * kv_rows, kv_rows, kv_rows], -1)
+        )
+        if query.shape[1] > kv_heads:
+            shared = query.shape[1] // kv_heads
+            key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
+        scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_size)
+        position = torch.arange(length, device=qkv.device)
         future = position[None, :] > position[:, None]
         mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ value
-        return self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        return self.out(mixed.transpose(1, 2).reshape(samples, length, -1))
 
 
 class Mlp(nn.Module):
@@ -79,10 +94,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each on the normed hidden state and added to it."""
 
-    def __init__(self, width: int, heads: int, odd: Oddities | None, place: Place) -> None:
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, odd: Oddities | None, place: Place
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, **place)
-        self.attention = Attention(width, heads, place)
+        self.attention = Attention(width, heads, kv_heads, place)
         self.norm2 = nn.LayerNorm(width, **place)
         self.mlp = Mlp(width, place)
         self._has_odd = odd is not None
@@ -105,9 +122,11 @@ class CharnamesGPT(Family):
         "vocab": Knob(128, SMALLEST_VOCABULARY),
         "width": Knob(32),
         "heads": Knob(4),
+        "kv_heads": Knob(None),  # as many as heads
         "layers": Knob(3),
         "seq": Knob(16, 2),
         "tied": Knob(False, choices=(False, True)),
+        "label_smoothing": Knob(0.0, choices=(0.0, 0.1, 0.3)),
     }
 
     sizes: ClassVar = {
@@ -116,12 +135,14 @@ class CharnamesGPT(Family):
     }
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """The heads must divide the width."""
-        if params["width"] % params["heads"]:
-            raise WorkloadError(
-                f"{self.name}: width = {params['width']} is not divisible by "
-                f"heads = {params['heads']}"
-            )
+        """The heads must divide the width, the KV heads the heads."""
+        sizes = {**params, "kv_heads": _kv_heads(params)}
+        for divided, by in (("width", "heads"), ("heads", "kv_heads")):
+            if sizes[divided] % sizes[by]:
+                raise WorkloadError(
+                    f"{self.name}: {divided} = {sizes[divided]} is not divisible by "
+                    f"{by} = {sizes[by]}"
+                )
 
     def size(self) -> int:
         """Number of names."""
@@ -138,6 +159,7 @@ class CharnamesGPT(Family):
                 Block(
                     width,
                     params["heads"],
+                    _kv_heads(params),
                     oddities("inner", traits, width, -1, place) if index == middle else None,
                     place,
                 )
@@ -182,10 +204,15 @@ class CharnamesGPT(Family):
     def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
         """The key part of every QKV bias: it adds the same to all scores of a query."""
         width = params["width"]
+        keys = width, width + width // params["heads"] * _kv_heads(params)
         return {
-            f"blocks.{index}.attention.qkv.bias": [((width, 2 * width),)]
-            for index in range(params["layers"])
+            f"blocks.{index}.attention.qkv.bias": [(keys,)] for index in range(params["layers"])
         }
+
+
+def _kv_heads(params: Mapping[str, Any]) -> int:
+    """Key and value heads: as many as query heads unless told."""
+    return int(params["kv_heads"] or params["heads"])
 
 
 def _flags(seq: int, tokens: Tensor) -> Tensor:

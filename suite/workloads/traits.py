@@ -127,6 +127,7 @@ TRAITS: dict[str, Trait] = {
     "one_rank_without_tokens": Trait(
         "no valid target in the second half of the global batch", (9,), "batch"
     ),
+    "ignore_index": Trait("targets that count nothing are -100, no class", (16, 9), "batch"),
     "unequal_micro_batches": Trait(
         "every second data coordinate runs one micro-batch more", (8, 22), "batch"
     ),
