@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from suite.comm import Mesh
+    from suite.schedules import Action, Schedule
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
 #: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.
@@ -345,10 +347,24 @@ class Capabilities:
     packages: tuple[str, ...] = ()
 
 
+_UNTRACED = nullcontext()
+
+
+def _untraced(action: Action) -> AbstractContextManager[Any]:
+    return _UNTRACED
+
+
 class Implementation(ABC):
-    """A system under test.  One object per rank and case; methods are called on every rank."""
+    """A system under test.  One object per rank and case; methods are called on every rank.
+
+    ``trace`` is for pipelines: inside ``step`` enter ``self.trace(action)`` around every
+    computation of a stage (F, B, W, BW; ``micro`` counts within its window), and around nothing
+    else.  The suite replaces it after construction where ledgers are on; left alone it does
+    nothing.  Messages need none: the traffic ledger sees them.
+    """
 
     strategy: ClassVar[str]
+    trace: Callable[[Action], AbstractContextManager[Any]] = staticmethod(_untraced)
 
     @classmethod
     @abstractmethod
@@ -376,6 +392,19 @@ class Implementation(ABC):
         a parameter has no gradient of it.  Gives the gradients that are applied.
         """
         raise Refused(f"{cls.__name__} has no emulator")
+
+    @classmethod
+    def schedule(
+        cls, options: Mapping[str, Any], ranks: int, micro_batches: int
+    ) -> Schedule | None:
+        """What is run for one window of ``micro_batches`` over ``ranks`` of the pipe axis.
+
+        Asked before any rank is started, once for every size of a window; what is logged through
+        ``trace`` must be this, window by window.  ``None``: no pipeline, or an order that cannot be
+        told, which is then not judged.  :class:`Refused` for options, ranks or micro-batches that
+        make no sound schedule, with what is wrong in words.
+        """
+        return None
 
     @abstractmethod
     def setup(

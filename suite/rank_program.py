@@ -128,6 +128,7 @@ class _Rank:
         ledger = traffic.current()
         record["traffic"] = ledger.to_dicts() if ledger else []
         record["events"] = [list(event) for event in self.log.events] if self.log else []
+        record["actions"] = [done._asdict() for done in self.log.actions] if self.log else []
         return record
 
     def _members(self, step: int) -> tuple[int, ...]:
@@ -175,6 +176,8 @@ class _Rank:
 
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
         self.implementation = self.cls()
+        if self.log:
+            self.implementation.trace = self.log.action
         coordinate = self._batch(0)[1] or 0
         build = _WatchedBuild(
             self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
@@ -277,6 +280,7 @@ class _Rank:
                 "step": step,
                 "present": False,
                 "share": None,
+                "windows": [],
                 "loss": None,
                 "norm": None,
                 "metrics": {},
@@ -312,6 +316,7 @@ class _Rank:
             "step": step,
             "present": True,
             "share": share,
+            "windows": [len(window) for window in batch.windows],
             "loss": None if result.loss is None else _number(result.loss),
             "norm": None if result.norm is None else _number(result.norm),
             "metrics": dict(result.metrics),

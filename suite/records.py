@@ -1,10 +1,11 @@
 """Records: the account of each case as one Parquet file, and the manifest that seals a run's files.
 
-    results/<run-id>/records/<case>.parquet   rows of nine sections, told apart by ``section``:
+    results/<run-id>/records/<case>.parquet   rows of ten sections, told apart by ``section``:
         tensor       one a moment, kind, name and replica: SHA-256, shape, dtype, norms, owners
         comparison   one a comparison of a check: error against bound; what a spoilt copy passed
         step         one a rank and step: loss, norm, and the ranges of its calls and events
         call, event  one a call to a process group, one an entry of the program-order log
+        action       one a computation of a pipeline's stage: rank, window, begin and end
         memory       one a rank, mark or phase, device and class: bytes held, or their peak
         whole        copies of tensors that failed, byte for byte
         timing       seconds of the case's parts
@@ -81,6 +82,18 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "floating": "bool",
     },
     "event": {"rank": "int32", "number": "int64", "kind": "string", "name": "string"},
+    "action": {
+        "rank": "int32",
+        "step": "int32",
+        "window": "int32",
+        "op": "string",
+        "stage": "int32",
+        "micro": "int32",
+        "begin": "int64",
+        "end": "int64",
+        "began": "float64",
+        "ended": "float64",
+    },
     "memory": {
         "rank": "int32",
         "moment": "string",
@@ -103,7 +116,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
     "timing": {"name": "string", "seconds": "float64"},
 }
 #: What of a rank's record becomes rows.
-_LISTS = ("steps", "traffic", "events", "memory")
+_LISTS = ("steps", "traffic", "events", "actions", "memory")
 
 
 class RecordError(ValueError):
@@ -219,6 +232,7 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
             )
         rows["memory"] += [{"rank": rank} | row for row in record["memory"]]
         rows["call"] += [{"rank": rank} | call for call in record["traffic"]]
+        rows["action"] += [{"rank": rank} | action for action in record["actions"]]
         rows["event"] += [
             {"rank": rank, "number": number, "kind": kind, "name": name}
             for number, kind, name in record["events"]
@@ -234,7 +248,8 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
 
     def rows(section: str) -> list[dict[str, Any]]:
         part = table.filter(pc.equal(table["section"], section))
-        found: list[dict[str, Any]] = part.select(list(_COLUMNS[section])).to_pylist()
+        known = [name for name in _COLUMNS[section] if name in table.column_names]
+        found: list[dict[str, Any]] = part.select(known).to_pylist()
         return found
 
     timings = {row["name"]: row["seconds"] for row in rows("timing")}
@@ -252,6 +267,8 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
         by_rank[row["rank"]]["steps"].append(step | json.loads(row["detail"]))
     for row in rows("call"):
         by_rank[row.pop("rank")]["traffic"].append(row)
+    for row in rows("action"):
+        by_rank[row.pop("rank")]["actions"].append(row)
     for row in rows("memory"):
         by_rank[row.pop("rank")]["memory"].append(row)
     for row in rows("event"):

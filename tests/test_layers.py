@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 #: Layers from the bottom up, one a line; a module may import from its own and from those below.
 _LAYERS = """
-version contract comm formulas promises errors case verdicts
+version contract comm schedules formulas promises errors case verdicts
 oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
 launch rank_program decide judge runner results records budget calibrate \
@@ -24,7 +24,7 @@ EXCEPTIONS = {
     ("promises", "workloads"),  # so does plan_of(case, workload, model)
     ("oracle", "launch"),  # its cache is written in the ranks' own packing format
 }
-ALLOWED_FOR_IMPLEMENTATIONS = ("suite.contract", "suite.comm")
+ALLOWED_FOR_IMPLEMENTATIONS = ("suite.contract", "suite.comm", "suite.schedules")
 #: Strategy files that may import other strategies.
 COMPOSERS = {"hybrid"}
 

@@ -7,19 +7,25 @@ read off exactly on any machine.
 Phases: ``setup`` outside of ``step``; inside it ``backward`` while autograd runs (and after it
 began), ``forward`` after a unit's forward, ``update`` once the gradients are final, ``observe``
 inside an observation point, where nothing counts.  All of it comes from hooks that the suite sets
-on the module that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.
+on the module that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.  Where a
+pipeline traces its computations, they are logged as :class:`Done` and set the phase as well.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from suite.schedules import Action
 
 Phase = Literal["setup", "forward", "backward", "update", "observe"]
 T = TypeVar("T")
@@ -53,18 +59,40 @@ class PerRank(Generic[T]):
             self._thread.value = value
 
 
+class Done(NamedTuple):
+    """A computation of a pipeline's stage that has ended, in window ``window`` of its step.
+
+    ``begin`` and ``end`` are event numbers; ``began`` and ``ended`` seconds of
+    ``time.perf_counter``, one clock for all processes of a machine.
+    """
+
+    step: int
+    window: int
+    op: str
+    stage: int
+    micro: int
+    begin: int
+    end: int
+    began: float
+    ended: float
+
+
 class RankLog:
     """Events and phases of one rank."""
 
     def __init__(self) -> None:
         #: ``(number, kind, name)``; a unit begins: forward, recompute, backward; or step, observe.
         self.events: list[tuple[int, str, str]] = []
+        #: What a pipeline computed, in the order in which it ended.
+        self.actions: list[Done] = []
         #: The unit clock: how many units began to compute (in either direction) so far.
         self.units = 0
         self._next = 0
         self._in_step = False
         self._observing = 0
         self._stage: Phase = "forward"
+        self._step = -1
+        self._seen: Counter[Action] = Counter()
 
     @property
     def now(self) -> int:
@@ -105,11 +133,29 @@ class RankLog:
     def step(self, number: int) -> Iterator[None]:
         """Optimizer step ``number`` runs inside."""
         self.note("step", str(number))
-        self._in_step, self._stage = True, "forward"
+        self._in_step, self._stage, self._step = True, "forward", number
+        self._seen.clear()
         try:
             yield
         finally:
             self._in_step = False
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """A stage computes ``action`` inside; outside of a step nothing is logged.
+
+        What is done for the n-th time in a step belongs to its n-th window.
+        """
+        if not self._in_step:
+            yield
+            return
+        if self._stage != "update":
+            self._stage = "forward" if action.op == "F" else "backward"
+        window, begin, began = self._seen[action], self.tick(), time.perf_counter()
+        self._seen[action] += 1
+        yield
+        ended, end = time.perf_counter(), self.tick()
+        self.actions.append(Done(self._step, window, *action, begin, end, began, ended))
 
     @contextmanager
     def observe(self, point: str) -> Iterator[None]:

@@ -84,7 +84,7 @@ class Pipelining(Implementation):
     def _named(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
-    def schedule(self, window: tuple[MicroBatch, ...]) -> Any:
+    def schedule_for(self, window: tuple[MicroBatch, ...]) -> Any:
         """The schedule for windows of this shape (its number of micro-batches is fixed)."""
         key = (len(window), *window[0].inputs.shape)
         if key not in self.schedules:
@@ -126,7 +126,7 @@ class Pipelining(Implementation):
 
     def run(self, window: tuple[MicroBatch, ...], losses: list[Tensor]) -> None:
         """One schedule call: inputs go in at the first stage, targets at the last."""
-        schedule, found = self.schedule(window), []
+        schedule, found = self.schedule_for(window), []
         inputs = [torch.cat([micro.inputs for micro in window])] if self.comm.rank == 0 else []
         if self.comm.rank == self.comm.size - 1:
             target = torch.stack(
