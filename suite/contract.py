@@ -235,6 +235,9 @@ class Piece:
     number for a whole parameter (Adam's ``step``) is given by every rank that keeps one, whole, as
     a replica numbered by that rank.
 
+    ``incomplete``: this copy need not cover the whole tensor, for the ranks hold some parts of it
+    more often than others (KV heads that tensor ranks share); what it lacks, replica 0 has.
+
     ``source`` is the tensor that the rank really holds, where ``tensor`` had to be computed from it
     (a gradient that is unscaled on its way to the optimizer): its bytes are the ones that count.
     """
@@ -246,6 +249,7 @@ class Piece:
     flat_range: tuple[int, int] | None = None
     replica: int = 0
     source: Tensor | None = None
+    incomplete: bool = False
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, replica: int = 0) -> Piece:
@@ -303,6 +307,7 @@ PROFILES: dict[str, frozenset[str]] = {
         for stage in range(4)
     },
     "pipeline": _ACCUMULATES | {"stages"},
+    "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},

@@ -52,16 +52,22 @@ def assemble(per_rank: Mapping[int, Iterable[Mapping[str, Any]]]) -> Assembled:
             owners = result.owners.setdefault(piece["name"], [])
             if rank not in owners:
                 owners.append(rank)
-    for (name, replica), found in parts.items():
-        tensor = _merge(name, replica, found, result.problems)
+    for (name, replica), found in sorted(parts.items(), key=lambda item: item[0][1]):
+        first = result.tensors.get(name, {}).get(0)
+        tensor = _merge(name, replica, found, result.problems, first)
         if tensor is not None:
             result.tensors.setdefault(name, {})[replica] = tensor
     return result
 
 
 def _merge(
-    name: str, replica: int, found: list[tuple[int, Mapping[str, Any]]], problems: list[str]
+    name: str,
+    replica: int,
+    found: list[tuple[int, Mapping[str, Any]]],
+    problems: list[str],
+    first: Tensor | None,
 ) -> Tensor | None:
+    """The tensor that the pieces ``found`` make; an incomplete copy is filled up from ``first``."""
     shape = tuple(found[0][1]["global_shape"])
     where = f"{name!r} (replica {replica})"
     if any(tuple(piece["global_shape"]) != shape for _, piece in found):
@@ -86,6 +92,9 @@ def _merge(
             return None
         target.copy_(tensor)
         tally.add_(1)
+    if first is not None and any(piece.get("incomplete") for _, piece in found):
+        full = torch.where(count > 0, full, first.to(full.dtype))
+        count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
         missing, double = int((count == 0).sum()), int((count > 1).sum())
         ranks = sorted({rank for rank, _ in found})

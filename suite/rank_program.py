@@ -421,6 +421,7 @@ def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
             "slices": None if piece.slices is None else [list(s) for s in piece.slices],
             "flat_range": None if piece.flat_range is None else list(piece.flat_range),
             "replica": piece.replica,
+            "incomplete": piece.incomplete,
             "tensor": piece.tensor.detach().cpu().clone(memory_format=torch.contiguous_format),
         }
         for piece in pieces
@@ -439,7 +440,7 @@ class _WatchedBuild:
         self._build = build
         self._watch = watch
         self._outputs = outputs
-        self.units = build.units
+        self.units, self.cross_entropy = build.units, build.cross_entropy
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self._build(device)

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 _LOW = 0xFFFFFFFF
 
 
-def counter_mask(keys: Tensor, site: int, shape: Sequence[int]) -> Tensor:
+def counter_mask(keys: Tensor, site: int, shape: Sequence[int], first: int = 0) -> Tensor:
     """A fair coin per element: bool ``(samples, *shape)``.
 
     Args:
         keys: int64 ``(samples,)``, below 2^31: stands for seed, step and sample.
         site: Which dropout of the model.
-        shape: Of one sample; the position in it is part of the draw.
+        shape: Of one sample, or of its part that begins at ``first`` along the first dimension; the
+            position in the sample is part of the draw.
+        first: See ``shape``.
     """
     place = torch.arange(math.prod(shape), device=keys.device, dtype=torch.int64)
+    place += first * math.prod(shape[1:])
     mixed = _mix(keys[:, None] ^ _mix(place + (site << 24))[None, :])
     return (mixed & 0x10000 != 0).view(len(keys), *shape)
 

@@ -345,18 +345,24 @@ class Rebound(nn.Module):
 
 
 class CounterDropout(nn.Module):
-    """Half of a branch's outputs, chosen by a key per sample; as they are in evaluation."""
+    """Half of a branch's outputs, chosen by a key per sample; as they are in evaluation.
+
+    ``first_position`` is that of the first row of ``hidden`` in its sample: who holds a part of the
+    positions sets it.
+    """
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.layer = Linear(width, width, **place)
+        self.first_position = 0
 
     def forward(self, hidden: Tensor, keys: Tensor) -> Tensor:
         """``hidden`` ``(samples, ..., width)``; ``keys`` ``(samples,)`` of int64."""
         added = torch.tanh(self.layer(hidden))
         if not self.training:
             return added
-        return added * (2 * counter_mask(keys, 0, added.shape[1:]).to(added.dtype))
+        mask = counter_mask(keys, 0, added.shape[1:], self.first_position)
+        return added * (2 * mask.to(added.dtype))
 
 
 class StatefulDropout(nn.Module):
