@@ -125,16 +125,16 @@ def with_messages(schedule: Schedule) -> Schedule:
     turn = {receive: number for queue in queues.values() for number, receive in enumerate(queue)}
     posted: dict[tuple[int, int], int] = defaultdict(int)
     orders = []
-    for rank, order in enumerate(sent):
-        full = []
-        for action in order:
+    for rank, actions in enumerate(sent):
+        posts: list[Action] = []
+        for action in actions:
             receive = _receive(schedule, rank, action)
             if receive in turn:
                 source = place[receive.stage + (-1 if receive.op == "RF" else 1)], rank
-                full += queues[source][posted[source] : turn[receive] + 1]
+                posts += queues[source][posted[source] : turn[receive] + 1]
                 posted[source] = max(posted[source], turn[receive] + 1)
-            full.append(action)
-        orders.append(tuple(full))
+            posts.append(action)
+        orders.append(tuple(posts))
     return replace(schedule, orders=tuple(orders))
 
 

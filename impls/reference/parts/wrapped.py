@@ -1,40 +1,33 @@
 """A model in sharded units: the handle that ZeRO-3 and FSDP have in common.
 
-It knows what is held, which calls are made and how ranks without work take part.  *When* units are
-gathered, freed and reduced is the strategy's business.
+It knows which calls are made and how ranks without work take part.  *When* units are gathered,
+freed and reduced is the strategy's business.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from impls.reference.parts.handle import Handle
-from impls.reference.parts.norm import NormPart, power_sum
 from impls.reference.parts.offload import HostTier
-from impls.reference.parts.optimizer import param_groups
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.reducers import Work
-from impls.reference.parts.rounds import END, Rounds
-from impls.reference.parts.shards import FlatShard, Unit
-from impls.reference.parts.state import broadcast_tensors, named_state
+from impls.reference.parts.rounds import END
+from impls.reference.parts.sharded_units import ShardedUnits
+from impls.reference.parts.shards import Unit
 from impls.reference.parts.unit_events import Listener, UnitEvents
 from impls.reference.parts.units import UnitPlan
 from suite.comm import Comm
-from suite.contract import Kind, OptimizerSpec, Piece
 
 #: What is announced: a kind of call times the number of units, plus the unit's number, plus 1.
 GATHER, GATHER_CHUNKS, REDUCE = range(3)
 
 
-class WrappedHandle(Handle, Listener):
-    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``.
+class WrappedHandle(ShardedUnits, Listener):
+    """Units that are gathered, freed and reduced while a forward or backward runs.
 
-    ``tier`` is where shards rest, if not on the device.
     ``chunks`` is a group of neighbours along the shard axis that parameters may stay sharded over
     between forward and backward; its size divides that of the axis.
     """
@@ -48,30 +41,14 @@ class WrappedHandle(Handle, Listener):
         tier: HostTier | None = None,
         chunks: Comm | None = None,
     ) -> None:
-        self.module = module
-        self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
+        super().__init__(module, comms, plan, precision, tier)
         self.chunks = chunks
-        self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
-        # Along each axis from its first rank: in the end everybody has what the first of all had.
-        for axis in ("shard", "replicate"):
-            if axis in comms:
-                broadcast_tensors(list(named_state(module).values()), comms[axis])
-        named = dict(module.named_parameters())
-        self.names = list(named)
-        self.units: list[Unit] = []
-        for number, one in enumerate(plan):
-            own = {name: named[name] for name in one.parameters}
-            place = module.get_submodule(one.name)
-            self.units.append(Unit(number, one.name, place, own, self.shards, precision, tier))
         self.events = UnitEvents(self.units, self)
+        named = dict(module.named_parameters())
         for unit in self.units:
             for flat in unit.trained:
                 for name in flat.layout.names:
                     self.events.watch(unit, flat, name, named[name])
-        self.flats = [flat for unit in self.units for flat in unit.flats]
-        self.trained = [flat for unit in self.units for flat in unit.trained]
-        self.home = {name: flat for flat in self.flats for name in flat.layout.names}
-        self.used: set[str] = set()
         self.computing = False  # whether a round of this rank's own is under way
         #: Reductions under way, and whether their round is the last.
         self.flying: list[tuple[Unit, list[Work], bool]] = []
@@ -125,11 +102,6 @@ class WrappedHandle(Handle, Listener):
                     self.cross(flat)
         self.flying.clear()
 
-    def cross(self, flat: FlatShard) -> None:
-        """Start to sum a shard over the replicas, if there are any."""
-        if self.replicas is not None and self.replicas.size > 1:
-            flat.cross(self.replicas)
-
     # ------------------------------------------------------------------------------------- a step
 
     def before_step(self, micro_batches: int) -> None:
@@ -177,19 +149,7 @@ class WrappedHandle(Handle, Listener):
         """Take part in what the others still have; agree on who used what."""
         self.idle_rounds()
         self.land()
-        names = [name for flat in self.trained for name in flat.layout.names]
-        used = self.rounds.largest([int(name in self.used) for name in names]) if names else []
-        for flat in self.trained:
-            if flat.total is not None and flat.crossing is None:
-                self.cross(flat)  # its unit was not called in the last round
-            flat.settle()
-            flat.hand_over(dict(zip(names, map(bool, used), strict=True)))
-
-    def after_step(self) -> None:
-        """Clear gradients."""
-        for flat in self.trained:
-            flat.clear()
-        self.used.clear()
+        self.hand_over()
 
     def evaluate(self, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Forwards only; their number may differ between ranks here as well."""
@@ -204,72 +164,6 @@ class WrappedHandle(Handle, Listener):
     def close(self) -> None:
         """Remove the hooks."""
         self.events.close()
-
-    # ---------------------------------------------------------------------------------- the state
-
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer updates, in the order of the model's parameters."""
-        for name in self.names:
-            if name in self.home[name].targets:
-                yield name, self.home[name].targets[name]
-
-    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        """This rank's parts, under their parameters' names."""
-        return param_groups(spec, dict(self.targets()))
-
-    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """One sum over this rank's shards; replicas hold the same and are not counted again."""
-        total = torch.zeros((), dtype=torch.float64, device=self.rounds.device)
-        for _, target in self.targets():
-            if target.grad is not None:
-                total += power_sum(target.grad, order)
-        return [(total, () if self.shards is None else (self.shards.axis,))]
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply this rank's parts."""
-        for _, target in self.targets():
-            if target.grad is not None:
-                target.grad.mul_(factor.to(target.grad.dtype))
-
-    @property
-    def replica(self) -> int:
-        """Number of this rank's copy of the shards."""
-        return 0 if self.replicas is None else self.replicas.rank
-
-    @property
-    def coordinate(self) -> int:
-        """Number of this rank among all of them."""
-        if self.shards is None:
-            return self.replica
-        return self.replica * self.shards.size + self.shards.rank
-
-    def pieces(self, kind: Kind) -> list[Piece]:
-        """This rank's parts; buffers whole."""
-        if kind == "buffers":
-            named = self.module.named_buffers()
-            return [Piece.whole(n, t, replica=self.coordinate) for n, t in named]
-        return [self.place(name, "", tensor) for name, tensor in self.held(kind)]
-
-    def held(self, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of parameters or gradients."""
-        for name in self.names:
-            flat = self.home[name]
-            if name not in flat.parts:
-                continue
-            if kind == "parameters":
-                yield name, flat.parts[name].of_shard(flat.shard)
-            elif flat.trained:
-                gradient = flat.targets[name].grad
-                if gradient is not None:
-                    yield name, gradient
-
-    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """A part like that of the parameter; a single number (Adam's step) whole."""
-        full = f"{name}.{slot}" if slot else name
-        if slot and tensor.dim() == 0:
-            return Piece.whole(full, tensor, replica=self.coordinate)
-        return self.home[name].parts[name].piece(tensor, full, self.replica)
 
     # ------------------------------------------------------------------------------- the schedule
 
