@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from suite.case import Case
 from suite.formulas import CaseFacts
 from suite.promises import Plan
+from suite.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +35,19 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``missing``: why the backend cannot be had here; ``untold``: why no
-    oracle can tell what is true here; ``fault``: the judge itself failed; ``leader``: how the
-    judging process ended that left nothing else.
+    ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model;
+    ``unsound``: what is wrong with the schedules that it claims, by size of the window;
+    ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what is true
+    here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that left
+    nothing else.
     """
 
     case: Case
     claims: dict[str, Any] | None = None
     broken: str = ""
     refused: list[str] | None = None
+    misfit: str = ""
+    unsound: dict[str, list[str]] = field(default_factory=dict)
     missing: str = ""
     untold: str = ""
     fault: str = ""
@@ -73,6 +78,7 @@ def strip(figures: Figures) -> dict[str, Any]:
         "facts": {name: str(value) for name, value in figures.facts.items()},
         "plan": figures.facts.plan.to_dict() if isinstance(figures.facts, CaseFacts) else None,
         "compared": figures.compared,
+        "schedules": {str(n): schedule.to_dict() for n, schedule in figures.schedules.items()},
         "tensors": figures.tensors,
     }
 
@@ -90,6 +96,9 @@ def restore(case: Case, stripped: Mapping[str, Any]) -> Figures:
         stripped["workload"],
         numbers if plan is None else CaseFacts(numbers, Plan.from_dict(plan)),
         compared=stripped["compared"],
+        schedules={
+            int(n): Schedule.from_dict(told) for n, told in stripped.get("schedules", {}).items()
+        },
         tensors=stripped["tensors"],
     )
 

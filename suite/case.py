@@ -37,10 +37,17 @@ class WorkloadSpec:
 
     def micro_batch_counts(self, coordinates: int) -> list[int]:
         """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
-        return [
-            min(size, sum(self.window_sizes(coordinate)))
-            for coordinate, size in enumerate(split(self.global_batch, coordinates))
-        ]
+        return [sum(map(len, windows)) for windows in self.cut(coordinates)]
+
+    def cut(self, coordinates: int) -> list[list[list[int]]]:
+        """Samples by data coordinate, window and micro-batch of a step; none is empty."""
+        found = []
+        for coordinate, size in enumerate(split(self.global_batch, coordinates)):
+            counts = self.window_sizes(coordinate)
+            pieces = iter(split(size, sum(counts)))
+            windows = [[n for n in itertools.islice(pieces, count) if n] for count in counts]
+            found.append([window for window in windows if window])
+        return found
 
     def window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate, were there samples for all."""

@@ -306,7 +306,7 @@ PROFILES: dict[str, frozenset[str]] = {
         f"deepspeed_zero{stage}": _ACCUMULATES | {"initial_broadcast"} | frozenset(_STAGES[:stage])
         for stage in range(4)
     },
-    "pipeline": _ACCUMULATES | {"stages"},
+    "pipeline": _ACCUMULATES | {"stages", "initial_broadcast"},
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),

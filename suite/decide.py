@@ -13,7 +13,7 @@ from typing import Any
 from suite import checks
 from suite.account import Account, restore
 from suite.case import Case
-from suite.checks import Outcome
+from suite.checks import Outcome, schedule
 from suite.checks.refusals import judge_errors
 from suite.contract import PROFILES, TRAIT_FEATURES
 from suite.evidence import Figures
@@ -52,8 +52,16 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
     if reason:
         return _result(case, "skip", reason)
     outcomes = [RankOutcome(**outcome) for outcome in account.outcomes]
+    if account.misfit:
+        error = RankOutcome(0, status="raised", error_type="Misfit", message=account.misfit)
+        if "refuses" not in case.expect:
+            return _expected(case, "refused", account.misfit)
+        outcomes = [error]
     if "refuses" in case.expect:
         return _refused(case, outcomes)
+    if account.unsound:
+        found = [schedule.not_run(account.unsound)]
+        return _expected(case, *verdict_of(found), found)
     cause = root_cause(outcomes)
     if (
         cause is not None

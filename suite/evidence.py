@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from suite.case import DATA_AXES, Case
+from suite.schedules import Schedule
 
 
 @dataclass
@@ -139,6 +140,7 @@ class Figures(ABC):
         workload: Mapping[str, Any],
         facts: Mapping[str, Any],
         compared: dict[str, list[Row]] | None = None,
+        schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
         self.case = case
         self.records = records
@@ -149,6 +151,8 @@ class Figures(ABC):
         self.facts = facts
         #: Check -> what it measured, a row per comparison (see :mod:`suite.checks`).
         self.compared = compared if compared is not None else {}
+        #: What a pipeline claimed before its ranks were started, by micro-batches of a window.
+        self.schedules: Mapping[int, Schedule] = schedules or {}
         self.capabilities: Mapping[str, Any] = records[0]["capabilities"]
 
     @property
@@ -206,8 +210,9 @@ class Evidence(Figures):
         oracle: dict[str, Any],
         workload: Mapping[str, Any],
         facts: Mapping[str, Any],
+        schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
-        super().__init__(case, records, oracle, workload, facts)
+        super().__init__(case, records, oracle, workload, facts, schedules=schedules)
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
         #: The second run of a relation, or what went wrong in it; ``unrelated``: why there is none.
         self.related: Evidence | str | None = None

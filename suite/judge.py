@@ -17,7 +17,7 @@ from typing import Any
 from suite import backends, checks, oracle, registry, replay, workloads
 from suite.account import Account, strip, whole_tensors
 from suite.case import Case
-from suite.checks import relations
+from suite.checks import relations, schedule
 from suite.contract import Implementation, Refused
 from suite.decide import decide, declared_away, outside_profile
 from suite.evidence import Evidence
@@ -25,6 +25,7 @@ from suite.formulas import facts_of
 from suite.launch import pack
 from suite.launch.ranks import RankOutcome, root_cause, run_ranks
 from suite.rank_program import describe, facts_for_judge, run_rank
+from suite.schedules import Schedule
 from suite.workloads import Workload
 
 Run = Callable[..., list[RankOutcome]]
@@ -73,7 +74,8 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     try:
         implementation = registry.load(case.implementation)
         capabilities = implementation.capabilities(case.options)
-    except registry.BrokenImplementation as error:
+        schedules = _schedules(case, implementation)
+    except (registry.BrokenImplementation, schedule.NoSchedule) as error:
         account.broken = str(error)
         return None
     except Refused as error:
@@ -89,6 +91,10 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
+    account.misfit = _misfit(case, schedules, workload)
+    account.unsound = schedule.unsound(schedules)
+    if account.misfit or account.unsound:
+        return None
     began = time.monotonic()
     twice = "relations" in case.checks
     outcomes = run(
@@ -113,12 +119,40 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     began = time.monotonic()
     truth = _truth(case, implementation, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
-    evidence = Evidence(case, records, truth, facts_for_judge(workload), facts_of(case))
+    facts = facts_of(case)
+    evidence = Evidence(case, records, truth, facts_for_judge(workload), facts, schedules)
     if twice:
         began = time.monotonic()
         _relate(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
+
+
+def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
+    """What is claimed for a window of each size that there is; empty: nothing."""
+    if "pipe" not in case.mesh:
+        return {}
+    cut = case.workload.cut(case.data_coordinates)
+    found = {}
+    for size in sorted({len(window) for share in cut for window in share}):
+        claimed = schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
+        if claimed is not None:
+            found[size] = claimed
+    return found
+
+
+def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
+    """Why a model cannot be cut into the stages that are asked for; empty: it can."""
+    claimed = next(iter(schedules.values()), None)
+    stages, units = case.mesh.get("pipe", 1), len(workload.units)
+    stages = claimed.stages if claimed else stages
+    if stages <= units:
+        return ""
+    axis = f"axis 'pipe' of {case.mesh['pipe']} ranks"
+    return (
+        f"{axis} asks for {stages} stages, but {case.workload.name} has {units} units (layers): "
+        "a stage needs one at least"
+    )
 
 
 def _lacking(packages: Sequence[str]) -> str:

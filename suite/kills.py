@@ -20,7 +20,7 @@ VERDICT_KILLERS = ("crash", "hang")
 #: relation faces ``relations``, too.
 CHECKS = (
     *("equivalence", "replicas", "norm", "loss_scale"),
-    *("traffic", "memory", "overlap", "engagement"),
+    *("traffic", "memory", "overlap", "engagement", "schedule"),
 )
 
 

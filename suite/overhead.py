@@ -3,7 +3,8 @@
 Two ratios, each measured side by side in one run.  (1) The harness's own time per step with ledgers
 off, on a workload that computes nothing, over the median step of the smallest GPT in one process:
 timing pairs cannot decide a few per cent, ten thousand empty steps can.  (2) The latency of a 4 KB
-all-reduce at 4 ranks, gloo's over in_memory's, in alternating blocks.
+all-reduce at 4 ranks, gloo's over in_memory's, in alternating blocks.  And seconds that it takes
+to generate and check the largest schedules, as data.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from suite.contract import (
 from suite.launch import pack
 from suite.launch.ranks import run_ranks
 from suite.rank_program import run_rank
+from suite.schedules import problems
 
 STEPS = 10_000
 #: The harness may cost at most this share of the smallest GPT's median step.
@@ -42,6 +44,9 @@ LIMIT = 0.02
 ELEMENTS = 1024  # 4 KB of float32
 RANKS = 4
 CALLS = 100
+#: A schedule of so many stages and micro-batches is to be generated and checked in so many seconds.
+STAGES, MICRO_BATCHES = 64, 512
+SCHEDULE_LIMIT = 5.0
 BLOCKS = 8
 
 
@@ -134,6 +139,22 @@ def all_reduce_seconds() -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in blocks.items()}
 
 
+def schedule_seconds() -> dict[str, float]:
+    """Seconds to generate and check each schedule of 64 stages and 512 micro-batches."""
+    from impls.reference.parts.schedules import SCHEDULES
+
+    found = {}
+    for name, make in SCHEDULES.items():
+        ranks = STAGES // 2 if name in ("interleaved", "zb_v") else STAGES
+        begin = time.perf_counter()
+        schedule = make(ranks, MICRO_BATCHES)
+        wrong = problems(schedule)
+        found[name] = time.perf_counter() - begin
+        if wrong or schedule.stages != STAGES:
+            raise RuntimeError(f"{name}: {schedule.stages} stages, {'; '.join(wrong)}")
+    return found
+
+
 def _block(backend: str) -> float:
     def program(rank: int, world: int) -> dict[str, Any]:
         comm = Mesh({"replicate": world}).comm("replicate")
@@ -184,7 +205,7 @@ def _in_one_rank(measure: Any) -> float:
 
 
 def main() -> None:
-    """Measure and print both ratios."""
+    """Measure and print all three."""
     torch.set_num_threads(1)
     own, gpt = harness_seconds(), gpt_step_seconds()
     share = own / gpt
@@ -197,6 +218,13 @@ def main() -> None:
     print(
         f"all-reduce, 4 KB, {RANKS} ranks: in_memory {latency['in_memory'] * 1e6:.0f} us, "
         f"gloo {latency['gloo'] * 1e6:.0f} us, ratio {latency['gloo'] / latency['in_memory']:.1f}"
+    )
+    seconds = schedule_seconds()
+    told = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
+    verdict = "within" if max(seconds.values()) <= SCHEDULE_LIMIT else "over"
+    print(
+        f"schedules, {STAGES} stages x {MICRO_BATCHES} micro-batches, generated and checked: "
+        f"{told} s ({verdict} {SCHEDULE_LIMIT:g} s)"
     )
 
 

@@ -20,11 +20,11 @@ rank need no message.
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
 MESSAGES = ("SF", "RF", "SB", "RB")
@@ -100,6 +100,21 @@ class Schedule:
         """Most micro-batches that ``rank`` holds activations of at once."""
         return max(self.in_flight(rank), default=0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, actions as text; :meth:`from_dict` is its inverse."""
+        return {
+            "name": self.name,
+            "micro_batches": self.micro_batches,
+            "place": list(self.place),
+            "orders": [" ".join(map(str, order)) for order in self.orders],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+        """The schedule that :meth:`to_dict` described."""
+        orders = tuple(tuple(map(Action.parse, text.split())) for text in data["orders"])
+        return cls(data["name"], data["micro_batches"], tuple(data["place"]), orders)
+
 
 def with_messages(schedule: Schedule) -> Schedule:
     """``schedule``, which only computes, with the messages that it needs.
@@ -124,7 +139,7 @@ def with_messages(schedule: Schedule) -> Schedule:
         sent.append(full)
     turn = {receive: number for queue in queues.values() for number, receive in enumerate(queue)}
     posted: dict[tuple[int, int], int] = defaultdict(int)
-    orders = []
+    orders: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(sent):
         posts: list[Action] = []
         for action in actions:
@@ -274,20 +289,11 @@ def _shape(schedule: Schedule) -> list[str]:
 
 def _census(schedule: Schedule) -> list[str]:
     found: list[str] = []
-    micros = range(schedule.micro_batches)
-    whole = with_messages(replace(schedule, orders=tuple(map(_skeleton, schedule.orders))))
+    needed = _needed(schedule)
     for rank, order in enumerate(schedule.orders):
-        have = set(order)
-        fused = {(stage, micro) for op, stage, micro in have if op == "BW"}
-        want = {
-            Action(op, stage, micro)
-            for stage in schedule.chunks[rank]
-            for micro in micros
-            for op in (("F", "BW") if (stage, micro) in fused else ("F", "B", "W"))
-        }
-        want.update(action for action in whole.orders[rank] if action.op in MESSAGES)
+        have, want = set(order), needed[rank]
         if len(have) < len(order):
-            twice = sorted({action for action in have if order.count(action) > 1})
+            twice = sorted(action for action, times in Counter(order).items() if times > 1)
             found += [f"rank {rank} does {action} {order.count(action)} times" for action in twice]
         if have != want:
             missing, foreign = sorted(want - have), sorted(have - want)
@@ -296,8 +302,29 @@ def _census(schedule: Schedule) -> list[str]:
     return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
 
 
-def _skeleton(order: Iterable[Action]) -> tuple[Action, ...]:
-    return tuple(action for action in order if action.op in COMPUTE)
+def _needed(schedule: Schedule) -> list[set[Action]]:
+    """What each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
+    place = schedule.place
+    needed: list[set[Action]] = [set() for _ in schedule.orders]
+    found: dict[str, set[tuple[int, int]]] = {op: set() for op in (*COMPUTE, *MESSAGES)}
+    for order in schedule.orders:
+        for op, stage, micro in order:
+            found[op].add((stage, micro))
+    fused = {stage for stage, _ in found["BW"]}
+    apart = (found["B"] | found["W"]) - found["BW"]
+    micros = range(schedule.micro_batches)
+    for stage, rank in enumerate(place):
+        mine = needed[rank]
+        for micro in micros:
+            together = stage in fused and (stage, micro) not in apart
+            mine.update(
+                Action(op, stage, micro) for op in (("F", "BW") if together else ("F", "B", "W"))
+            )
+        if stage and place[stage - 1] != rank:
+            mine.update(Action(op, stage, micro) for op in ("RF", "SB") for micro in micros)
+            before = needed[place[stage - 1]]
+            before.update(Action(op, stage - 1, micro) for op in ("SF", "RB") for micro in micros)
+    return needed
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:

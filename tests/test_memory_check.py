@@ -206,7 +206,7 @@ def test_memory_says_why_it_does_not_judge() -> None:
     assert "in_memory" in memory.decide(found).message
     found.capabilities["backends"] = ["gloo"]
     assert memory.decide(found).status == "pass"
-    found.capabilities["strategy"] = "pipeline"
+    found.capabilities["strategy"] = "elastic_ddp"
     assert memory.decide(found).status == "skip"
 
 

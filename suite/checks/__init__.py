@@ -32,6 +32,7 @@ CHECKS: dict[str, str] = {
         "memory",
         "overlap",
         "engagement",
+        "schedule",
         "refusals",
         "relations",
     )

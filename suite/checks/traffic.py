@@ -105,6 +105,8 @@ def _promise(evidence: Figures, step: int) -> Promise | None:
         record["steps"][step]["metrics"].get("skipped") for record in evidence.records
     ):
         plan = dataclasses.replace(plan, clipped=False, skipped=True)
+    if plan is not None and plan.inputs:
+        plan = dataclasses.replace(plan, step=step)
     return promise_of(evidence.capabilities["strategy"], plan)
 
 

@@ -3,7 +3,8 @@
 A promise is never asked of the implementation that is judged: it is computed from a
 :class:`~suite.promises.plan.Plan`.  ``base`` has the words, ``layout`` the arithmetic of buckets
 and units, ``replicated``, ``sharded``, ``fsdp``, ``native`` and
-``deepspeed`` the strategies, ``accounting`` the ids.
+``deepspeed`` and ``pipeline`` the strategies, ``stages`` what lies where on the pipe axis,
+``schedules`` the closed forms of schedules, ``accounting`` the ids.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from suite.promises.deepspeed import (
 from suite.promises.fsdp import FSDP
 from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
+from suite.promises.pipeline import Pipeline
 from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
 from suite.promises.sharded import Zero1, Zero2, Zero3
@@ -32,6 +34,7 @@ PROMISES: dict[str, type[Promise]] = {
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
+        Pipeline,
     )
 }
 

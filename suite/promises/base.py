@@ -15,7 +15,9 @@ from typing import ClassVar, Literal
 
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used_by
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+Operation = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send", "recv"
+]
 #: A name's share of what ranks may keep of their last agreement by integers.
 VOTE_BYTES = 16
 #: The classes that a memory promise is about; the other classes of the ledger are not judged.

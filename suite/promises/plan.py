@@ -1,7 +1,7 @@
 """What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
 
-A :class:`Plan` is made from the case and the model on the meta device, never from the
-implementation that is judged; it travels with the facts of a case, so that a stored run is judged
+A :class:`Plan` is made from the case and the workload's own model, never from the implementation
+that is judged; it travels with the facts of a case, so that a stored run is judged
 from the same numbers.
 """
 
@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from suite.case import Case
     from suite.workloads import Workload
+
+#: The shapes of the inputs of each micro-batch of each window.
+Windows = tuple[tuple[tuple[int, ...], ...], ...]
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -28,7 +32,9 @@ class TensorPlan:
 
     ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
     rank gives it a gradient (``None``: none ever does), ``last_use`` the last one (``None``: there
-    is no last).  ``strided``: its elements do not lie in row-major order.
+    is no last).  ``strided``: its elements do not lie in row-major order.  ``units``: which units
+    a pipeline's stage must have to hold it (what comes before the first unit goes with that, what
+    comes after the last with that one); only told where there is a pipe axis.
     """
 
     name: str
@@ -39,6 +45,7 @@ class TensorPlan:
     first_use: int | None = 0
     last_use: int | None = None
     strided: bool = False
+    units: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -65,6 +72,10 @@ class Plan:
     each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
     losses are scaled; ``skipped``: the step in question overflowed and is no update.
     ``calls``: how often one forward calls a module, where that is not once.
+
+    Where there is a pipe axis, ``inputs`` are the shapes of all micro-batches by step, data
+    coordinate and window, and ``hidden`` maps such a shape (``"4x16"``) to the elements of what
+    each unit but the last one gives for it; ``step`` is the step in question.
     """
 
     axes: Mapping[str, int]
@@ -82,6 +93,9 @@ class Plan:
     skipped: bool = False
     steps: int = 1
     calls: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[tuple[Windows, ...], ...] = ()
+    hidden: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    step: int = 0
 
     # --------------------------------------------------------------------------------- the mesh
 
@@ -166,13 +180,20 @@ class Plan:
         for name in ("units", "micro_batches"):
             fields[name] = tuple(fields[name])
         fields["groups"] = tuple(tuple(names) for names in fields["groups"])
+        fields["inputs"] = _tuples(fields.get("inputs", ()))
+        fields["hidden"] = {shape: tuple(n) for shape, n in fields.get("hidden", {}).items()}
         return cls(**fields)
 
 
 def _tensor(row: Mapping[str, Any]) -> TensorPlan:
     fields = dict(row)
-    fields["shape"], fields["owners"] = tuple(fields["shape"]), tuple(fields["owners"])
+    for name in ("shape", "owners", "units"):
+        fields[name] = tuple(fields.get(name, ()))
     return TensorPlan(**fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
@@ -180,6 +201,9 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
+    piped = "pipe" in case.mesh
+    homes = _homes(workload, model) if piped else {}
+    inputs = _inputs(case, workload) if piped else ()
     return Plan(
         axes=dict(case.mesh),
         options=dict(case.options),
@@ -193,11 +217,12 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
                 workload.first_use(name),
                 workload.last_use(name),
                 not p.is_contiguous(),
+                homes.get(id(p), ()),
             )
             for name, p in model.named_parameters()
         ),
         buffers=tuple(
-            TensorPlan(name, tuple(b.shape), _dtype(b.dtype), False)
+            TensorPlan(name, tuple(b.shape), _dtype(b.dtype), False, units=homes.get(id(b), ()))
             for name, b in model.named_buffers()
         ),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
@@ -219,7 +244,66 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
             for name, module in model.named_modules()
             for child, count in getattr(module, "calls", {}).items()
         },
+        inputs=inputs,
+        hidden=_hidden(workload, case, inputs),
     )
+
+
+def _homes(workload: Workload, model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Parameter or buffer (its ``id``) -> numbers of the units whose part of the model has it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for unit in range(len(workload.units)):
+        part = workload.build_for(0).stage(model, unit, unit + 1)
+        for tensor in (*part.parameters(), *part.buffers()):
+            found[id(tensor)] = (*found.get(id(tensor), ()), unit)
+    return found
+
+
+def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
+    """Shapes of inputs by step, data coordinate, window and micro-batch."""
+    return tuple(
+        tuple(
+            tuple(tuple(tuple(micro.inputs.shape) for micro in window) for window in batch.windows)
+            for batch in workload.batch(step, case.data_coordinates)
+        )
+        for step in range(case.steps)
+    )
+
+
+def shape_key(shape: Iterable[int]) -> str:
+    """The name of a shape in :attr:`Plan.hidden`."""
+    return "x".join(map(str, shape))
+
+
+def _hidden(
+    workload: Workload, case: Case, inputs: tuple[tuple[Windows, ...], ...]
+) -> dict[str, tuple[int, ...]]:
+    """Elements between units, by shape of the inputs.
+
+    Run in one process and on the data: what is inside inputs chooses branches.
+    """
+    import torch
+
+    found: dict[str, tuple[int, ...]] = {}
+    wanted = {shape_key(s) for step in inputs for share in step for w in share for s in w}
+    model, sizes = workload.model(), dict[str, int]()
+    for name in workload.units if wanted else ():
+        model.get_submodule(name).register_forward_hook(partial(_note, sizes, name))
+    for step in range(len(inputs)):
+        if wanted <= set(found):
+            break
+        for batch in workload.batch(step, case.data_coordinates):
+            for micro in batch.micro_batches:
+                key = shape_key(micro.inputs.shape)
+                if key not in found:
+                    with torch.no_grad():
+                        model(micro.inputs)
+                    found[key] = tuple(sizes[name] for name in workload.units[:-1])
+    return found
+
+
+def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any) -> None:
+    sizes[name] = output.numel()
 
 
 def slots(plan: Plan) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from suite import results
+from suite.case import split
 from suite.launch.pool import Pool
 from suite.runner import JUDGING_SECONDS, Workspace
 from suite.timing import stats
 from suite.timing.plan import LOSS_TOLERANCE, Pair, natural_mesh
-from suite.workloads.base import split
 
 #: Verdicts that say that there is nothing to compare; the others are those of ``stats.verdict``.
 BROKEN = ("crash", "hang", "fail", "precondition")

@@ -1,0 +1,444 @@
+"""A pipeline runs the schedule that it claims, and that schedule is sound and what its name says.
+
+Before any rank is started the implementation says, as data, what it will run for one window of each
+size (``Implementation.schedule``).  A schedule that cannot be run (an action left out, done twice
+or on the wrong rank, an order that breaks F before B before W, messages out of order, a deadlock)
+fails without being run, and the message says where, a deadlock as its cycle.  Then:
+
+* the name: what the options ask for is what is claimed; bubbles, played on a simulated clock, and
+  micro-batches in flight equal the published closed forms (:mod:`suite.promises.schedules`);
+* the run: on every rank the computations logged in each window are those claimed, in that order,
+  one after the other; every forward runs the units of its stage and every backward goes through
+  them; all of them are over before the gradients are final;
+* micro-batches in flight, counted from the log, are those of the schedule;
+* memory, where it is weighed: on every rank and in every step the largest bytes of class
+  ``activations`` are what the micro-batches in flight take.  What one micro-batch of a stage takes
+  is measured on the workload's own model in one process (``measure``).  The peak must reach the
+  most that they need at any time, a micro-batch between B and W at least the inputs of the layers
+  whose weights have a gradient to come, and may exceed what they take by the messages under way,
+  the inputs received, and a few numbers.
+
+Figures tell both bubbles for equal times, over ideal and over total.
+
+*Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
+nothing (then it says so and does not pass), nor what is computed outside of traced actions.
+Activations are not judged under mixed precision or recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from suite.checks import Outcome, Worst
+from suite.contract import Implementation, Refused
+from suite.evidence import Figures, Row
+from suite.formulas import CaseFacts
+from suite.ledgers.memory import weighable
+from suite.promises.plan import Plan, shape_key
+from suite.promises.schedules import FORMS, Setting
+from suite.promises.stages import place_of, schedule_name, split_units
+from suite.schedules import Action, Schedule, problems, simulate
+
+if TYPE_CHECKING:
+    from suite.evidence import Evidence
+
+#: Times that bubbles are compared at: equal ones, and such as a transformer's blocks have.
+TIMES = tuple(
+    tuple(map(Fraction, times)) for times in (("1", "1", "1"), ("1", "6/5", "4/5"), ("3", "4", "1"))
+)
+#: Simulated clocks are floats.
+_CLOCK = 1e-9
+#: Bytes of losses and other numbers that live as long as a step.
+_SCALARS = 64
+
+Log = list[Mapping[str, Any]]
+
+
+def decide(evidence: Figures) -> Outcome:
+    """Claim, closed forms, log and memory, in this order."""
+    case = evidence.case
+    if "pipe" not in case.mesh:
+        return Outcome("schedule", "skip", "the mesh has no pipe axis")
+    figures: dict[str, Any] = {}
+    for size, schedule in evidence.schedules.items():
+        problem = _first(problems(schedule)) or _not_as_asked(evidence, schedule)
+        problem = problem or _not_as_published(schedule)
+        if problem:
+            return Outcome("schedule", "fail", f"window of {size}: {problem}", None, figures)
+        figures[f"window of {size}"] = _told(schedule)
+    if not case.ledgers:
+        return Outcome(
+            "schedule", "skip", "ledgers are off: what was run is not known", None, figures
+        )
+    for record in evidence.records:
+        for step in evidence.steps:
+            problem = _wrong_run(evidence, record, step)
+            if problem:
+                message = f"rank {record['rank']}, step {step}: {problem}"
+                return Outcome("schedule", "fail", message, None, figures)
+    figures["in_flight"] = {
+        str(record["rank"]): max(_held(actions_of(record, evidence.steps[-1])), default=0)
+        for record in evidence.records
+    }
+    if not evidence.schedules:
+        return Outcome("schedule", "skip", _unclaimed(evidence), None, figures)
+    why_not = unweighed(evidence)
+    if why_not:
+        figures["activations"] = f"not judged: {why_not}"
+        return Outcome("schedule", "pass", "", None, figures)
+    return _weigh(evidence, figures)
+
+
+class NoSchedule(RuntimeError):
+    """What an implementation gave for its schedule is none."""
+
+
+def claimed(
+    implementation: type[Implementation], options: Mapping[str, Any], ranks: int, size: int
+) -> Schedule | None:
+    """What ``implementation`` says that it will run for a window of ``size`` micro-batches.
+
+    :raises Refused: it declines.
+    :raises NoSchedule: it raises anything else, or gives something else.
+    """
+    asked = f"schedule(options, {ranks}, {size})"
+    try:
+        found = implementation.schedule(options, ranks, size)
+    except Refused:
+        raise
+    except Exception as error:
+        raise NoSchedule(f"{asked} raised {error!r}") from error
+    if found is not None and not isinstance(found, Schedule):
+        raise NoSchedule(f"{asked} returned a {type(found).__name__}, not a Schedule")
+    if found is not None and found.micro_batches != size:
+        raise NoSchedule(f"{asked} is for {found.micro_batches} micro-batches")
+    return found
+
+
+def unsound(claimed: Mapping[int, Schedule]) -> dict[str, list[str]]:
+    """What is wrong with what is claimed, by size of the window; empty: it can be run."""
+    found = {str(size): problems(schedule) for size, schedule in claimed.items()}
+    return {size: told for size, told in found.items() if told}
+
+
+def not_run(told: Mapping[str, Sequence[str]]) -> Outcome:
+    """The outcome of a case that was not run because of what :func:`unsound` found."""
+    size, found = next(iter(told.items()))
+    message = f"window of {size}: {'; '.join(found)} (not run)"
+    return Outcome("schedule", "fail", message)
+
+
+def _first(found: Sequence[str]) -> str:
+    return found[0] if found else ""
+
+
+# ------------------------------------------------------------------------------------- the claim
+
+
+def _not_as_asked(evidence: Figures, schedule: Schedule) -> str:
+    """What the options ask for, as far as they are in the words of the suite."""
+    options = evidence.case.options
+    name, ranks = schedule_name(options), evidence.case.mesh["pipe"]
+    if schedule.ranks != ranks:
+        return f"a schedule for {schedule.ranks} ranks, the pipe axis has {ranks}"
+    if name is None:
+        orders = [
+            tuple(a for a in map(Action.parse, order) if a.op in ("F", "B", "W", "BW"))
+            for order in options["schedule"]["orders"]
+        ]
+        same = orders == [schedule.computed(rank) for rank in range(ranks)]
+        return "" if same else "claims another order than that of the option 'schedule'"
+    if name not in FORMS or evidence.capabilities["strategy"] not in ("pipeline", "hybrid"):
+        return ""
+    if schedule.name != name:
+        return f"claims {schedule.name!r}, asked for {name!r}"
+    if schedule.place != place_of(options, ranks):
+        return f"places stages on ranks {schedule.place}, {name} on {place_of(options, ranks)}"
+    return ""
+
+
+def _settings(schedule: Schedule) -> Iterator[Setting]:
+    chunks = schedule.stages // schedule.ranks
+    for times in TIMES:
+        yield Setting(schedule.ranks, schedule.micro_batches, chunks, *times)
+
+
+def _not_as_published(schedule: Schedule) -> str:
+    """Bubbles at three sets of times, and micro-batches in flight, against the closed forms."""
+    form = FORMS.get(schedule.name)
+    if form is None:
+        return ""
+    for setting in _settings(schedule):
+        found = bubbles(schedule, setting)
+        for kind, wanted in (("span", form.span(setting)), ("makespan", form.makespan(setting))):
+            if wanted is not None and abs(found[kind] - float(wanted)) > _CLOCK * float(
+                setting.ideal
+            ):
+                times = f"{setting.forward}, {setting.input_backward}, {setting.weight_backward}"
+                return (
+                    f"{schedule.name} on {setting.ranks} ranks: {kind} bubble {found[kind]:g} at "
+                    f"T_F, T_B, T_W = {times}, the closed form gives {float(wanted):g} "
+                    f"({form.source})"
+                )
+    for rank in range(schedule.ranks):
+        most = form.held(setting, rank)
+        if most is not None and schedule.peak(rank) != most:
+            return (
+                f"{schedule.name}: rank {rank} holds up to {schedule.peak(rank)} micro-batches "
+                f"(counted for each chunk), the closed form gives {most} ({form.source})"
+            )
+    return ""
+
+
+def bubbles(schedule: Schedule, setting: Setting) -> dict[str, float]:
+    """Span and makespan bubble of ``schedule``, in the unit of the setting's times."""
+    times = (setting.forward, setting.input_backward, setting.weight_backward)
+    played = simulate(schedule, *map(float, times))
+    idle = [span - busy for span, busy in zip(played.spans, played.busy, strict=True)]
+    return {"span": max(idle), "makespan": played.makespan - max(played.busy)}
+
+
+def _told(schedule: Schedule) -> dict[str, Any]:
+    """Figures of one schedule, at equal times."""
+    setting = next(_settings(schedule))
+    found, ideal = bubbles(schedule, setting), float(setting.ideal)
+    told: dict[str, Any] = {
+        "name": schedule.name,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "in_flight": [schedule.peak(rank) for rank in range(schedule.ranks)],
+        "closed_form": schedule.name in FORMS,
+    }
+    for kind, bubble in found.items():
+        told[f"{kind}_bubble_over_ideal"] = bubble / ideal
+        told[f"{kind}_bubble_over_total"] = bubble / (ideal + found["makespan"])
+    return told
+
+
+def _unclaimed(evidence: Figures) -> str:
+    told = (
+        "no schedule is claimed: its soundness, its bubble and the order of its run are not judged"
+    )
+    logged = any(record.get("actions") for record in evidence.records)
+    return told if logged else f"{told}; nothing was traced"
+
+
+# --------------------------------------------------------------------------------------- the run
+
+
+def actions_of(record: Mapping[str, Any], step: int) -> Log:
+    """What a rank computed in ``step``, in the order of begins."""
+    found = [row for row in record.get("actions", ()) if row["step"] == step]
+    return sorted(found, key=lambda row: row["begin"])
+
+
+def _action(row: Mapping[str, Any]) -> Action:
+    return Action(row["op"], row["stage"], row["micro"])
+
+
+def _wrong_run(evidence: Figures, record: Mapping[str, Any], step: int) -> str:
+    """What is wrong with the log of one rank and step."""
+    told, log = record["steps"][step], actions_of(record, step)
+    problem = _wrong_order(evidence, record, log, told.get("windows", ()))
+    if problem:
+        return problem
+    for one, other in pairwise(log):
+        if other["begin"] < one["end"]:
+            return f"{_action(other)} begins before {_action(one)} has ended"
+    first, last = told["events"]
+    events = [event for event in record["events"] if first <= event[0] < last]
+    final = next(
+        (n for n, kind, name in events if (kind, name) == ("observe", "gradients_final")), None
+    )
+    late = next((row for row in log if final is not None and row["end"] > final), None)
+    if late is not None:
+        return f"{_action(late)} is not over when gradients are said to be final"
+    return _computed_nothing(evidence, log, events)
+
+
+def _wrong_order(
+    evidence: Figures, record: Mapping[str, Any], log: Log, windows: Sequence[int]
+) -> str:
+    """The first computation that is not the one claimed, window by window."""
+    if not evidence.schedules:
+        return ""
+    rank = record["coordinate"].get("pipe", 0)
+    claimed: list[tuple[int, Action]] = []
+    for window, size in enumerate(windows):
+        schedule = evidence.schedules.get(size)
+        if schedule is None:
+            return f"no schedule is claimed for its window of {size} micro-batches"
+        claimed += [(window, action) for action in schedule.computed(rank)]
+    if claimed and not log:
+        return "claims a schedule, but traces no computation"
+    for number, (window, action) in enumerate(claimed):
+        if number == len(log):
+            return f"window {window}: {action} and what comes after it is never done"
+        found = _action(log[number])
+        if found != action:
+            name = evidence.schedules[windows[window]].name
+            before = log[number - 1] if number else None
+            place = f"after {_action(before)}" if before is not None else "first"
+            return f"window {window}: does {found} {place}, where {name} has {action}"
+        if log[number]["window"] != window:
+            return f"window {window}: {action} was done before, in window {log[number]['window']}"
+    if len(log) > len(claimed):
+        return f"does {_action(log[len(claimed)])} after all that the schedule has"
+    return ""
+
+
+def _computed_nothing(evidence: Figures, log: Log, events: Sequence[Sequence[Any]]) -> str:
+    """Every F runs each unit of its stage once, every B or BW goes back through each."""
+    plan = _plan(evidence)
+    if plan is None or not evidence.schedules:
+        return ""
+    schedule = next(iter(evidence.schedules.values()))
+    ranges = split_units(plan.options, len(plan.units), schedule.stages)
+    at = 0
+    trained = {unit for t in plan.trainable for unit in t.units}
+    for row in log:
+        while at < len(events) and events[at][0] < row["begin"]:
+            at += 1
+        inside = []
+        while at < len(events) and events[at][0] < row["end"]:
+            inside.append((events[at][1], events[at][2]))
+            at += 1
+        kind = "forward" if row["op"] == "F" else "backward"
+        for unit in ranges[row["stage"]] if row["op"] != "W" else ():
+            name = plan.units[unit]
+            times, wanted = inside.count((kind, name)), plan.called(name)
+            if kind == "backward":
+                times, wanted = min(times, 1), int(wanted > 0 and unit in trained)
+            if times != wanted:
+                return f"{_action(row)} runs {kind} of {name!r} {times} times, not {wanted}"
+    return ""
+
+
+def _held(log: Log) -> list[int]:
+    """Micro-batches in flight after each computation of ``log``, over all chunks."""
+    held, found = 0, []
+    for row in log:
+        held += (row["op"] == "F") - (row["op"] in ("W", "BW"))
+        found.append(held)
+    return found
+
+
+def _plan(evidence: Figures) -> Plan | None:
+    return evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+
+
+# ------------------------------------------------------------------------------------ the memory
+
+
+def unweighed(evidence: Figures) -> str:
+    """Why activations are not judged here; empty: they are."""
+    case, plan = evidence.case, _plan(evidence)
+    if not weighable(case, evidence.capabilities["backends"]):
+        return "no memory ledger"
+    if plan is None or not evidence.schedules or not plan.inputs:
+        return "no schedule or no plan"
+    if evidence.capabilities["strategy"] != "pipeline":
+        return "only whole stages are measured"
+    if case.precision:
+        return "mixed precision"
+    if plan.options.get("recompute_every"):
+        return "recomputation"
+    return ""
+
+
+def measure(evidence: Evidence) -> Iterator[Row]:
+    """What one micro-batch of a stage takes, by shape: ``phase`` says of what, ``bound`` the bytes.
+
+    ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
+    ``input``: what is received for it.
+    """
+    if "pipe" not in evidence.case.mesh or unweighed(evidence):
+        return
+    from suite.checks.stage_bytes import stage_bytes
+
+    schedule = next(iter(evidence.schedules.values()))
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    assert plan is not None
+    ranges = split_units(plan.options, len(plan.units), schedule.stages)
+    for (stage, shape), weights in stage_bytes(evidence.case, ranges).items():
+        for phase, size in weights.items():
+            place = {"step": 0, "phase": phase, "name": f"stage {stage}", "owner": shape}
+            yield place | {"error": 0.0, "bound": float(size)}
+
+
+def _weigh(evidence: Figures, figures: dict[str, Any]) -> Outcome:
+    plan = _plan(evidence)
+    assert plan is not None
+    sizes = {
+        (row["phase"], row["name"], row["owner"]): int(row["bound"])
+        for row in evidence.compared.get("schedule", ())
+    }
+    figures["activations"] = told = {}
+    for record in evidence.records:
+        share = evidence.data_coordinate[record["rank"]]
+        for step in evidence.steps:
+            windows = plan.inputs[step][share]
+            low, high = _bounds(record, step, windows, sizes)
+            peak = _peak(record, step)
+            told[str(record["rank"])] = {"peak": peak, "least": low, "most": high}
+            if not low <= peak <= high:
+                rank, bound = record["rank"], low if peak < low else high
+                most = max(_held(actions_of(record, step)), default=0)
+                message = (
+                    f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
+                    f"{low:,} to {high:,} for up to {most} micro-batches in flight"
+                )
+                distance = float(abs(peak - bound))
+                worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
+                return Outcome("schedule", "fail", message, worst, figures)
+    return Outcome("schedule", "pass", "", None, figures)
+
+
+def _peak(record: Mapping[str, Any], step: int) -> int:
+    """Most bytes of class ``activations`` on the device in forward or backward of ``step``."""
+    phases: Counter[str] = Counter()
+    for row in record["memory"]:
+        chosen = (row["moment"], row["step"], row["kind"]) == ("peak", step, "activations")
+        if chosen and row["where"] != "update" and row["device"] != "file":
+            phases[row["where"]] += row["bytes"]
+    return max(phases.values(), default=0)
+
+
+def _bounds(
+    record: Mapping[str, Any],
+    step: int,
+    windows: Sequence[Sequence[Sequence[int]]],
+    sizes: Mapping[tuple[str, str, str], int],
+) -> tuple[int, int]:
+    """Least and most bytes of activations at the peak of one rank and step."""
+    log = actions_of(record, step)
+    start, stop = record["steps"][step]["calls"]
+    messages = [c for c in record["traffic"][start:stop] if c["operation"] in ("send", "recv")]
+    least = most = needed = taken = 0
+    since = 0
+    for row in log:
+        shape = shape_key(windows[row["window"]][row["micro"]])
+        whole, weights, received = (
+            sizes.get((kind, f"stage {row['stage']}", shape), 0) for kind in ("F", "W", "input")
+        )
+        before = taken
+        if row["op"] == "F":
+            needed, taken = needed + whole, taken + whole + received
+        elif row["op"] == "B":
+            needed -= whole - weights
+        else:
+            needed -= weights if row["op"] == "W" else whole
+            taken -= whole + received
+        under_way = sum(
+            c["payload_bytes"]
+            for c in messages
+            if c["issued"] < row["end"] and (c["waited"] is None or c["waited"] > since)
+        )
+        least = max(least, needed)
+        most = max(most, max(before, taken) + under_way)
+        since = row["end"]
+    return least, most + _SCALARS + 16 * len(log)

@@ -1,0 +1,84 @@
+"""What one micro-batch of a pipeline's stage takes, measured on the workload's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from suite import workloads
+from suite.case import Case
+from suite.contract import MicroBatch
+from suite.ledgers.memory import MemoryLedger
+from suite.promises.plan import shape_key
+
+
+def stage_bytes(case: Case, ranges: Sequence[range]) -> dict[tuple[int, str], dict[str, int]]:
+    """``(stage, shape of the inputs)`` -> bytes by what they are.
+
+    ``F``: of class activations when the forward is over, its result (on the last stage the loss)
+    included; ``W``: of them the inputs of layers whose weights are trained; ``input``: what the
+    stage is given by the one before.
+    """
+    workload = workloads.for_case(case)
+    model = workload.model()
+    workload.load(model)
+    build = workload.build_for(0)
+    parts = [build.stage(model, units.start, units.stop) for units in ranges]
+    found: dict[tuple[int, str], dict[str, int]] = {}
+    for step in range(case.steps):
+        for batch in workload.batch(step, case.data_coordinates):
+            for micro in batch.micro_batches:
+                key = shape_key(micro.inputs.shape)
+                if (0, key) not in found:
+                    for stage, weights in enumerate(_one(parts, build, micro)):
+                        found[stage, key] = weights
+    return found
+
+
+def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict[str, int]]:
+    """One micro-batch through all ``parts``, each with a ledger of its own."""
+    found, given = [], micro.inputs
+    for number, part in enumerate(parts):
+        if number:
+            given = given.detach().requires_grad_()
+        inputs: dict[int, int] = {}
+        hooks = [m.register_forward_pre_hook(_Inputs(inputs)) for m in part.modules() if _trains(m)]
+        received = given.untyped_storage()
+        phase = "forward"
+        with MemoryLedger(lambda: phase) as ledger:  # noqa: B023 - read while it is open
+            kept = result = part(given)
+            if part is parts[-1]:
+                kept = build.loss(result, micro)
+                del result
+            ledger.mark("kept")
+            phase = "backward"
+            ledger.mark("over")
+        for hook in hooks:
+            hook.remove()
+        own = ledger.bytes("kept")["activations"]
+        inputs.pop(received._cdata, None)
+        found.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
+        if number:
+            found[-1]["input"] = received.nbytes()
+        given = kept
+    return found
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether the gradient of the module's weights is made from its input."""
+    weight = getattr(module, "weight", None)
+    kinds = (nn.Linear, nn.Conv2d, nn.LayerNorm)
+    return isinstance(module, kinds) and weight is not None and weight.requires_grad
+
+
+class _Inputs:
+    """Notes the storages of what a module is given."""
+
+    def __init__(self, found: dict[int, int]) -> None:
+        self.found = found
+
+    def __call__(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        storage = given[0].untyped_storage()
+        self.found[storage._cdata] = storage.nbytes()

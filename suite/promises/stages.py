@@ -1,0 +1,77 @@
+"""The stages of a pipeline, computed from the options alone: where they lie and what they hold.
+
+stages    the ranks of the pipe axis times the chunks of the schedule, or those of the option
+          ``schedule.place``
+units     as even as possible, larger stages first, or the option ``split``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from suite.promises.plan import Plan, TensorPlan
+
+DEFAULT = "1f1b"
+#: Chunks that a rank has unless the option says otherwise; schedules that are not named have one.
+CHUNKS = {"interleaved": 2, "zb_v": 2}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """``place[stage]`` is its rank of the pipe axis, ``units[stage]`` its units by number."""
+
+    place: tuple[int, ...]
+    units: tuple[range, ...]
+
+    def of(self, rank: int) -> list[int]:
+        """The stages on ``rank`` of the pipe axis."""
+        return [stage for stage, owner in enumerate(self.place) if owner == rank]
+
+    def homes(self, tensor: TensorPlan) -> list[int]:
+        """The stages that hold ``tensor``: several where it is tied over them."""
+        return [s for s, units in enumerate(self.units) if any(u in units for u in tensor.units)]
+
+    def ranks(self, tensor: TensorPlan) -> list[int]:
+        """The ranks of the pipe axis that hold ``tensor``, in the order of its stages."""
+        return list(dict.fromkeys(self.place[stage] for stage in self.homes(tensor)))
+
+
+def schedule_name(options: Mapping[str, Any]) -> str | None:
+    """The schedule that the options name; ``None`` for an order of the user's own."""
+    chosen = options.get("schedule") or DEFAULT
+    if isinstance(chosen, Mapping):
+        return None if "orders" in chosen else str(chosen.get("name", DEFAULT))
+    return str(chosen)
+
+
+def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
+    """The rank of each stage: one after the other, round and round, or there and back (ZB-V)."""
+    chosen = options.get("schedule") or DEFAULT
+    fields: Mapping[str, Any] = chosen if isinstance(chosen, Mapping) else {}
+    if "orders" in fields:
+        return tuple(fields.get("place") or range(len(fields["orders"])))
+    name = schedule_name(options)
+    if name == "zb_v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * int(fields.get("chunks") or CHUNKS.get(name or "", 1))
+
+
+def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[range, ...]:
+    """The units of each stage."""
+    sizes = options.get("split")
+    if sizes is None:
+        small, larger = divmod(units, stages)
+        sizes = [small + 1] * larger + [small] * (stages - larger)
+    found, start = [], 0
+    for size in sizes:
+        found.append(range(start, start + size))
+        start += size
+    return tuple(found)
+
+
+def stages_of(plan: Plan) -> Stages:
+    """The stages of ``plan``."""
+    place = place_of(plan.options, plan.size("pipe"))
+    return Stages(place, split_units(plan.options, len(plan.units), len(place)))
