@@ -7,11 +7,12 @@ units     as even as possible, larger stages first, or the option ``split``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from suite.promises.plan import Plan, TensorPlan
+from suite.schedules import Action
 
 DEFAULT = "1f1b"
 #: Chunks that a rank has unless the option says otherwise; schedules that are not named have one.
@@ -51,17 +52,23 @@ def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
     chosen = options.get("schedule") or DEFAULT
     fields: Mapping[str, Any] = chosen if isinstance(chosen, Mapping) else {}
     if "orders" in fields:
-        return tuple(fields.get("place") or range(len(fields["orders"])))
+        return tuple(fields.get("place") or _where_forwards_are(fields["orders"]))
     name = schedule_name(options)
     if name == "zb_v":
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * int(fields.get("chunks") or CHUNKS.get(name or "", 1))
 
 
+def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
+    actions = ((Action.parse(text), rank) for rank, order in enumerate(orders) for text in order)
+    placed = {action.stage: rank for action, rank in actions if action.op == "F"}
+    return [placed[stage] for stage in sorted(placed)]
+
+
 def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[range, ...]:
     """The units of each stage."""
     sizes = options.get("split")
-    if sizes is None:
+    if not sizes:
         small, larger = divmod(units, stages)
         sizes = [small + 1] * larger + [small] * (stages - larger)
     found, start = [], 0

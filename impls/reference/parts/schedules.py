@@ -6,7 +6,7 @@ order, in F, B and W alike, so that gradients add up in one order whatever the s
     name         order on rank r of p                                   most micro-batches held
     gpipe        all F, then all BW                                     m
     1f1b         p-1-r F, then F and BW in turn, then BW                min(m, p-r)
-    interleaved  v chunks a rank, p micro-batches of a chunk in turn    p-r + (p-1)/v, of all chunks
+    interleaved  v chunks a rank, p micro-batches of a chunk in turn    p + (p-1-2r)/v, all chunks
     zb_h1        as 1f1b, but B and W apart, and W r rounds later       p
     zb_h2        2(p-1-r) F first, W 2r rounds later                    2p-1
     zb_v         two chunks a rank, stages r and 2p-1-r                 p, of all chunks
@@ -69,8 +69,8 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """
     if micro_batches % ranks:
         raise Refused(
-            f"schedule 'interleaved' takes groups of {ranks} micro-batches, one for each rank of "
-            f"the pipe axis: {micro_batches} micro-batches are no multiple of it"
+            f"option 'schedule': interleaved takes groups of {ranks} micro-batches, one for each "
+            f"rank of the pipe axis: {micro_batches} micro-batches are no multiple of it"
         )
     total = micro_batches * chunks
 
