@@ -573,3 +573,14 @@ def test_all_traits_together_still_have_an_effect(name: str, world: int) -> None
     assert set(gradients) == set(workload.trainable_names) - workload.unused - idle
     silent = [key for key, gradient in gradients.items() if not bool(gradient.any())]
     assert silent == ["blocks.1.odd.empty.weight"]
+
+
+@pytest.mark.parametrize("traits", [(), ("incomplete_window",), ("unequal_micro_batches",)])
+@pytest.mark.parametrize("coordinates", [1, 2, 3, 5])
+def test_a_batch_is_cut_as_its_specification_says(
+    traits: tuple[str, ...], coordinates: int
+) -> None:
+    spec = WorkloadSpec("charnames_gpt", traits, global_batch=11, micro_batches=3, windows=2)
+    batches = make(spec, "float32").batch(0, coordinates)
+    cut = [[[len(micro.inputs) for micro in w] for w in batch.windows] for batch in batches]
+    assert cut == spec.cut(coordinates)
