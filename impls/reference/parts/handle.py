@@ -63,8 +63,8 @@ class Handle(ABC):
         """What this rank holds of parameters, gradients or buffers."""
 
     @abstractmethod
-    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """The piece that ``tensor``, an optimizer slot of parameter ``name``, is."""
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece | list[Piece]:
+        """The piece or pieces that ``tensor``, an optimizer slot of parameter ``name``, is."""
 
     def loaded(self) -> None:
         """Values were copied into the pieces of the parameters: what else holds them follows."""

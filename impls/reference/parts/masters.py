@@ -25,7 +25,7 @@ Left out: stochastic rounding; masters for a working tensor that has its dtype a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from impls.reference.parts.offload import HostTier
+from impls.reference.parts.optimizer import Place, placed
 from suite.contract import Piece
 
 SLOT = "master"
@@ -151,12 +152,13 @@ class Masters:
         dtype = self.built[piece.name]
         return piece.tensor.detach().to(dtype) * self.factor.to(dtype)
 
-    def master_pieces(self, place: Callable[[str, str, Tensor], Piece]) -> list[Piece]:
+    def master_pieces(self, place: Place) -> list[Piece]:
         """Masters of another dtype than their working tensors, as slots ``<parameter>.master``."""
         return [
-            place(name, SLOT, master)
+            piece
             for name, (working, master) in self.pairs.items()
             if master.dtype != working.dtype
+            for piece in placed(place, name, SLOT, master)
         ]
 
     @torch.no_grad()

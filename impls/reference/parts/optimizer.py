@@ -62,31 +62,43 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
 
 
+#: Where a slot of parameter ``name`` lies: (name, slot, tensor) -> piece or pieces.
+Place = Callable[[str, str, Tensor], Piece | list[Piece]]
+
+
 def load_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
-    """Give ``optimizer`` slots that it does not have yet, from pieces called ``<name>.<slot>``."""
+    """Give ``optimizer`` slots that it does not have yet, from pieces called ``<name>.<slot>``.
+
+    Several pieces of one slot are blocks of rows, in the order in which they lie in it.
+    """
     named = {
         name: parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
+    found: dict[str, list[Tensor]] = {}
     for piece in pieces:
-        name, _, slot = piece.name.rpartition(".")
+        found.setdefault(piece.name, []).append(piece.tensor.detach())
+    for full, parts in found.items():
+        name, _, slot = full.rpartition(".")
         if name not in named:
-            raise KeyError(f"this rank updates no {name!r}, so it has no place for {piece.name!r}")
-        optimizer.state[named[name]][slot] = piece.tensor.detach().clone()
+            raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
+        optimizer.state[named[name]][slot] = parts[0].clone() if not parts[1:] else torch.cat(parts)
 
 
-def slot_pieces(
-    optimizer: torch.optim.Optimizer, place: Callable[[str, str, Tensor], Piece]
-) -> list[Piece]:
-    """Pieces of all tensors in the optimizer's state.
-
-    ``place(name, slot, tensor)`` says where a slot of parameter ``name`` lies.
-    """
+def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:
+    """Pieces of all tensors in the optimizer's state."""
     return [
-        place(name, slot, value)
+        piece
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
+        for piece in placed(place, name, slot, value)
     ]
+
+
+def placed(place: Place, name: str, slot: str, tensor: Tensor) -> list[Piece]:
+    """What ``place`` says, as a list."""
+    found = place(name, slot, tensor)
+    return [found] if isinstance(found, Piece) else found

@@ -84,13 +84,18 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
     """
     found = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
     parts = [
-        (p.name, p.global_shape, p.flat_range or (0, 1), p.tensor.detach().view(-1))
+        (p.name, p.global_shape, p.slices, p.flat_range, p.tensor.detach().clone())
         for p in pieces
-        if p.flat_range or not p.global_shape
+        if p.tensor.shape != p.global_shape or not p.global_shape
     ]
     for told in comm.all_gather_object(parts):
-        for name, shape, (start, stop), tensor in told:
+        for name, shape, slices, flat_range, tensor in told:
             if name not in found:
                 found[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-            found[name].view(-1)[start:stop] = tensor
+            if flat_range is not None:
+                found[name].view(-1)[slice(*flat_range)] = tensor.view(-1)
+            elif slices:
+                found[name][tuple(slice(*bounds) for bounds in slices)] = tensor
+            else:
+                found[name].copy_(tensor)
     return found
