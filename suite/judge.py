@@ -24,6 +24,7 @@ from suite.evidence import Evidence
 from suite.formulas import facts_of
 from suite.launch import pack
 from suite.launch.ranks import RankOutcome, root_cause, run_ranks
+from suite.promises import tensor
 from suite.rank_program import describe, facts_for_judge, run_rank
 from suite.schedules import Schedule
 from suite.workloads import Workload
@@ -142,7 +143,9 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
 
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
-    """Why a model cannot be cut into the stages that are asked for; empty: it can."""
+    """Why the axes cannot share the stages or the layers of a model; empty: they can."""
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.misfit(facts_of(case).plan)):
+        return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)
     stages = claimed.stages if claimed else stages

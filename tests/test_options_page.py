@@ -13,7 +13,7 @@ import yaml
 from impls.deepspeed import json_form
 from impls.pytorch import ddp as pytorch_ddp
 from impls.pytorch import fsdp1, fsdp2, zero_redundancy_optimizer
-from impls.reference import ddp, zero1, zero2, zero3
+from impls.reference import ddp, tensor, zero1, zero2, zero3
 from impls.reference.fsdp import schedule
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.units import Wrap
@@ -28,6 +28,7 @@ TAKEN: dict[str, Any] = {
     "reference/zero2": zero2.Options,
     "reference/zero3": zero3.Options,
     "reference/fsdp": schedule.Options,
+    "reference/tensor": tensor.Options,
     "pytorch/ddp": pytorch_ddp.Options,
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/fsdp1": fsdp1.Options,

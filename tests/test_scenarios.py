@@ -464,7 +464,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 
 
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
-OTHERS = ("ddp-", "plain", "relations", "nccl", "memory-ratios")
+OTHERS = ("ddp-", "plain", "relations", "nccl", "memory-ratios", "tensor")
 
 
 def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:

@@ -26,12 +26,13 @@ from suite.promises.pipeline import Pipeline
 from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
 from suite.promises.sharded import Zero1, Zero2, Zero3
+from suite.promises.tensor import TensorParallel
 
 #: Strategy -> its promise.
 PROMISES: dict[str, type[Promise]] = {
     promise.strategy: promise
     for promise in (
-        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP),
+        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
         Pipeline,

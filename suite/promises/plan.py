@@ -73,9 +73,11 @@ class Plan:
     losses are scaled; ``skipped``: the step in question overflowed and is no update.
     ``calls``: how often one forward calls a module, where that is not once.
 
-    Where there is a pipe axis, ``inputs`` are the shapes of all micro-batches by step, data
-    coordinate and window, and ``hidden`` maps such a shape (``"4x16"``) to the elements of what
-    each unit but the last one gives for it; ``step`` is the step in question.
+    Where there is a pipe or a tensor axis, ``inputs`` are the shapes of all micro-batches by step,
+    data coordinate and window; ``step`` is the step in question.  ``heads`` maps modules that
+    attend to their numbers of query and of KV heads, ``label_smoothing`` is that of the loss
+    (``None``: it is no cross-entropy).  Where there is a pipe axis, ``hidden`` maps such a shape
+    (``"4x16"``) to the elements of what each unit but the last one gives for it.
     """
 
     axes: Mapping[str, int]
@@ -96,6 +98,8 @@ class Plan:
     inputs: tuple[tuple[Windows, ...], ...] = ()
     hidden: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     step: int = 0
+    heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    label_smoothing: float | None = None
 
     # --------------------------------------------------------------------------------- the mesh
 
@@ -180,6 +184,7 @@ class Plan:
         for name in ("units", "micro_batches"):
             fields[name] = tuple(fields[name])
         fields["groups"] = tuple(tuple(names) for names in fields["groups"])
+        fields["heads"] = {name: tuple(n) for name, n in fields.get("heads", {}).items()}
         fields["inputs"] = _tuples(fields.get("inputs", ()))
         fields["hidden"] = {shape: tuple(n) for shape, n in fields.get("hidden", {}).items()}
         return cls(**fields)
@@ -203,7 +208,8 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
     piped = "pipe" in case.mesh
     homes = _homes(workload, model) if piped else {}
-    inputs = _inputs(case, workload) if piped else ()
+    inputs = _inputs(case, workload) if piped or "tensor" in case.mesh else ()
+    form = workload.family.cross_entropy(workload.params)
     return Plan(
         axes=dict(case.mesh),
         options=dict(case.options),
@@ -245,7 +251,9 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
             for child, count in getattr(module, "calls", {}).items()
         },
         inputs=inputs,
-        hidden=_hidden(workload, case, inputs),
+        heads=_heads(model),
+        label_smoothing=None if form is None else form.label_smoothing,
+        hidden=_hidden(workload, case, inputs if piped else ()),
     )
 
 
@@ -268,6 +276,17 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
         )
         for step in range(case.steps)
     )
+
+
+def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Query and KV heads of every module that attends with a fused projection."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "head_size") and hasattr(module, "group"):
+            rows = module.get_parameter("qkv.weight").shape[0]
+            kv = rows // int(module.head_size) // (int(module.group) + 2)
+            found[name] = kv * int(module.group), kv
+    return found
 
 
 def shape_key(shape: Iterable[int]) -> str:
