@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from suite.case import WorkloadSpec
+from suite.case import WorkloadSpec, split
 from suite.contract import Batch, CrossEntropy, MicroBatch, OptimizerSpec, ScalerSpec
 from suite.oracle import train
 from suite.workloads import TRAITS, Workload, WorkloadError, check, data, make
-from suite.workloads.base import split
 from suite.workloads.draws import counter_mask, read_draws, restore_draws
 from suite.workloads.layers import seed_number
 from suite.workloads.traits import FLAGS, KEY_SHIFT, OVERFLOW_STEP

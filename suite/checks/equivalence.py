@@ -1,7 +1,8 @@
 """The numbers equal the single-process oracle's: loss, gradients, parameters, optimizer, buffers.
 
-Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; any world
-on a backend that folds in rank order, for an implementation that claims ``bitwise``); *dyadic*
+Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; for an
+implementation that claims ``bitwise`` any world on a backend that folds in rank order, and any
+pipeline alone; never where stages share a parameter); *dyadic*
 demands them everywhere, since no sum is ever rounded there (a case that exceeds the mantissa budget
 is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
 *native* allows a multiple of one device's error (``native.py``).  Under AdamW parameters are never
@@ -40,6 +41,7 @@ from suite.checks.numbers import (
     within_ulps,
 )
 from suite.evidence import Assembled, Evidence, Figures, Row
+from suite.formulas import CaseFacts
 from suite.mantissa import Budget
 from suite.optimizers import (
     build_optimizer,
@@ -48,6 +50,7 @@ from suite.optimizers import (
     read_slots,
     set_learning_rate,
 )
+from suite.promises.stages import stages_of
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -226,9 +229,21 @@ def promises_bits(evidence: Figures) -> bool:
         return True
     if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
         return False
-    if case.world == 2:
+    if _tied_over_stages(evidence):
+        return False  # either end adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
+    adding = case.world // case.mesh.get("pipe", 1)
+    if case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and case.backend == "in_memory"
+
+
+def _tied_over_stages(evidence: Figures) -> bool:
+    """Whether stages of a pipeline share a parameter."""
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    if plan is None or "pipe" not in plan.axes:
+        return False
+    stages = stages_of(plan)
+    return any(len(stages.homes(tensor)) > 1 for tensor in plan.trainable)
 
 
 def _check_names(

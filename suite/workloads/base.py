@@ -8,6 +8,7 @@ target is 1 over their number in the *global* batch, so the weights sum to 1 wha
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.case import WorkloadSpec, split
+from suite.case import WorkloadSpec
 from suite.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
 from suite.workloads.draws import generators
 from suite.workloads.knobs import Knob, check_traits, lookup
@@ -322,29 +323,24 @@ class Workload:
         ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
         batches = []
         start = 0
-        for coordinate, size in enumerate(split(self.spec.global_batch, coordinates)):
-            order = self._order(step, range(start, start + size))
+        for cut in self.spec.cut(coordinates):
+            size = sum(map(sum, cut))
+            order = iter(self._order(step, range(start, start + size)))
             start += size
-            sizes = self.spec.window_sizes(coordinate)
-            pieces = iter(split(len(order), sum(sizes)))
-            windows, at = [], 0
-            for count in sizes:
+            windows = []
+            for sizes in cut:
                 window = []
-                for _ in range(count):
-                    length = next(pieces)
-                    if length:
-                        index = torch.tensor(order[at : at + length])
-                        window.append(
-                            MicroBatch(
-                                inputs=samples.inputs[index],
-                                targets=samples.targets[index],
-                                weights=weights[index],
-                                sample_ids=ids[index],
-                            )
+                for length in sizes:
+                    index = torch.tensor(list(itertools.islice(order, length)))
+                    window.append(
+                        MicroBatch(
+                            inputs=samples.inputs[index],
+                            targets=samples.targets[index],
+                            weights=weights[index],
+                            sample_ids=ids[index],
                         )
-                    at += length
-                if window:
-                    windows.append(tuple(window))
+                    )
+                windows.append(tuple(window))
             batches.append(Batch(step=step, windows=tuple(windows)))
         return batches
 
