@@ -36,7 +36,7 @@ class Account:
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
     ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model;
-    ``unsound``: what is wrong with the schedules that it claims, by size of the window;
+    ``misclaimed``: what is wrong with the schedules that it claims, by size of the window;
     ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what is true
     here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that left
     nothing else.
@@ -47,7 +47,7 @@ class Account:
     broken: str = ""
     refused: list[str] | None = None
     misfit: str = ""
-    unsound: dict[str, list[str]] = field(default_factory=dict)
+    misclaimed: dict[str, list[str]] = field(default_factory=dict)
     missing: str = ""
     untold: str = ""
     fault: str = ""

@@ -59,8 +59,8 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         outcomes = [error]
     if "refuses" in case.expect:
         return _refused(case, outcomes)
-    if account.unsound:
-        found = [schedule.not_run(account.unsound)]
+    if account.misclaimed:
+        found = [schedule.not_run(account.misclaimed)]
         return _expected(case, *verdict_of(found), found)
     cause = root_cause(outcomes)
     if (

@@ -93,8 +93,8 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
     account.misfit = _misfit(case, schedules, workload)
-    account.unsound = schedule.unsound(schedules)
-    if account.misfit or account.unsound:
+    account.misclaimed = schedule.misclaimed(case, implementation.strategy, schedules)
+    if account.misfit or account.misclaimed:
         return None
     began = time.monotonic()
     twice = "relations" in case.checks

@@ -1,12 +1,16 @@
 """A pipeline runs the schedule that it claims, and that schedule is sound and what its name says.
 
 Before any rank is started the implementation says, as data, what it will run for one window of each
-size (``Implementation.schedule``).  A schedule that cannot be run (an action left out, done twice
-or on the wrong rank, an order that breaks F before B before W, messages out of order, a deadlock)
-fails without being run, and the message says where, a deadlock as its cycle.  Then:
+size (``Implementation.schedule``).  What is wrong with that fails without being run:
 
-* the name: what the options ask for is what is claimed; bubbles, played on a simulated clock, and
-  micro-batches in flight equal the published closed forms (:mod:`suite.promises.schedules`);
+* a schedule that cannot be run: an action left out, done twice or on the wrong rank, an order that
+  breaks F before B before W, messages out of order, a deadlock, which is told as its cycle;
+* one that is not what its name says: what the options ask for is what is claimed; bubbles, played
+  on a simulated clock, and micro-batches in flight equal the published closed forms
+  (:mod:`suite.promises.schedules`).
+
+Then:
+
 * the run: on every rank the computations logged in each window are those claimed, in that order,
   one after the other; every forward runs the units of its stage and every backward goes through
   them; all of them are over before the gradients are final;
@@ -33,6 +37,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from suite.case import Case
 from suite.checks import Outcome, Worst
 from suite.contract import Implementation, Refused
 from suite.evidence import Figures, Row
@@ -64,11 +69,10 @@ def decide(evidence: Figures) -> Outcome:
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
     figures: dict[str, Any] = {}
+    wrong = misclaimed(case, evidence.capabilities["strategy"], evidence.schedules)
+    if wrong:
+        return not_run(wrong)
     for size, schedule in evidence.schedules.items():
-        problem = _first(problems(schedule)) or _not_as_asked(evidence, schedule)
-        problem = problem or _not_as_published(schedule)
-        if problem:
-            return Outcome("schedule", "fail", f"window of {size}: {problem}", None, figures)
         figures[f"window of {size}"] = _told(schedule)
     if not case.ledgers:
         return Outcome(
@@ -119,30 +123,32 @@ def claimed(
     return found
 
 
-def unsound(claimed: Mapping[int, Schedule]) -> dict[str, list[str]]:
+def misclaimed(
+    case: Case, strategy: str, schedules: Mapping[int, Schedule]
+) -> dict[str, list[str]]:
     """What is wrong with what is claimed, by size of the window; empty: it can be run."""
-    found = {str(size): problems(schedule) for size, schedule in claimed.items()}
-    return {size: told for size, told in found.items() if told}
+    found = {}
+    for size, schedule in schedules.items():
+        told = problems(schedule)
+        odd = "" if told else _not_as_asked(case, strategy, schedule) or _not_as_published(schedule)
+        if told or odd:
+            found[str(size)] = told or [odd]
+    return found
 
 
 def not_run(told: Mapping[str, Sequence[str]]) -> Outcome:
-    """The outcome of a case that was not run because of what :func:`unsound` found."""
+    """The outcome of a case that is not run because of what :func:`misclaimed` found."""
     size, found = next(iter(told.items()))
-    message = f"window of {size}: {'; '.join(found)} (not run)"
-    return Outcome("schedule", "fail", message)
-
-
-def _first(found: Sequence[str]) -> str:
-    return found[0] if found else ""
+    return Outcome("schedule", "fail", f"window of {size}: {'; '.join(found)} (not run)")
 
 
 # ------------------------------------------------------------------------------------- the claim
 
 
-def _not_as_asked(evidence: Figures, schedule: Schedule) -> str:
+def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
     """What the options ask for, as far as they are in the words of the suite."""
-    options = evidence.case.options
-    name, ranks = schedule_name(options), evidence.case.mesh["pipe"]
+    options, ranks = case.options, case.mesh["pipe"]
+    name = schedule_name(options)
     if schedule.ranks != ranks:
         return f"a schedule for {schedule.ranks} ranks, the pipe axis has {ranks}"
     if name is None:
@@ -152,7 +158,7 @@ def _not_as_asked(evidence: Figures, schedule: Schedule) -> str:
         ]
         same = orders == [schedule.computed(rank) for rank in range(ranks)]
         return "" if same else "claims another order than that of the option 'schedule'"
-    if name not in FORMS or evidence.capabilities["strategy"] not in ("pipeline", "hybrid"):
+    if name not in FORMS or strategy not in ("pipeline", "hybrid"):
         return ""
     if schedule.name != name:
         return f"claims {schedule.name!r}, asked for {name!r}"
