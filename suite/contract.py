@@ -308,6 +308,7 @@ PROFILES: dict[str, frozenset[str]] = {
     },
     "pipeline": _ACCUMULATES | {"stages", "initial_broadcast"},
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
+    "torch_tensor_parallel": _ZERO | {"tensor"},
     "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},

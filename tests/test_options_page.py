@@ -12,7 +12,7 @@ import yaml
 
 from impls.deepspeed import json_form
 from impls.pytorch import ddp as pytorch_ddp
-from impls.pytorch import fsdp1, fsdp2, zero_redundancy_optimizer
+from impls.pytorch import fsdp1, fsdp2, tensor_parallel, zero_redundancy_optimizer
 from impls.reference import ddp, tensor, zero1, zero2, zero3
 from impls.reference.fsdp import schedule
 from impls.reference.parts.precision import Precision
@@ -33,6 +33,7 @@ TAKEN: dict[str, Any] = {
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/fsdp1": fsdp1.Options,
     "pytorch/fsdp2": fsdp2.Options,
+    "pytorch/tensor_parallel": tensor_parallel.Options,
 }
 WITHOUT = {"plain", "reference/naive_ddp"}
 

@@ -76,11 +76,15 @@ class Adapter(Implementation):
         self.inner = build(mesh.device)
         if state is not None:
             load_state(self.inner, state)
-        self.data = data_comm(mesh)
-        broadcast_tensors(list(named_state(self.inner).values()), self.data)
+        self.share(list(named_state(self.inner).values()))
         self.module = self.shard(self.inner)
         self.optimizer = self.make_optimizer()
         self.scaler = make_scaler(optimizer, mesh.device, self.scaled_over())
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite ``tensors`` with those of global rank 0, on every rank."""
+        self.data = data_comm(self.mesh)
+        broadcast_tensors(tensors, self.data)
 
     def scaled_over(self) -> ProcessGroup | None:
         """The group over whose shards an overflow must be agreed on (``None``: torch knows)."""
@@ -101,6 +105,7 @@ class Adapter(Implementation):
                 loss = self.loss(micro)
                 self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
+        self.finish()
         metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
@@ -121,6 +126,9 @@ class Adapter(Implementation):
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """Around the forward and backward of a micro-batch."""
         return nullcontext()
+
+    def finish(self) -> None:
+        """After the last backward: what is still to be done for gradients to be final."""
 
     @abstractmethod
     def clip(self, limit: float) -> Tensor:

@@ -1,0 +1,274 @@
+"""What the adapters around torch's tensor parallelism share: styles by module, shards as pieces.
+
+    module                        style of torch                 under sequence parallelism
+    token embedding               ``RowwiseParallel``            its output cut on the sequence
+    qkv, up, head                 ``ColwiseParallel``            gathers its input first
+    attention's out, down         ``RowwiseParallel``            reduces and scatters its output
+    norms                         whole (:class:`Replicated`)    ``SequenceParallel``
+    position embedding            whole                          whole; each rank its positions
+    any other with parameters     plain tensors, no style        ``PrepareModuleInputOutput``: the
+                                                                 whole sequence, cut again behind it
+
+``ColwiseParallel`` gives rank r the r-th chunk of rows.  A fused QKV projection has all queries,
+all keys, all values: its rows are put in another order first (:func:`rows_by_rank`), so that a
+chunk is the queries, keys and values of the rank's own heads.  What a rank holds of it is therefore
+three blocks of the true tensor.
+
+torch gives every module new parameters, so a tied weight is two afterwards; they are tied again.
+Not a strategy by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from suite.contract import Piece, Refused
+
+#: Below a unit: what is split by rows of the weight, what by columns, and what stays whole.
+COLUMNS = ("attention.qkv", "mlp.up", "up")
+ROWS = ("attention.out", "mlp.down", "down")
+NORMS = ("norm1", "norm2")
+#: What has two arguments: the second one, a number a sample, is whole on every rank.
+WITH_FLAGS = "front"
+#: Batch first, then the sequence.
+SEQUENCE = Shard(1)
+
+
+class Replicated(ParallelStyle):
+    """Parameters as DTensors that are whole on every rank; tensors in, tensors out.
+
+    torch leaves this style to its users.  ``cut`` is the dimension of the input along which ranks
+    share the work (``None``: every rank does all of it).  Gradients of the parameters are then
+    sums that are still to be reduced.
+    """
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__()
+        self.layout = (Replicate() if cut is None else Shard(cut),)
+
+    def enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        """The input, the same on all ranks, laid out as the module computes it."""
+        whole = DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False)
+        return whole.redistribute(placements=self.layout)
+
+    def leave(self, module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> Tensor:
+        """This rank's part of the output."""
+        return outputs.to_local()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        enter: Any = self.enter  # torch declares hooks that return nothing
+        leave: Any = self.leave
+        return distribute_module(module, device_mesh, None, enter, leave)
+
+
+def plan_styles(
+    module: nn.Module, units: Iterable[str], sequence: bool, split_outputs: bool
+) -> dict[str, ParallelStyle]:
+    """Dotted name -> style, for ``module`` or a part of one (a pipeline's stage).
+
+    ``sequence``: between the split layers each rank has its positions only.  ``split_outputs``: the
+    head's outputs stay a DTensor, cut on the classes.
+    """
+    hidden = SEQUENCE if sequence else Replicate()
+    norm: Any = SequenceParallel if sequence else Replicated
+    local = {"use_local_output": True} if sequence else {}
+    found: dict[str, ParallelStyle] = {
+        "embed.token": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
+        "embed.position": Replicated(0 if sequence else None),
+        "norm": norm(**local),
+        "head": ColwiseParallel(
+            input_layouts=hidden,
+            output_layouts=Shard(-1) if split_outputs else Replicate(),
+            use_local_output=not split_outputs,
+        ),
+    }
+    for unit in units:
+        found |= {f"{unit}.{name}": ColwiseParallel(input_layouts=hidden) for name in COLUMNS}
+        found |= {f"{unit}.{name}": RowwiseParallel(output_layouts=hidden) for name in ROWS}
+        found |= {f"{unit}.{name}": norm(**local) for name in NORMS}
+    owners = {name for name, part in module.named_modules() if holds(part)}
+    found = {name: style for name, style in found.items() if name in owners}
+    if sequence:
+        found |= {name: _on_whole_sequence(name) for name in outsiders(module, found)}
+    return found
+
+
+def _on_whole_sequence(name: str) -> ParallelStyle:
+    more: tuple[None, ...] = (None,) if name == WITH_FLAGS else ()
+    return PrepareModuleInputOutput(
+        input_layouts=(SEQUENCE, *more),
+        desired_input_layouts=(Replicate(), *more),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=SEQUENCE,
+    )
+
+
+def holds(module: nn.Module) -> bool:
+    """Whether there is any parameter or buffer in ``module``."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def outsiders(module: nn.Module, named: Iterable[str]) -> list[str]:
+    """The outermost modules with parameters or buffers that neither are nor hold one ``named``."""
+    inside = set(named)
+    around = {name[:at] for name in inside for at, sign in enumerate(name) if sign == "."} | {""}
+    return [
+        name
+        for name, part in module.named_modules()
+        if name not in around | inside and name.rpartition(".")[0] in around and holds(part)
+    ]
+
+
+# ------------------------------------------------------------------------------------ application
+
+
+def apply_styles(
+    module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
+) -> dict[str, list[int]]:
+    """Put ``module`` under ``styles`` over the 1-D ``mesh``; ties and frozen parameters survive.
+
+    Gives, by name, the order of rows in which fused projections are kept.
+    Raises :class:`Refused` for sizes that torch would cut in the wrong place.
+    """
+    check_sizes(module, styles, mesh.size())
+    orders = reorder_fused(module, styles, mesh.size())
+    tied = _ties(module)
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    parallelize_module(module, mesh, dict(styles))
+    for first, others in tied.items():
+        for other in others:
+            path, _, leaf = other.rpartition(".")
+            module.get_submodule(path).register_parameter(leaf, module.get_parameter(first))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return orders
+
+
+def _ties(module: nn.Module) -> dict[str, list[str]]:
+    """First name -> further names of every parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def check_sizes(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: int) -> None:
+    """Raise :class:`Refused` where heads or hidden rows do not divide by ``ranks``.
+
+    Between a split by rows and one by columns torch hands on plain tensors, of which
+    ``DTensor.from_local`` takes all ranks' for equally long.
+    """
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if not isinstance(layer, nn.Linear) or name == "head":
+            continue
+        by_rows = isinstance(style, ColwiseParallel)
+        count = layer.out_features if by_rows else layer.in_features
+        what = "rows" if by_rows else "columns"
+        attention = module.get_submodule(name.rpartition(".")[0])
+        if hasattr(attention, "head_size") and by_rows:
+            count, what = kv_heads(attention), "heads of keys and values"
+        if count % ranks:
+            raise Refused(
+                f"{name!r} has {count} {what}, which do not divide by the {ranks} ranks of the "
+                "axis 'tensor': ColwiseParallel and RowwiseParallel want equal shards here"
+            )
+
+
+def kv_heads(attention: Any) -> int:
+    """Heads of keys and values, from the rows of the fused projection."""
+    return int(attention.qkv.out_features // attention.head_size // (attention.group + 2))
+
+
+def rows_by_rank(attention: Any, ranks: int) -> list[int]:
+    """Numbers of the rows of ``qkv`` in an order whose equal chunks are by heads."""
+    keys = kv_heads(attention) * attention.head_size
+    parts = torch.arange(attention.qkv.out_features).split([keys * attention.group, keys, keys])
+    chunks = [part.chunk(ranks) for part in parts]
+    return torch.cat([chunk[rank] for rank in range(ranks) for chunk in chunks]).tolist()
+
+
+@torch.no_grad()
+def reorder_fused(
+    module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: int
+) -> dict[str, list[int]]:
+    """Move the rows of fused projections; the order by parameter."""
+    orders = {}
+    for name in styles:
+        path = name.rpartition(".")[0]
+        if hasattr(module.get_submodule(path), "head_size") and name.endswith(".qkv"):
+            order = rows_by_rank(module.get_submodule(path), ranks)
+            for leaf, parameter in module.get_submodule(name).named_parameters():
+                parameter.copy_(parameter[order])
+                orders[f"{name}.{leaf}"] = order
+    return orders
+
+
+# ----------------------------------------------------------------------------------------- pieces
+
+
+def settle_gradient(parameter: Tensor) -> None:
+    """Lay the gradient of ``parameter`` out as the parameter: reduce partial sums, cut whole ones.
+
+    torch leaves sums over positions that a rank did not see (norms under ``SequenceParallel``) as
+    ``Partial`` and, of an embedding split by rows, gives every rank the whole gradient.
+    """
+    gradient = parameter.grad
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def dtensor_pieces(name: str, tensor: DTensor, order: Sequence[int] | None) -> list[Piece]:
+    """What this rank holds of ``tensor``: one block, or the runs of a fused projection's rows.
+
+    ``order``: the rows of the true tensor in the order in which they are kept.
+    Tensors of pieces are views.
+    """
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    spans = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    local = tensor.to_local().detach()
+    replica = copy_number(tensor)
+    if order is None:
+        return [Piece(name, shape, local, slices=spans, replica=replica)]
+    (first, last), *rest = spans
+    return [
+        Piece(name, shape, local[at : at + n], slices=((row, row + n), *rest), replica=replica)
+        for at, row, n in runs(order[first:last])
+    ]
+
+
+def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """``(place, first row, rows)`` of every stretch of consecutive numbers in ``rows``."""
+    starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    return [(at, rows[at], end - at) for at, end in zip(starts, ends, strict=False)]
+
+
+def copy_number(tensor: DTensor) -> int:
+    """Which copy this rank's part is, counted over the axes along which ranks hold the same."""
+    number, mesh = 0, tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+        elif isinstance(placement, Partial):
+            raise ValueError(f"a partial sum is no part of a tensor: {tensor.placements}")
+    return number
