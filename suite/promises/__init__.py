@@ -27,6 +27,7 @@ from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
 from suite.promises.sharded import Zero1, Zero2, Zero3
 from suite.promises.tensor import TensorParallel
+from suite.promises.tensor_native import TorchTensorParallel
 
 #: Strategy -> its promise.
 PROMISES: dict[str, type[Promise]] = {
@@ -34,6 +35,7 @@ PROMISES: dict[str, type[Promise]] = {
     for promise in (
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
+        TorchTensorParallel,
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
         Pipeline,
     )

@@ -22,7 +22,7 @@ from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 
 #: Layers of a unit whose output features are split, and whose input features are.
 _COLUMNS = ("attention.qkv", "mlp.up", "up")
-_ROWS = ("attention.out", "mlp.down", "down")
+ROWS = ("attention.out", "mlp.down", "down")
 #: Layers over the vocabulary.
 _VOCABULARY = ("embed.token", "head")
 
@@ -87,7 +87,7 @@ class TensorParallel(Promise):
         layer, _, leaf = tensor.name.rpartition(".")
         if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
             return True
-        return leaf == "weight" and self.in_unit(layer, _ROWS)
+        return leaf == "weight" and self.in_unit(layer, ROWS)
 
     def terms(self) -> list[tuple[TensorPlan, int]]:
         """Trained tensors of which each rank has one term of the gradient, and how many elements
@@ -139,7 +139,7 @@ class TensorParallel(Promise):
             return []
         layers = {name for t in plan.parameters for name in t.owners}
         columns = sum(self.in_unit(name, _COLUMNS) for name in layers)
-        rows = sum(self.in_unit(name, _ROWS) for name in layers)
+        rows = sum(self.in_unit(name, ROWS) for name in layers)
         again = bool(plan.option("recompute_every", 0))
         item = ITEMSIZE[self.table.dtype]
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
@@ -153,7 +153,7 @@ class TensorParallel(Promise):
         else:
             calls = [("all_reduce", into + out + (rows if again else 0))]
         found = [f for operation, n in calls for f in self.each(operation, hidden, n)]
-        return [*found, *self.outputs(), *self.sums(), *norm_flow(plan, "tensor")]
+        return [*found, *self.outputs(), *self.sums(), *self.norms()]
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""
@@ -186,6 +186,10 @@ class TensorParallel(Promise):
         if idle is not None:
             raise Unpromised(f"{idle!r} goes unused: sums in each backward are not promised")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
+
+    def norms(self) -> list[Flow]:
+        """The global norm's scalar."""
+        return norm_flow(self.plan, "tensor")
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -233,7 +237,7 @@ def misfit(plan: Plan) -> str:
         layer, _, leaf = tensor.name.rpartition(".")
         if leaf != "weight" or layer.endswith("attention.qkv"):
             continue
-        for names, dim, what in ((_COLUMNS, 0, "output"), (_ROWS, 1, "input")):
+        for names, dim, what in ((_COLUMNS, 0, "output"), (ROWS, 1, "input")):
             size = tensor.shape[dim] if promise.in_unit(layer, names) else 0
             if size % ranks:
                 return told(layer, f"{size} {what} features", partial(_divides, size), size)
