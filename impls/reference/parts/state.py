@@ -86,7 +86,7 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
     parts = [
         (p.name, p.global_shape, p.slices, p.flat_range, p.tensor.detach().clone())
         for p in pieces
-        if p.tensor.shape != p.global_shape or not p.global_shape
+        if p.flat_range or p.tensor.shape != p.global_shape or not p.global_shape
     ]
     for told in comm.all_gather_object(parts):
         for name, shape, slices, flat_range, tensor in told:
