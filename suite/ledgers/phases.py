@@ -92,7 +92,8 @@ class RankLog:
         self._observing = 0
         self._stage: Phase = "forward"
         self._step = -1
-        self._seen: Counter[Action] = Counter()
+        #: Forwards of the step by stage and micro-batch.
+        self._seen: Counter[tuple[int, int]] = Counter()
 
     @property
     def now(self) -> int:
@@ -144,15 +145,16 @@ class RankLog:
     def action(self, action: Action) -> Iterator[None]:
         """A stage computes ``action`` inside; outside of a step nothing is logged.
 
-        What is done for the n-th time in a step belongs to its n-th window.
+        The n-th forward of a micro-batch belongs to the n-th window, and so does what follows it.
         """
         if not self._in_step:
             yield
             return
         if self._stage != "update":
             self._stage = "forward" if action.op == "F" else "backward"
-        window, begin, began = self._seen[action], self.tick(), time.perf_counter()
-        self._seen[action] += 1
+        place = action.stage, action.micro
+        self._seen[place] += action.op == "F"
+        window, begin, began = max(self._seen[place] - 1, 0), self.tick(), time.perf_counter()
         yield
         ended, end = time.perf_counter(), self.tick()
         self.actions.append(Done(self._step, window, *action, begin, end, began, ended))
