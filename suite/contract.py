@@ -307,6 +307,8 @@ PROFILES: dict[str, frozenset[str]] = {
         for stage in range(4)
     },
     "pipeline": _ACCUMULATES | {"stages", "initial_broadcast"},
+    # Stages have nothing in common that could be broadcast.
+    **dict.fromkeys(("torch_pipelining", "deepspeed_pipeline"), _ACCUMULATES | {"stages"}),
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "torch_tensor_parallel": _ZERO | {"tensor"},
     "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},

@@ -14,11 +14,14 @@ from unittest.mock import Mock
 import pytest
 
 from impls.deepspeed.json_form import parse, section
-from suite import registry
+from impls.deepspeed.pipeline import tied_names
+from suite import registry, workloads
+from suite.case import WorkloadSpec
 from suite.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
 from suite.formulas import facts_of
 from suite.promises import PROMISES
 from suite.promises.deepspeed import DeepSpeedZero1, DeepSpeedZero3
+from suite.schedules import problems
 
 sys.path.append(str(Path(__file__).parent / "contract_trial"))
 from trial_cases import case, compared, judged, told
@@ -206,3 +209,76 @@ def test_importing_the_adapter_changes_no_environment() -> None:
     )
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=root)
+
+
+# ------------------------------------------------------------------------------------- pipelines
+
+PIPELINE = "deepspeed/pipeline"
+
+
+def test_a_pipeline_is_claimed_and_told_without_deepspeed() -> None:
+    system = registry.load(PIPELINE)
+    claims = system.capabilities({"split": [2, 1]})
+    assert claims.packages == ("deepspeed",) and claims.backends == ("gloo",)
+    with pytest.raises(Refused, match="did you mean 'dynamic_shape'"):
+        system.capabilities({"dynamic_shapes": True})
+    told_before = system.schedule({}, 3, 2)
+    assert told_before is not None and problems(told_before) == []
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 1), (2, 4), (3, 2), (4, 9)])
+def test_deepspeed_runs_the_order_that_is_told(ranks: int, micro_batches: int) -> None:
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    told_before = registry.load(PIPELINE).schedule({}, ranks, micro_batches)
+    assert told_before is not None
+    for rank in range(ranks):
+        runs = TrainSchedule(micro_batches=micro_batches, stages=ranks, stage_id=rank)
+        names = [type(command).__name__ for step in runs for command in step]
+        wanted = {"F": "ForwardPass", "BW": "BackwardPass"}
+        assert [wanted[a.op] for a in told_before.computed(rank)] == [
+            name for name in names if name in wanted.values()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("traits", "found"),
+    [((), {}), (("tied_over_units",), {0: ["embed.token.weight"], 3: ["head.weight"]})],
+)
+def test_what_two_stages_share_is_named_on_both(
+    traits: tuple[str, ...], found: dict[int, list[str]]
+) -> None:
+    work = workloads.make(WorkloadSpec("charnames_gpt", traits=traits, params={"layers": 4}))
+    build = work.build_for(0)
+    whole = build("meta")
+    assert tied_names([build.stage(whole, unit, unit + 1) for unit in range(4)]) == found
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("traits", [(), ("tied_over_units",)])
+def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> None:
+    sizes = {"layers": 2, "width": 16, "heads": 2, "seq": 8, "vocab": 96}
+    spec = WorkloadSpec(
+        "charnames_gpt", traits=traits, micro_batches=4, global_batch=8, params=sizes
+    )
+    groups = (GroupSpec("norm|bias", lr_scale=0.5, weight_decay=0.0),)
+    adamw = OptimizerSpec("adamw", lr=1e-3, weight_decay=0.1, groups=groups)
+    (result,) = judged(
+        [
+            case(
+                PIPELINE,
+                {"pipe": 2},
+                backend="gloo",
+                workload=spec,
+                optimizer=adamw,
+                dtype="float32",
+                lane="native",
+                checks=("equivalence", "replicas", "traffic", "memory", "engagement"),
+            )
+        ]
+    )
+    assert result["verdict"] == "pass (native only)", told([result])
+    assert compared(result) > 100

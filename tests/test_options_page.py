@@ -11,8 +11,15 @@ import pytest
 import yaml
 
 from impls.deepspeed import json_form
+from impls.deepspeed import pipeline as deepspeed_pipeline
 from impls.pytorch import ddp as pytorch_ddp
-from impls.pytorch import fsdp1, fsdp2, tensor_parallel, zero_redundancy_optimizer
+from impls.pytorch import (
+    fsdp1,
+    fsdp2,
+    pipelining,
+    tensor_parallel,
+    zero_redundancy_optimizer,
+)
 from impls.reference import ddp, tensor, zero1, zero2, zero3
 from impls.reference.fsdp import schedule
 from impls.reference.parts.precision import Precision
@@ -34,6 +41,8 @@ TAKEN: dict[str, Any] = {
     "pytorch/fsdp1": fsdp1.Options,
     "pytorch/fsdp2": fsdp2.Options,
     "pytorch/tensor_parallel": tensor_parallel.Options,
+    "pytorch/pipelining": pipelining.Options,
+    "deepspeed/pipeline": deepspeed_pipeline.Options,
 }
 WITHOUT = {"plain", "reference/naive_ddp"}
 

@@ -59,7 +59,7 @@ EACH_MICRO_BATCH = "every micro-batch is reduced: ranks with more of them meet a
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
     """``values`` in the environment where nothing stands; afterwards all is as before."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in values.items() if name not in before})
@@ -74,7 +74,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 # Imported where the ranks are forked from, once, because it takes more than a second.
 if importlib.util.find_spec("deepspeed") is not None:
-    with _environment():
+    with environment():
         import deepspeed
         import deepspeed.runtime.engine
 
@@ -138,7 +138,7 @@ class Engine(Implementation):
 
     def launched(self) -> contextlib.AbstractContextManager[None]:
         """The environment as DeepSpeed's launcher would leave it, for the time of a call."""
-        return _environment(LOCAL_RANK=str(self.rank), LOCAL_SIZE=str(self.world))
+        return environment(LOCAL_RANK=str(self.rank), LOCAL_SIZE=str(self.world))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Torch's optimizer over whole parameters; DeepSpeed puts its partitions in their place."""

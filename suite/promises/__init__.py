@@ -23,6 +23,7 @@ from suite.promises.fsdp import FSDP
 from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
 from suite.promises.pipeline import Pipeline
+from suite.promises.pipeline_native import DeepSpeedPipeline, TorchPipelining
 from suite.promises.plan import Plan
 from suite.promises.replicated import DDP, NaiveDDP, Single
 from suite.promises.sharded import Zero1, Zero2, Zero3
@@ -37,7 +38,7 @@ PROMISES: dict[str, type[Promise]] = {
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         TorchTensorParallel,
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
-        Pipeline,
+        *(Pipeline, TorchPipelining, DeepSpeedPipeline),
     )
 }
 

@@ -15,8 +15,10 @@ from suite.promises.plan import Plan, TensorPlan
 from suite.schedules import Action
 
 DEFAULT = "1f1b"
+#: Schedules that go there and back: the first stage and the last one lie on the first rank.
+V_SHAPED = ("zb_v", "dualpipe_v")
 #: Chunks that a rank has unless the option says otherwise; schedules that are not named have one.
-CHUNKS = {"interleaved": 2, "zb_v": 2}
+CHUNKS = dict.fromkeys(("interleaved", "interleaved_zb", "looped_bfs", *V_SHAPED), 2)
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ def schedule_name(options: Mapping[str, Any]) -> str | None:
 
 
 def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
-    """The rank of each stage: one after the other, round and round, or there and back (ZB-V)."""
+    """The rank of each stage: one after the other, round and round, or there and back."""
     chosen = options.get("schedule") or DEFAULT
     fields: Mapping[str, Any] = chosen if isinstance(chosen, Mapping) else {}
     if "orders" in fields:
         return tuple(fields.get("place") or _where_forwards_are(fields["orders"]))
     name = schedule_name(options)
-    if name == "zb_v":
+    if name in V_SHAPED:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * int(fields.get("chunks") or CHUNKS.get(name or "", 1))
 

@@ -1,0 +1,349 @@
+"""DeepSpeed's ``PipelineEngine``: stages on ranks, 1F1B, the whole optimizer step in one call.
+
+    what                              where
+    parameters, gradients, optimizer  the rank of the stage, whole; tied ones on that of each use
+    buffers                           with their stage
+
+    step     ``train_batch``   1F1B: even stages send while odd ones receive, all calls wait
+                               tied gradients are summed over the stages that use them
+                               clip, update
+                               the loss goes from the last stage to all
+
+A stage is one layer of a ``PipelineModule``; of the others a rank knows no more than that they are
+there.  Ends that share a parameter are ``TiedLayerSpec``, as DeepSpeed documents it.  It divides by
+the micro-batches, so that losses are multiplied by their number; a label is the number of its
+micro-batch, by which the loss finds targets and weights.
+
+``train_batch`` ends in an optimizer step: one window a step.  Shapes are told once, in the first
+message; ``dynamic_shape`` tells them with every message, so that micro-batches may differ.
+
+Cost: every boundary is crossed twice by a micro-batch; two fp32 numbers (losses) are broadcast;
+where gradients are clipped one fp32 number is summed.
+Numbers: those of one device, micro-batches in ascending order.  **Clipping is wrong** in 0.19.8:
+``clip_grad_norm_`` (``deepspeed/runtime/utils.py``) counts the parameters of stage 0 only, unless
+others carry the mark ``model_parallel``, which pipeline stages do not get.
+Left out: data and tensor parallelism beside the pipeline, recomputation, ZeRO-1, bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impls.deepspeed import engine
+from impls.deepspeed.engine import ZERO_GRADIENT, environment
+from impls.reference.parts.cut import cut
+from impls.reference.parts.optimizer import (
+    build_optimizer,
+    load_slots,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.schedules import one_f_one_b
+from impls.reference.parts.state import copy_pieces, load_state
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+from suite.schedules import Action, Schedule
+
+ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a step"
+
+
+@dataclass(frozen=True)
+class Options:
+    """``split``: units of each stage, in forward order (null: as even as possible, larger first).
+
+    ``dynamic_shape``: DeepSpeed's own; shapes are told with every message.
+    """
+
+    split: tuple[int, ...] | None = None
+    dynamic_shape: bool = False
+
+
+class Layer(nn.Module):
+    """What DeepSpeed takes a stage for."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Inputs or hidden states in, hidden states or outputs out."""
+        found: Tensor = self.part(tensor)
+        return found
+
+
+class DeepSpeedPipeline(Implementation):
+    """The adapter."""
+
+    strategy = "deepspeed_pipeline"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """fp32 on process backends; every rank gets the initial state and keeps its stage's."""
+        parse_options(Options, options)
+        idle = ("unused", "conditional_late_step", "conditional_early_step")
+        return Capabilities(
+            axes=("pipe",),
+            dtypes=("float32",),
+            backends=("gloo",),
+            buffers="per_rank",
+            initial_state="everywhere",
+            features=frozenset({"clipping", "accumulation", "stages"}),
+            declines=dict.fromkeys(idle, ZERO_GRADIENT) | {"incomplete_window": ONE_WINDOW},
+            packages=("deepspeed",),
+        )
+
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        """DeepSpeed's ``TrainSchedule`` computes as 1F1B does, for any number of micro-batches."""
+        parse_options(Options, options)
+        return one_f_one_b(ranks, micro_batches)
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build, load, cut; the engine over all ranks."""
+        self.options = parse_options(Options, options)
+        if optimizer.scaler is not None:
+            raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
+        if mesh.world != torch.distributed.get_world_size():
+            raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")
+        self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
+        whole = build(mesh.device)
+        assert state is not None, "initial_state is 'everywhere'"
+        load_state(whole, state)
+        first = {id(tensor): name for name, tensor in whole.named_parameters()}
+        bounds = cut(len(build.units), self.comm.size, self.options.split)
+        parts = [build.stage(whole, *span) for span in bounds]
+        self.part = parts[self.comm.rank]
+        self.tied = tied_names(parts)
+        self.named = {first[id(p)]: p for _, p in self.part.named_parameters()}
+        self.shared = {
+            first[id(self.part.get_parameter(name))] for name in self.tied.get(self.comm.rank, ())
+        }
+        self.trainable = {name: p for name, p in self.named.items() if p.requires_grad}
+        self.torch_optimizer = build_optimizer(optimizer, param_groups(optimizer, self.trainable))
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.shape: tuple[int, ...] = ()
+        self.observe: Observe | None = None
+        self.done = {"F": 0, "BW": 0}
+        with self.launched(), contextlib.redirect_stdout(io.StringIO()):
+            self.engine = self.make_engine()
+
+    def launched(self) -> contextlib.AbstractContextManager[None]:
+        """The environment as DeepSpeed's launcher would leave it, for the time of a call."""
+        return environment(LOCAL_RANK=str(self.comm.rank), LOCAL_SIZE=str(self.comm.size))
+
+    def make_engine(self) -> Any:
+        """DeepSpeed's engine around a pipeline of one layer a stage."""
+        engine.deepspeed.init_distributed(
+            dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
+        )
+        module = engine.deepspeed.pipe.PipelineModule(
+            layers=[self.layer(stage) for stage in range(self.comm.size)],
+            num_stages=self.comm.size,
+            loss_fn=self.loss,
+            partition_method="uniform",
+            dynamic_shape=self.options.dynamic_shape,
+        )
+        made, *_ = engine.deepspeed.initialize(
+            model=module,
+            optimizer=self.torch_optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": self.spec.clip_norm or 0.0,
+                "steps_per_print": 2**31,
+            },
+            dist_init_required=False,
+        )
+        instructions = dict(made._INSTRUCTION_MAP)
+        names = {kind.__name__: kind for kind in instructions}
+        for name, op in (("ForwardPass", "F"), ("BackwardPass", "BW")):
+            instructions[names[name]] = self.traced(op, instructions[names[name]])
+        update = names["OptimizerStep"]
+        instructions[update] = self.observed(instructions[update])
+        made._INSTRUCTION_MAP = instructions
+        made.clip_fp32_gradients = self.clip
+        return made
+
+    def layer(self, stage: int) -> Any:
+        """What stands for ``stage`` in the list of layers."""
+        own = stage == self.comm.rank
+        if stage in self.tied:
+            names = [f"part.{name}" for name in self.tied[stage]]
+            part = self.part if own else None
+            spec = engine.deepspeed.pipe.TiedLayerSpec
+            return spec("tied", Layer, part, tied_weight_attr=names)
+        return Layer(self.part) if own else _elsewhere
+
+    def traced(self, op: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        """``instruction``, whose n-th call in a step is logged as ``op`` of micro-batch n."""
+
+        def call(*args: Any, **options: Any) -> None:
+            with self.trace(Action(op, self.comm.rank, self.done[op])):
+                instruction(*args, **options)
+            self.done[op] += 1
+
+        return call
+
+    def observed(self, instruction: Callable[..., None]) -> Callable[..., None]:
+        """The update, before which gradients are final."""
+
+        def call(*args: Any, **options: Any) -> None:
+            assert self.observe is not None
+            self.observe("gradients_final")
+            instruction(*args, **options)
+
+        return call
+
+    def clip(self) -> None:
+        """What ``DeepSpeedEngine.clip_fp32_gradients`` does, with the norm kept."""
+        clip = engine.deepspeed.runtime.engine.clip_grad_norm_
+        parameters = self.engine.module.parameters()
+        found = clip(parameters, max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
+        self.norm = found.detach().clone().reshape(())
+        assert self.observe is not None
+        self.observe("after_clip")
+
+    def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Of micro-batch ``number`` (shape ``(1,)``), times what the engine divides by."""
+        loss = self.build.loss(outputs, self.micro_batches[int(number)])
+        return loss * len(self.micro_batches)
+
+    # ----------------------------------------------------------------------------------- the step
+
+    def load_batch(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and number of every micro-batch, for an engine that is ready for them."""
+        if len(batch.windows) != 1:
+            raise Refused(f"step {batch.step}: {len(batch.windows)} windows; {ONE_WINDOW}")
+        shapes = sorted({tuple(micro.inputs.shape) for micro in batch.micro_batches})
+        if not self.options.dynamic_shape:
+            if len(shapes) > 1:
+                raise Refused(
+                    f"step {batch.step}: micro-batches of shapes {', '.join(map(str, shapes))} "
+                    "need option 'dynamic_shape' = True"
+                )
+            if self.shape not in ((), shapes[0]):
+                self.engine.reset_activation_shape()
+            self.shape = shapes[0]
+        self.micro_batches = batch.micro_batches
+        numbers = torch.arange(len(self.micro_batches)).split(1)
+        inputs = [micro.inputs for micro in self.micro_batches]
+        return iter(list(zip(inputs, numbers, strict=True)))
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """All of it is ``train_batch``."""
+        data = self.load_batch(batch)
+        self.observe, self.done = observe, {"F": 0, "BW": 0}
+        set_learning_rate(self.torch_optimizer, self.spec, batch.step)
+        with self.launched():
+            self.engine.set_train_batch_size(len(self.micro_batches))
+            loss = self.engine.train_batch(data)
+        observe("after_update")
+        clips = self.spec.clip_norm is not None
+        return StepResult(loss=loss.detach().clone(), norm=self.norm if clips else None)
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """Through the engine, which broadcasts the loss."""
+        data = self.load_batch(batch)
+        try:
+            with self.launched():
+                loss = self.engine.eval_batch(data, num_micro_batches=len(self.micro_batches))
+        finally:
+            self.engine.module.train()
+        found: Tensor = loss.detach().reshape(())
+        return found
+
+    # ------------------------------------------------------------------------------------ the state
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What the stage holds, whole; tied parameters are copies, numbered by stage."""
+        if kind == "optimizer":
+            return slot_pieces(
+                self.torch_optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t, self.copy_of(n))
+            )
+        found: dict[str, Tensor] = dict(self.part.named_buffers())
+        if kind == "parameters":
+            found = dict(self.named)
+        elif kind == "gradients":
+            found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
+        return [Piece.whole(n, t.detach(), self.copy_of(n)) for n, t in found.items()]
+
+    def copy_of(self, name: str) -> int:
+        """Number of this rank's copy of ``name``."""
+        return sorted(self.tied).index(self.comm.rank) if name in self.shared else 0
+
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
+        left = copy_pieces(self.local_state(kind), pieces)
+        if left and kind != "optimizer":
+            raise Refused(f"the stage of this rank holds no {kind} {left[0].name!r}")
+        load_slots(self.torch_optimizer, left)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of all stages' tensors, on every rank; they travel as objects."""
+        own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+        found: dict[str, Tensor] = {}
+        for told in self.comm.all_gather_object(own):
+            found |= told
+        return found
+
+    def close(self) -> None:
+        """The engine's own end."""
+        self.engine.destroy()
+
+
+def _elsewhere(tensor: Tensor) -> Tensor:
+    """A layer of another rank."""
+    raise RuntimeError("this stage lies on another rank")
+
+
+def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
+    """Stage -> names there of parameters that two stages share, in one order.
+
+    Raises :class:`Refused` where they are not always the same two: a stage is one layer, and a
+    ``TiedLayerSpec`` has one key.
+    """
+    uses: dict[int, list[tuple[int, str]]] = {}
+    for stage, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            uses.setdefault(id(parameter), []).append((stage, name))
+    shared = [found for found in uses.values() if len(found) > 1]
+    pairs = sorted({tuple(stage for stage, _ in found) for found in shared})
+    if len(pairs) > 1:
+        raise Refused(
+            f"parameters are tied over stages {' and over '.join(map(str, pairs))}: one stage "
+            "cannot be two of DeepSpeed's TiedLayerSpec"
+        )
+    return {
+        stage: [dict(found)[stage] for found in shared] for stage in (pairs[0] if pairs else ())
+    }
+
+
+IMPLEMENTATION = DeepSpeedPipeline

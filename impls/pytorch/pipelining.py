@@ -1,0 +1,555 @@
+"""PyTorch's ``torch.distributed.pipelining``, judged as it ships, under each of its schedules.
+
+    what                              where
+    parameters, gradients, optimizer  the rank that the stage lies on, whole
+    buffers                           with their stage; every data coordinate has its own
+    received activations, gradients   buffers of every micro-batch, kept from step to step
+
+    step     each window             ``schedule.step``: torch splits the inputs, sends and receives
+             all windows done        gradients are final
+             clip, update            one fp64 number is summed over the stages, the rest is local
+
+    option           class                           stages of rank r of p
+    gpipe            ``ScheduleGPipe``               r
+    1f1b             ``Schedule1F1B``                r
+    interleaved      ``ScheduleInterleaved1F1B``     r, p+r, ... (``chunks`` of them)
+    looped_bfs       ``ScheduleLoopedBFS``           the same
+    interleaved_zb   ``ScheduleInterleavedZeroBubble``  the same
+    zb_v             ``ScheduleZBVZeroBubble``       r and 2p-1-r
+    dualpipe_v       ``ScheduleDualPipeV``           r and 2p-1-r
+
+Losses are sums, hence ``scale_grads=False``; torch's own default divides by the micro-batches.  A
+target is the number of its micro-batch, by which the loss finds targets and weights.
+
+``shapes: inferred`` is torch's default: in the first call of a schedule every stage runs forward
+(in training mode, on memory that nobody has written) and tells its neighbour the shapes, so that
+generators move on and running statistics are spoilt.  ``given``: the adapter runs that forward in
+evaluation mode, and torch is handed the shapes.
+
+What is told as the schedule is torch's ``pipeline_order_with_comms``, where there is one, but for
+the first stage, which never splits its backward (``backward_one_chunk``): W is all of it.
+``Schedule1F1B`` exports another order than it runs (``_get_pipeline_order`` counts the last
+stage's micro-batches from 1), so that for schedules of one stage a rank it is written down here.
+Evaluation leaves the forwards only in a copy of that order: ``schedule.eval`` of a V asks a stage
+for gradients that nothing computed.
+
+Cost: every boundary between two ranks is crossed twice by a micro-batch, as ``reference/pipeline``.
+Numbers: gradients add up in ascending order of micro-batches, bit for bit as on one device;
+``looped_bfs`` goes backwards through them.
+A split backward detaches what a stage gave in place (``stage_backward_input``), which fails for a
+stage whose last operation makes a view.
+Left out: skip connections, ``dw_builder``, tied parameters on two ranks (torch exchanges no
+gradients), an initial broadcast (stages have nothing in common), mixed precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from impls.pytorch.scaling import make_scaler, unscale
+from impls.reference.parts.cut import cut
+from impls.reference.parts.norm import clip_factor, power_sum
+from impls.reference.parts.optimizer import (
+    build_optimizer,
+    load_slots,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.schedules import gpipe, one_f_one_b
+from impls.reference.parts.state import copy_pieces, load_state
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+from suite.schedules import Action, Schedule
+
+#: Option -> torch's class, where the installed torch has it.
+CLASSES: dict[str, Any] = {
+    name: getattr(torch_schedules, kind)
+    for name, kind in {
+        "gpipe": "ScheduleGPipe",
+        "1f1b": "Schedule1F1B",
+        "interleaved": "ScheduleInterleaved1F1B",
+        "looped_bfs": "ScheduleLoopedBFS",
+        "interleaved_zb": "ScheduleInterleavedZeroBubble",
+        "zb_v": "ScheduleZBVZeroBubble",
+        "dualpipe_v": "ScheduleDualPipeV",
+    }.items()
+    if hasattr(torch_schedules, kind)
+}
+SINGLE, V_SHAPED = ("gpipe", "1f1b"), ("zb_v", "dualpipe_v")
+#: torch's words for actions, and ours.
+OPS = {
+    "F": "F",
+    "I": "B",
+    "W": "W",
+    "B": "BW",
+    "SEND_F": "SF",
+    "RECV_F": "RF",
+    "SEND_B": "SB",
+    "RECV_B": "RB",
+}
+#: What is left of an order in evaluation.
+FORWARD = ("F", "SF", "RF")
+
+TORN = "its gradients would have to be exchanged between two ranks, which torch does not do"
+INFERENCE = "torch's inference of shapes runs a forward in training mode; give shapes: given"
+
+
+Name = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v"]
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A schedule with so many stages a rank (0: 1 for gpipe and 1f1b, else 2)."""
+
+    name: Name
+    chunks: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """``schedule``: a name, or ``{name: interleaved, chunks: 3}``.
+
+    ``split``: units of each stage, in forward order (null: as even as possible, the larger first).
+    """
+
+    schedule: Name | Chunked = "1f1b"
+    split: tuple[int, ...] | None = None
+    shapes: Literal["inferred", "given"] = "inferred"
+
+    def __post_init__(self) -> None:
+        if self.name not in CLASSES:
+            raise Refused(
+                f"option 'schedule' = {self.name!r}: torch {torch.__version__} does not have it, "
+                f"only {', '.join(CLASSES)}"
+            )
+        wanted = {**dict.fromkeys(SINGLE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.name)
+        if self.chunks < 1 or self.chunks != (wanted or self.chunks):
+            told = "at least 1" if wanted is None else str(wanted)
+            raise Refused(
+                f"option 'schedule.chunks' = {self.chunks}: {self.name} takes {told} a rank"
+            )
+
+    @property
+    def name(self) -> Name:
+        """Of the schedule."""
+        return self.schedule.name if isinstance(self.schedule, Chunked) else self.schedule
+
+    @property
+    def chunks(self) -> int:
+        """Stages a rank."""
+        given = self.schedule.chunks if isinstance(self.schedule, Chunked) else 0
+        return given or (1 if self.name in SINGLE else 2)
+
+    def declines(self) -> dict[str, str]:
+        """Traits that torch cannot have under these options."""
+        torn = {} if self.name in V_SHAPED else {"tied_over_units": TORN}
+        kept = ("rebound_buffer", "dropout_stateful")
+        return torn | (dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {})
+
+
+class Stage(pipelining.PipelineStage):
+    """torch's stage, whose computations are traced."""
+
+    trace: Any
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """F."""
+        with self.trace(Action("F", self.stage_index, fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
+    ) -> None:
+        """BW or B; the B of the first stage only keeps what its W will need."""
+        op = "BW" if full_backward else "B"
+        traced = self.trace(Action(op, self.stage_index, bwd_chunk_id))
+        with nullcontext() if op == "B" and self.is_first else traced:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """W, which is all of the first stage's backward."""
+        with self.trace(Action("BW" if self.is_first else "W", self.stage_index, bwd_chunk_id)):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class Pipelining(Implementation):
+    """The adapter."""
+
+    strategy = "torch_pipelining"
+    stage_type: ClassVar[type[Stage]] = Stage
+    features: ClassVar[frozenset[str]] = frozenset({"clipping", "accumulation", "stages"})
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """One axis; every rank gets the initial state and keeps that of its stages."""
+        chosen = parse_options(Options, options)
+        return Capabilities(
+            axes=("pipe",),
+            exactness="reordered-sum" if chosen.name == "looped_bfs" else "bitwise",
+            buffers="per_rank",
+            initial_state="everywhere",
+            features=cls.features,
+            declines=chosen.declines(),
+        )
+
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        """What torch will run, as far as it says so itself."""
+        return plan(parse_options(Options, options), ranks, micro_batches)
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build, load, cut; this rank keeps its parts."""
+        self.options = parse_options(Options, options)
+        self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
+        self.device = torch.device(mesh.device)
+        self.place = place(self.options, self.comm.size)
+        whole = build(mesh.device)
+        assert state is not None, "initial_state is 'everywhere'"
+        load_state(whole, state)
+        bounds = cut(len(build.units), len(self.place), self.options.split)
+        parts = [build.stage(whole, *span) for span in bounds]
+        refuse_torn(parts, self.place)
+        self.parts = {s: p for s, p in enumerate(parts) if self.place[s] == self.comm.rank}
+        self.trainable = {n: p for n, p in self.named("parameters") if p.requires_grad}
+        self.optimizer = build_optimizer(optimizer, param_groups(optimizer, self.trainable))
+        self.scaler = make_scaler(optimizer, mesh.device, self.comm.group)
+        self.schedules: dict[tuple[int, ...], Any] = {}
+        self.window: tuple[MicroBatch, ...] = ()
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether the last stage lies here."""
+        return len(self.place) - 1 in self.parts
+
+    def named(self, kind: Literal["parameters", "buffers"]) -> Iterator[tuple[str, Any]]:
+        """This rank's tensors, tied ones once, under their first names."""
+        seen = set[int]()
+        for part in self.parts.values():
+            for name, tensor in getattr(part, f"named_{kind}")():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield name, tensor
+
+    # ------------------------------------------------------------------------------- the schedule
+
+    def make_schedule(self, window: Sequence[MicroBatch]) -> Any:
+        """torch's schedule for windows like this one: it holds buffers of their shapes."""
+        shapes = self.shapes(window[0].inputs) if self.options.shapes == "given" else {}
+        stages = [self.make_stage(number, shapes) for number in self.parts]
+        kind, single = CLASSES[self.options.name], self.options.name in SINGLE
+        try:
+            return kind(
+                stages[0] if single else stages, len(window), loss_fn=self.loss, scale_grads=False
+            )
+        except ValueError as error:
+            raise Refused(f"option 'schedule' = {self.options.name!r}: {error}") from error
+
+    def make_stage(self, number: int, shapes: Mapping[int, tuple[Tensor, Tensor]]) -> Stage:
+        """Stage ``number``; ``shapes`` has what goes in and what comes out (empty: infer)."""
+        inputs, outputs = shapes.get(number, (None, None))
+        made = self.stage_type(
+            self.parts[number],
+            number,
+            len(self.place),
+            self.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self.comm.group,
+        )
+        made.trace = self.trace
+        return made
+
+    @torch.no_grad()
+    def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of each stage here, meta tensors of what goes in and comes out for ``inputs``.
+
+        Stage by stage in evaluation mode, on zeros; a stage tells the next one's rank its sizes.
+        """
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        hidden = inputs
+        for number, part in self.parts.items():
+            if number and self.place[number - 1] != self.comm.rank:
+                told = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64, device=inputs.device)
+                self.comm.recv(told, self.place[number - 1])
+                size = told[1 : 1 + int(told[0])].tolist()
+                hidden = torch.zeros(size, dtype=self.dtype, device=inputs.device)
+            with evaluating([part]):
+                output = part(hidden)
+            found[number] = meta(hidden, grad=number > 0), meta(output)
+            if number + 1 < len(self.place) and self.place[number + 1] != self.comm.rank:
+                sizes = [output.dim(), *output.shape]
+                sizes += [0] * (MOST_DIMENSIONS + 1 - len(sizes))
+                told = torch.tensor(sizes, dtype=torch.int64, device=inputs.device)
+                self.comm.send(told, self.place[number + 1])
+            hidden = output
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What activations are in: as the parameters."""
+        return next(p.dtype for _, p in self.named("parameters"))
+
+    def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Scaled loss of micro-batch ``number`` (shape ``(1,)``) of the window."""
+        loss: Tensor = self.scaler.scale(self.build.loss(outputs, self.window[int(number)]))
+        return loss
+
+    def schedule_for(self, window: tuple[MicroBatch, ...]) -> Any:
+        """The schedule that is kept for windows of this length and shape."""
+        key = (len(window), *window[0].inputs.shape)
+        if key not in self.schedules:
+            self.schedules[key] = self.make_schedule(window)
+        return self.schedules[key]
+
+    def run(self, window: tuple[MicroBatch, ...], call: Any) -> list[Tensor]:
+        """``call`` a schedule's ``step`` or ``eval``; scaled losses, on the last stage's rank."""
+        self.window, losses = window, list[Tensor]()
+        inputs = [torch.cat([micro.inputs for micro in window])] if 0 in self.parts else []
+        target = torch.arange(len(window)) if self.tells_loss else None
+        call(*inputs, target=target, losses=losses if self.tells_loss else None)
+        return losses
+
+    # ----------------------------------------------------------------------------------- the step
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """Each window through its schedule, then clip and update."""
+        refuse_unequal(batch)
+        self.scaler.scale(torch.zeros((), device=self.device))  # made where it is not used
+        losses: list[Tensor] = []
+        for window in batch.windows:
+            losses += self.run(window, self.schedule_for(window).step)
+        metrics = unscale(self.scaler, self.optimizer)
+        observe("gradients_final")
+        norm = None
+        if self.spec.clip_norm is not None and not metrics.get("skipped"):
+            norm = self.clip(self.spec.clip_norm)
+            observe("after_clip")
+        set_learning_rate(self.optimizer, self.spec, batch.step)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        observe("after_update")
+        self.optimizer.zero_grad()
+        total = self.total(losses)
+        if total is not None:
+            total = total / metrics.get("scale", 1.0)
+        return StepResult(loss=total, norm=norm, metrics=metrics)
+
+    def total(self, losses: Sequence[Tensor]) -> Tensor | None:
+        """Their sum; ``None`` where they are not known."""
+        if not self.tells_loss:
+            return None
+        if not losses:
+            return torch.zeros((), dtype=self.dtype, device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients to a norm over all stages of at most ``limit``; the norm before."""
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        norm = self.norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(clip_factor(norm, limit).to(gradient.dtype))
+        return norm
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of the gradients of all stages (float64 scalar)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in gradients:
+            total += power_sum(gradient)
+        self.comm.all_reduce(total)
+        return total.sqrt()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """The loss in evaluation mode, by stages and buffers made for it; on the last stage."""
+        refuse_unequal(batch)
+        losses: list[Tensor] = []
+        with evaluating(self.parts.values()):
+            for window in batch.windows:
+                schedule = self.make_schedule(window)
+                leave_forwards(schedule)
+                losses += self.run(window, schedule.eval)
+        total = self.total(losses)
+        return total if total is None else total / self.scaler.get_scale()
+
+    # ------------------------------------------------------------------------------------ the state
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What the stages of this rank own, whole."""
+        if kind == "optimizer":
+            return slot_pieces(self.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
+        if kind == "gradients":
+            found = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
+        else:
+            found = list(self.named(kind))
+        return [Piece.whole(name, tensor.detach()) for name, tensor in found]
+
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
+        left = copy_pieces(self.local_state(kind), pieces)
+        if left and kind != "optimizer":
+            raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r}")
+        load_slots(self.optimizer, left)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of all stages' tensors, on every rank; they travel as objects."""
+        own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+        found: dict[str, Tensor] = {}
+        for told in self.comm.all_gather_object(own):
+            found |= told
+        return found
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Each rank its own file: nothing is gathered."""
+        parts = {str(number): part.state_dict() for number, part in self.parts.items()}
+        state = {"parts": parts, "optimizer": self.optimizer.state_dict(), "extra": dict(extra)}
+        torch.save(state, path / f"pipe{self.comm.rank}.pt")
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """The counterpart, for as many ranks and the same stages."""
+        state = torch.load(path / f"pipe{self.comm.rank}.pt", weights_only=True)
+        for number, part in self.parts.items():
+            part.load_state_dict(state["parts"][str(number)])
+        self.optimizer.load_state_dict(state["optimizer"])
+        extra: Mapping[str, Any] = state["extra"]
+        return extra
+
+
+# ---------------------------------------------------------------------------------------- as data
+
+
+def place(options: Options, ranks: int) -> tuple[int, ...]:
+    """The rank of each stage along the pipe axis."""
+    stages = range(ranks * options.chunks)
+    if options.name in V_SHAPED:
+        return tuple(s if s < ranks else 2 * ranks - 1 - s for s in stages)
+    return tuple(s % ranks for s in stages)
+
+
+def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
+    """What torch runs for one window.  :class:`Refused` where it does not run it."""
+    name = options.name
+    if name == "1f1b" and micro_batches < ranks:
+        raise Refused(
+            f"option 'schedule' = '1f1b': torch wants at least as many micro-batches as stages, "
+            f"not {micro_batches} for {ranks}"
+        )
+    if name in SINGLE:
+        return (gpipe if name == "gpipe" else one_f_one_b)(ranks, micro_batches)
+    outline = {"num_stages": ranks * options.chunks, "group_size": ranks, "group_rank": 0}
+    stages = [SimpleNamespace(submod=nn.Identity(), **outline) for _ in range(options.chunks)]
+    try:
+        made = CLASSES[name](stages, micro_batches, scale_grads=False)
+    except ValueError as error:
+        raise Refused(f"option 'schedule' = {name!r}: {error}") from error
+    orders = tuple(tuple(translated(made.pipeline_order_with_comms[rank])) for rank in range(ranks))
+    # The schedule of that name takes groups of as many micro-batches as there are ranks.
+    textbook = name == "interleaved" and micro_batches % ranks == 0
+    told = name if textbook else type(made).__name__
+    return Schedule(told, micro_batches, place(options, ranks), orders)
+
+
+def translated(order: Sequence[Any]) -> Iterator[Action]:
+    """torch's actions in our words, those that overlap one after the other.
+
+    The first stage has nobody to send a gradient to: torch does nothing in its I, all in its W
+    (``stage.py``, ``backward_one_chunk``), so that is its BW.
+    """
+    for action in order:
+        for part in action.sub_actions or (action,):
+            op, stage = OPS.get(part.computation_type.value), part.stage_index
+            if stage == 0 and op in ("B", "W"):
+                op = None if op == "B" else "BW"
+            if op is not None:
+                yield Action(op, stage, part.microbatch_index)
+
+
+def leave_forwards(schedule: Any) -> None:
+    """Take all but the forwards and their messages out of ``schedule``, if it has its own order."""
+    orders = getattr(schedule, "pipeline_order_with_comms", {})
+    for rank, order in orders.items():
+        parts = [part for action in order for part in (action.sub_actions or (action,))]
+        orders[rank] = [p for p in parts if OPS.get(p.computation_type.value) in FORWARD]
+
+
+# --------------------------------------------------------------------------------------- the parts
+
+#: Of an activation.
+MOST_DIMENSIONS = 8
+
+
+def refuse_torn(parts: Sequence[nn.Module], place: Sequence[int]) -> None:
+    """Raise :class:`Refused` where a parameter stands in parts of different ranks."""
+    owner: dict[int, int] = {}
+    for part, rank in zip(parts, place, strict=True):
+        for name, parameter in part.named_parameters():
+            if owner.setdefault(id(parameter), rank) != rank:
+                raise Refused(f"{name!r} is tied over stages of two ranks: {TORN}")
+
+
+def refuse_unequal(batch: Batch) -> None:
+    """Raise :class:`Refused` for what a schedule would cut elsewhere than the micro-batches end."""
+    for window in batch.windows:
+        shapes = sorted({tuple(micro.inputs.shape) for micro in window})
+        if len(shapes) > 1:
+            raise Refused(
+                f"step {batch.step}: micro-batches of shapes {', '.join(map(str, shapes))} in one "
+                "window; torch cuts its inputs into equal parts: choose a global_batch that "
+                "the number of micro-batches divides"
+            )
+
+
+def meta(tensor: Tensor, grad: bool = True) -> Tensor:
+    """``tensor`` without its values."""
+    return torch.empty_like(tensor, device="meta").requires_grad_(grad)
+
+
+@contextmanager
+def evaluating(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """``parts`` in evaluation mode, afterwards as they were."""
+    before = [(part, part.training) for part in parts]
+    for part, _ in before:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.train(training)
+
+
+IMPLEMENTATION = Pipelining

@@ -1,0 +1,90 @@
+"""What pipelines of PyTorch and DeepSpeed really send and hold, with where each term comes from.
+
+Both send what :class:`~suite.promises.pipeline.Pipeline` says and something more.  Shapes travel as
+integers, in the first step or before each message: they stand in the rows of control traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import ClassVar
+
+from suite.promises.base import Bytes, Flow, flow
+from suite.promises.pipeline import Pipeline
+from suite.promises.plan import used
+
+FP32 = 4
+
+
+class TorchPipelining(Pipeline):
+    """``torch.distributed.pipelining``: no byte more than a pipeline needs.
+
+    Received activations and gradients have buffers for every micro-batch that stay from step to
+    step, whatever the schedule has in flight.
+    """
+
+    strategy: ClassVar[str] = "torch_pipelining"
+    textbook: ClassVar[str] = "pipeline"
+    source: ClassVar[str] = (
+        "pipelining/stage.py: get_fwd_send_ops and get_bwd_send_ops send an activation and its "
+        "gradient a micro-batch and boundary, set_local_fwd_input and set_local_bwd_input nothing "
+        "between stages of one rank; _warmup_forward_vote and _forward_metadata_inference exchange "
+        "integers and pickled shapes in the first call; one fp64 number for the norm is the "
+        "adapter's, one fp32 number for an overflow ShardedGradScaler's"
+    )
+
+    def flows(self) -> list[Flow]:
+        """As every pipeline; the scaler's agreement on an overflow is one fp32 number."""
+        scaled = [FP32] if self.plan.scaled else []
+        return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
+
+    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """Buffers of all micro-batches stay."""
+
+    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """Activations handed from stage to stage on one rank stay in those buffers."""
+
+
+class DeepSpeedPipeline(Pipeline):
+    """``PipelineEngine``: two fp32 losses go from the last stage to all; so does the norm's sum.
+
+    Gradients of a tied parameter are all-reduced over the ranks of its two stages.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_pipeline"
+    textbook: ClassVar[str] = "pipeline"
+    source: ClassVar[str] = (
+        "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
+        "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"
+    )
+
+    def flows(self) -> list[Flow]:
+        """Messages between stages, losses, tied gradients, the norm."""
+        plan = self.plan
+        messages = [f for f in super().flows() if f.operation in ("send", "recv")]
+        norm = [FP32] if plan.clipped else []
+        return [
+            *messages,
+            *flow(plan, "pipe", "broadcast", [2 * FP32]),
+            *flow(plan, "pipe", "all_reduce", norm),
+            *(
+                Flow("pipe", "all_reduce", Fraction(2 * t.nbytes), 2)
+                for t in used(plan.parameters, plan.step)
+                if len(self.stages.ranks(t)) > 1
+            ),
+        ]
+
+    def tied_messages(self) -> Iterator[int]:
+        """None: they are all-reduced."""
+        return iter(())
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """The update lets go of gradients."""
+        return {"gradients": 0} if point == "after_update" else {}
+
+    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """Buffers of received activations and gradients stay."""
+
+    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """What lies in the engine's buffers."""
