@@ -28,6 +28,11 @@ ODD = [name for name, trait in TRAITS.items() if trait.place in ("front", "inner
 WORLDS = (1, 2, 3, 4, 5)
 
 
+def carried(name: str) -> list[str]:
+    """The traits that the workload can carry."""
+    return [trait for trait, about in TRAITS.items() if name in about.applies_to]
+
+
 def spec(name: str = "charnames_gpt", *traits: str, **values: Any) -> WorkloadSpec:
     return WorkloadSpec(name, traits=traits, **values)
 
@@ -170,8 +175,9 @@ def test_attention_is_causal() -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("traits", [(), tuple(TRAITS)], ids=["bare", "all"])
-def test_the_global_batch_is_independent_of_the_cut(name: str, traits: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("every", [False, True], ids=["bare", "all"])
+def test_the_global_batch_is_independent_of_the_cut(name: str, every: bool) -> None:
+    traits = [t for t in carried(name) if t != "variable_lengths"] if every else []
     for size, micro, windows in ((24, 2, 1), (23, 3, 2), (7, 2, 2)):
         workload = make(
             spec(name, *traits, global_batch=size, micro_batches=micro, windows=windows)
@@ -350,6 +356,22 @@ def test_traits_of_the_batch(name: str) -> None:
     for windows, expected in ((1, [4, 2]), (2, [4, 2]), (3, [4, 4, 2])):
         cut = make(spec(name, "incomplete_window", micro_batches=4, windows=windows)).batch(0, 1)
         assert [len(window) for window in cut[0].windows] == expected
+
+
+@pytest.mark.parametrize("traits", [("unequal_tokens",), ("dropout_counter", "unequal_tokens")])
+def test_lengths_vary_and_the_numbers_do_not(traits: tuple[str, ...]) -> None:
+    def record(*more: str) -> dict[str, Any]:
+        workload = make(spec("charnames_gpt", *traits, *more, micro_batches=4))
+        return train(workload, OptimizerSpec(), 2, 1)["steps"][0]
+
+    batch = make(spec("charnames_gpt", *traits, "variable_lengths", micro_batches=4)).batch(0, 2)
+    lengths = {micro.targets.shape[1] for share in batch for micro in share.micro_batches}
+    assert len(lengths) > 1
+    plain, trimmed = record(), record("variable_lengths")
+    assert trimmed["loss"] == pytest.approx(plain["loss"], rel=1e-13)
+    for name, gradient in plain["gradients"].items():
+        if "qkv.bias" not in name:
+            torch.testing.assert_close(trimmed["gradients"][name], gradient, rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -566,7 +588,7 @@ def test_other_sizes() -> None:
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("world", [1, 3])
 def test_all_traits_together_still_have_an_effect(name: str, world: int) -> None:
-    workload = make(spec(name, *TRAITS))
+    workload = make(spec(name, *carried(name)))
     gradients = train(workload, OptimizerSpec(lr=0.01), world, 2)["steps"][1]["gradients"]
     idle = {key for key in workload.trainable_names if workload.last_use(key) == 0}
     assert set(gradients) == set(workload.trainable_names) - workload.unused - idle

@@ -332,14 +332,14 @@ class Workload:
                 window = []
                 for length in sizes:
                     index = torch.tensor(list(itertools.islice(order, length)))
-                    window.append(
-                        MicroBatch(
-                            inputs=samples.inputs[index],
-                            targets=samples.targets[index],
-                            weights=weights[index],
-                            sample_ids=ids[index],
-                        )
+                    micro = MicroBatch(
+                        inputs=samples.inputs[index],
+                        targets=samples.targets[index],
+                        weights=weights[index],
+                        sample_ids=ids[index],
                     )
+                    trimmed = "variable_lengths" in self.traits
+                    window.append(_trimmed(micro) if trimmed else micro)
                 windows.append(tuple(window))
             batches.append(Batch(step=step, windows=tuple(windows)))
         return batches
@@ -443,6 +443,18 @@ def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
         Knob(smallest, smallest).check(name, getattr(spec, name))
     check_traits(family.name, spec.traits, spec.micro_batches)
     return params
+
+
+def _trimmed(micro: MicroBatch) -> MicroBatch:
+    """``micro`` up to the last position at which any of its targets counts.
+
+    What its inputs carry behind the last position (a dropout key) stays there.
+    """
+    used, full = micro.weights.any(0).nonzero(), micro.targets.shape[1]
+    length = 1 + int(used.max()) if len(used) else 1
+    inputs = torch.cat([micro.inputs[:, :length], micro.inputs[:, full:]], 1)
+    targets, weights = (part[:, :length].contiguous() for part in (micro.targets, micro.weights))
+    return MicroBatch(inputs, targets, weights, micro.sample_ids)
 
 
 def _generator(text: str) -> torch.Generator:

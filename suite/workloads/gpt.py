@@ -33,15 +33,19 @@ SMALLEST_VOCABULARY = 91
 
 
 class Embed(nn.Module):
-    """Token plus position embedding: ``(samples, positions)`` of int64 -> ``(..., width)``."""
+    """Token plus position embedding: ``(samples, positions)`` of int64 -> ``(..., width)``.
 
-    def __init__(self, vocab: int, seq: int, width: int, place: Place) -> None:
+    ``keyed``: behind the last position stands the dropout key.
+    """
+
+    def __init__(self, vocab: int, seq: int, width: int, keyed: bool, place: Place) -> None:
         super().__init__()
+        self._keyed = keyed
         self.token = Embedding(vocab, width, **place)
         self.position = Embedding(seq, width, **place)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens[..., : self.position.num_embeddings]  # behind them: the dropout key
+        tokens = tokens[..., :-1] if self._keyed else tokens
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return self.token(tokens) + self.position(positions)
 
@@ -151,10 +155,10 @@ class CharnamesGPT(Family):
     def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
         """The GPT with the odd modules of ``traits``."""
         width, layers = params["width"], params["layers"]
-        middle = layers // 2
+        middle, keyed = layers // 2, "dropout_counter" in traits
         stack = Stack(
             front=oddities("front", traits, width, -1, place),
-            embed=Embed(params["vocab"], params["seq"], width, place),
+            embed=Embed(params["vocab"], params["seq"], width, keyed, place),
             blocks=[
                 Block(
                     width,
@@ -169,7 +173,7 @@ class CharnamesGPT(Family):
             final=oddities("final", traits, width, -1, place),
             head=Linear(width, params["vocab"], **place),
             tail=oddities("tail", traits, width, -1, place),
-            flags=partial(_flags, params["seq"]),
+            flags=partial(_flags, keyed),
         )
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
@@ -215,6 +219,7 @@ def _kv_heads(params: Mapping[str, Any]) -> int:
     return int(params["kv_heads"] or params["heads"])
 
 
-def _flags(seq: int, tokens: Tensor) -> Tensor:
-    """Flag bits from the start token, the dropout key (0 if there is none) above them."""
-    return (tokens[:, 0] - 1) + (tokens[:, seq:].sum(-1) << KEY_SHIFT)
+def _flags(keyed: bool, tokens: Tensor) -> Tensor:
+    """Flag bits from the start token, above them the dropout key if there is one."""
+    flags = tokens[:, 0] - 1
+    return flags + (tokens[:, -1] << KEY_SHIFT) if keyed else flags

@@ -127,6 +127,12 @@ TRAITS: dict[str, Trait] = {
     "one_rank_without_tokens": Trait(
         "no valid target in the second half of the global batch", (9,), "batch"
     ),
+    "variable_lengths": Trait(
+        "micro-batches end at their last valid target (beside unequal_tokens: lengths vary)",
+        (20, 9),
+        "batch",
+        ("charnames_gpt",),
+    ),
     "ignore_index": Trait("targets that count nothing are -100, no class", (16, 9), "batch"),
     "unequal_micro_batches": Trait(
         "every second data coordinate runs one micro-batch more", (8, 22), "batch"
@@ -163,7 +169,7 @@ TRAITS: dict[str, Trait] = {
 #: Traits that leave a model of integers exact.
 _EXACT = (
     *("tied_over_units", "frozen", "unequal_tokens", "one_rank_without_tokens"),
-    *("unequal_micro_batches", "incomplete_window"),
+    *("unequal_micro_batches", "incomplete_window", "variable_lengths"),
     *("late_results", "poisoned_buffers", "skewed_ranks"),
 )
 for _name in _EXACT:
