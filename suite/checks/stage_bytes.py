@@ -46,6 +46,7 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
         inputs: dict[int, int] = {}
         hooks = [m.register_forward_pre_hook(_Inputs(inputs)) for m in part.modules() if _trains(m)]
         received = given.untyped_storage()
+        before = _buffers(part)
         phase = "forward"
         with MemoryLedger(lambda: phase) as ledger:  # noqa: B023 - read while it is open
             kept = result = part(given)
@@ -57,13 +58,21 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
             ledger.mark("over")
         for hook in hooks:
             hook.remove()
-        own = ledger.bytes("kept")["activations"]
+        bound = _buffers(part)  # a buffer that was bound anew is none of them
+        again = sum(size for storage, size in bound.items() if storage not in before)
+        own = ledger.bytes("kept")["activations"] - again
         inputs.pop(received._cdata, None)
         found.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
         if number:
             found[-1]["input"] = received.nbytes()
         given = kept
     return found
+
+
+def _buffers(part: nn.Module) -> dict[int, int]:
+    """Storages of the buffers that are bound, and their bytes."""
+    storages = [buffer.untyped_storage() for buffer in part.buffers()]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _trains(module: nn.Module) -> bool:
