@@ -20,7 +20,7 @@ from impls.pytorch import (
     tensor_parallel,
     zero_redundancy_optimizer,
 )
-from impls.reference import ddp, tensor, zero1, zero2, zero3
+from impls.reference import ddp, pipeline, tensor, zero1, zero2, zero3
 from impls.reference.fsdp import schedule
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.units import Wrap
@@ -36,6 +36,7 @@ TAKEN: dict[str, Any] = {
     "reference/zero3": zero3.Options,
     "reference/fsdp": schedule.Options,
     "reference/tensor": tensor.Options,
+    "reference/pipeline": pipeline.Options,
     "pytorch/ddp": pytorch_ddp.Options,
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/fsdp1": fsdp1.Options,
@@ -61,10 +62,9 @@ def defaults(found: list[list[str]], column: int) -> dict[str, Any]:
 
 def fields(kind: Any) -> dict[str, Any]:
     """Name -> default, of a dataclass; a mapping's is empty."""
-    return {
-        field.name: {} if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(kind)
-    }
+    found = {field.name: field.default for field in dataclasses.fields(kind)}
+    found |= {name: {} for name, value in found.items() if value is dataclasses.MISSING}
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in found.items()}
 
 
 def test_every_implementation_is_on_the_page() -> None:
@@ -94,7 +94,13 @@ def test_keys_of_deepspeed_and_their_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "kind"), [("precision", Precision), ("wrap", Wrap), ("scaler", ScalerSpec)]
+    ("heading", "kind"),
+    [
+        ("precision", Precision),
+        ("wrap", Wrap),
+        ("schedule", pipeline.Chosen),
+        ("scaler", ScalerSpec),
+    ],
 )
 def test_keys_of_mappings(heading: str, kind: Any) -> None:
     assert defaults(rows(heading), 1) == fields(kind)

@@ -201,7 +201,7 @@ class DividesByWorldClipped(DividesByWorld):
     workload=gpt("unequal_tokens"),
 )
 class MeanOfMeans(ReferenceDDP):
-    def backward(self, batch: Batch) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor | None:
         share = 1 / (len(batch.micro_batches) * self.mesh.world)
         equal = [
             replace(micro, weights=share * micro.weights / micro.weights.sum())
@@ -216,7 +216,7 @@ class MeanOfMeans(ReferenceDDP):
     killed_by=("equivalence",),
 )
 class DropsLastMicroBatch(ReferenceDDP):
-    def backward(self, batch: Batch) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor | None:
         return super().backward(replace(batch, windows=(tuple(batch.micro_batches[:-1]),)))
 
 
@@ -228,7 +228,7 @@ class DropsLastMicroBatch(ReferenceDDP):
     workload=gpt("incomplete_window"),
 )
 class ScalesIncompleteWindow(ReferenceDDP):
-    def backward(self, batch: Batch) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor | None:
         full = max(len(window) for window in batch.windows)
         windows = tuple(
             tuple(replace(m, weights=m.weights * len(window) / full) for m in window)

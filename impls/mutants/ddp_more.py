@@ -189,7 +189,7 @@ class MomentumReset(ReferenceDDP):
 )
 class EvaluatesInTrainingMode(ReferenceDDP):
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         shares = [self.loss(micro) for micro in batch.micro_batches]
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
@@ -203,7 +203,7 @@ class EvaluatesInTrainingMode(ReferenceDDP):
 )
 class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         value = super(EvaluatesInTrainingMode, self).evaluate(batch)
         super().evaluate(batch)
         return value
@@ -217,7 +217,7 @@ class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
     options=CNN_BUCKETS,
 )
 class StaysInEvaluationMode(ReferenceDDP):
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         value = super().evaluate(batch)
         self.module.eval()
         return value
@@ -229,8 +229,10 @@ class StaysInEvaluationMode(ReferenceDDP):
     killed_by=("equivalence",),
 )
 class EvaluatesMean(ReferenceDDP):
-    def evaluate(self, batch: Batch) -> Tensor:
-        return super().evaluate(batch) / max(1, len(batch.micro_batches))
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        loss = super().evaluate(batch)
+        assert loss is not None
+        return loss / max(1, len(batch.micro_batches))
 
 
 @mutant(

@@ -264,7 +264,7 @@ class NarrowPartialSums(FSDP):
     workload=gpt("unequal_tokens"),
 )
 class NormalisesByLocalCounts(ReferenceFSDP):
-    def backward(self, batch: Batch) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor | None:
         micro_batches = batch.micro_batches
         own = torch.stack([micro.weights.sum() for micro in micro_batches]).sum()
         whole, self.loss = self.loss, lambda micro: whole(micro) / (own * self.mesh.world)  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ from impls.reference.parts.optimizer import (
 )
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.precision import Precision
-from impls.reference.parts.recompute import Call, recompute_units
+from impls.reference.parts.recompute import Call, Group, recompute_units
 from impls.reference.parts.scaler import LossScaler
 from impls.reference.parts.state import copy_pieces, load_state
 from suite.comm import Mesh
@@ -71,9 +71,8 @@ class Engine(Implementation):
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
-        every = options.get("recompute_every", 0)
-        self.groups = recompute_units(module, build.units, every, self.call_type)
         self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.groups = self.recompute(module, options)
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
         self.precision.cast_buffers(module)
@@ -83,6 +82,11 @@ class Engine(Implementation):
         self.module = self.handle.module
         self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
         self.optimizer = self.make_optimizer()
+
+    def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
+        """Wrap the units that are computed again in backward."""
+        every = options.get("recompute_every", 0)
+        return recompute_units(module, self.build.units, every, self.call_type)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""
@@ -144,8 +148,11 @@ class Engine(Implementation):
         if self.masters:
             self.masters.copy_up()
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward of every micro-batch; the sum of their detached losses."""
+    def backward(self, batch: Batch) -> Tensor | None:
+        """Forward and backward of every micro-batch; the sum of their detached losses.
+
+        A pipeline runs a schedule instead; ranks that have no loss tell ``None``.
+        """
         total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
         micro_batches = batch.micro_batches
         for number, micro in enumerate(micro_batches):
@@ -157,7 +164,10 @@ class Engine(Implementation):
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Weighted loss of one micro-batch; weights sum to 1 over the global batch."""
-        outputs = self.module(self.precision.cast_inputs(micro.inputs))
+        return self.loss_of(self.module(self.precision.cast_inputs(micro.inputs)), micro)
+
+    def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The loss of the model's ``outputs`` for ``micro``."""
         return self.build.loss(self.precision.cast_outputs(outputs), micro)
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
@@ -192,7 +202,7 @@ class Engine(Implementation):
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor | None:
         """This rank's share of the loss in evaluation mode."""
         self.module.eval()
         try:

@@ -76,12 +76,12 @@ class Handle(ABC):
         """Release hooks and buffers."""
 
 
-class Replicated(Handle):
-    """Base of strategies that keep a whole copy of the model on every rank of ``comm``."""
+class Whole(Handle):
+    """Base of handles that keep all of ``module`` on this rank, as copy number ``replica``."""
 
-    def __init__(self, module: nn.Module, comm: Comm) -> None:
+    def __init__(self, module: nn.Module, replica: int = 0) -> None:
         self.module = module
-        self.comm = comm
+        self.replica = replica
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trainable)
         self.parameters = list(trainable.values())
@@ -102,7 +102,7 @@ class Replicated(Handle):
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
     def pieces(self, kind: Kind) -> list[Piece]:
-        """Whole tensors; this rank is replica number ``comm.rank``."""
+        """Whole tensors."""
         found: dict[str, Tensor] = {}
         if kind == "parameters":
             found = dict(self.module.named_parameters())
@@ -111,8 +111,23 @@ class Replicated(Handle):
         elif kind == "gradients":
             pairs = zip(self.names, self.parameters, strict=True)
             found = {name: p.grad for name, p in pairs if p.grad is not None}
-        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in found.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """Whole as well."""
-        return Piece.whole(f"{name}.{slot}", tensor, replica=self.comm.rank)
+        return Piece.whole(f"{name}.{slot}", tensor, replica=self.replica)
+
+
+class Replicated(Whole):
+    """Base of strategies that keep a whole copy of the model on every rank of ``comm``."""
+
+    def __init__(self, module: nn.Module, comm: Comm) -> None:
+        super().__init__(module, comm.rank)
+        self.comm = comm
+
+
+class Local(Whole):
+    """A module that this rank alone has: nothing is exchanged."""
+
+    def finish(self) -> None:
+        """Gradients are final as backward left them."""

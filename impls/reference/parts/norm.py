@@ -27,17 +27,18 @@ def power_sum(gradient: Tensor, order: float = 2.0) -> Tensor:
 
 
 def total_norm(parts: Iterable[NormPart], comm: Callable[..., Comm], order: float = 2.0) -> Tensor:
-    """Global norm (float64 scalar) of all ``parts``; ``comm(*axes)`` gives their communicators.
+    """Global norm (float64 scalar) of all ``parts``; ``comm(axis)`` gives the communicators.
 
-    Parts that are whole on every rank have no axes and are counted once, locally.
+    Sums are added along one axis after the other.  Parts that are whole on every rank have no axes
+    and are counted once, locally.
     """
     sums: dict[tuple[str, ...], Tensor] = {}
     for value, axes in parts:
         sums[axes] = sums.get(axes, torch.zeros((), dtype=torch.float64)) + value
     total = torch.zeros((), dtype=torch.float64)
     for axes in sorted(sums):  # one order on all ranks
-        if axes:
-            comm(*axes).all_reduce(sums[axes])
+        for axis in axes:
+            comm(axis).all_reduce(sums[axes])
         total = total + sums[axes]
     return total ** (1.0 / order)
 

@@ -51,6 +51,7 @@ class Pipelining(Implementation):
             raise Refused(f"option 'schedule' is one of {', '.join(SCHEDULES)}")
         return Capabilities(
             axes=("pipe",),
+            exactness="bitwise",
             initial_state="everywhere",
             features=frozenset({"clipping", "accumulation", "stages"}),
             declines={"tied_over_units": "no gradient exchange between the tied stages"},
