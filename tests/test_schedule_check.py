@@ -106,6 +106,7 @@ def figures(
         backend="in_memory",
         checks=("schedule", "memory"),
         precision={},
+        workload=WorkloadSpec("charnames_gpt"),
     )
     stages = schedules[windows[0]].stages
     compared = [

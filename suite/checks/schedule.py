@@ -26,7 +26,7 @@ Figures tell both bubbles for equal times, over ideal and over total.
 
 *Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
 nothing (then it says so and does not pass), nor what is computed outside of traced actions.
-Activations are not judged under mixed precision or recomputation.
+Activations are not judged under mixed precision or recomputation, nor with branches by data.
 """
 
 from __future__ import annotations
@@ -353,6 +353,8 @@ def unweighed(evidence: Figures) -> str:
         return "mixed precision"
     if plan.options.get("recompute_every"):
         return "recomputation"
+    if any(trait.startswith("conditional_") for trait in case.workload.traits):
+        return "branches: what a micro-batch takes depends on its data, not on its shape alone"
     return ""
 
 
