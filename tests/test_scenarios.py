@@ -464,7 +464,10 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 
 
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
-OTHERS = ("ddp-", "plain", "relations", "nccl", "memory-ratios", "tensor")
+OTHERS = (
+    *("ddp-", "plain", "relations", "nccl", "memory-ratios"),
+    *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
+)
 
 
 def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:
@@ -547,3 +550,19 @@ def test_suggested_groups_reach_the_optimizer() -> None:
 
 def test_input_errors_are_value_errors() -> None:
     assert issubclass(InputError, ValueError)
+
+
+def test_tensor_parallelism_meets_every_condition(shipped: list[Case]) -> None:
+    own = [
+        case
+        for case in shipped
+        if case.implementation == "reference/tensor" and "refuses" not in case.expect
+    ]
+    assert {trait for case in own for trait in case.workload.traits} == set(TRAITS)
+    assert {case.world for case in own} == {1, 2, 3, 4, 5}
+    assert {case.backend for case in own} == {"in_memory", "gloo"}
+    updates = {(case.optimizer.name, case.optimizer.clip_norm is not None) for case in own}
+    assert updates == {(name, clipped) for name in ("sgd", "adamw") for clipped in (True, False)}
+    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "native"}
+    assert {case.dtype for case in own} == {"float64", "float32", "bfloat16"}
+    assert sum(case.tier == "quick" for case in own) <= 12

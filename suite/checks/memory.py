@@ -7,7 +7,8 @@ where it is promised, buffers of communication must have gone, activations and t
 (a copy that nobody shows is one of those).  Between the points the largest bytes of a class must
 lie within two bounds that follow from the largest unit, from prefetch and from buckets: too much is
 state that was not let go, too little is work that was not done.  Bytes that are copied between the
-tiers in a step are counted apart from network traffic and compared, too.  Promises are in
+tiers in a step are counted apart from network traffic and compared, too; so are parameters that are
+split and those that stand on every rank, where a promise tells them apart.  Promises are in
 :mod:`suite.promises`; the accounting (A32, A16, ...) is named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
@@ -30,6 +31,7 @@ from suite.ledgers.memory.summary import PHASES
 from suite.promises import Promise, promise_of, whole_bytes
 from suite.promises.accounting import Accounting, accounting_of
 from suite.promises.base import JUDGED
+from suite.promises.plan import ITEMSIZE
 
 #: (step, place) -> tier -> class -> bytes.
 Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
@@ -58,6 +60,7 @@ def decide(evidence: Figures) -> Outcome:
             *_resident(evidence, promise, record, marks),
             *_peaks(evidence, promise, record["rank"], peaks),
             *_moved(evidence, promise, record),
+            *_apart(promise, record, figures),
         ):
             if low <= held <= high:
                 continue
@@ -123,6 +126,21 @@ def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> It
         updated = updated if record["steps"][step]["metrics"].get("skipped") else step
         for way, size in promise.moved(record["rank"], step, updated).items():
             yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
+
+
+def _apart(
+    promise: Promise, record: Mapping[str, Any], figures: dict[str, Any]
+) -> Iterator[Comparison]:
+    """Bytes of parameters after the last update, by how they lie on the ranks."""
+    told, last = record["steps"][-1], len(record["steps"]) - 1
+    held = told.get("held", {}).get("after_update", {}).get("parameters", {})
+    plan = promise.plan
+    sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
+    for kind, wanted in promise.apart(record["rank"]).items():
+        size = sum(n * sizes[name] for name, n in wanted.items())
+        found = sum(held.get(name, 0) * sizes[name] for name in wanted)
+        figures.setdefault(f"{kind}_bytes", {})[str(record["rank"])] = found
+        yield "held", last, "after_update", f"{kind} parameters", found, size, size
 
 
 def _peaks(evidence: Figures, promise: Promise, rank: int, peaks: Weights) -> Iterator[Comparison]:

@@ -157,6 +157,12 @@ class Promise(ABC):
         """
         return None
 
+    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+        """Elements of parameters on ``rank`` by name, told apart by how they lie on the ranks;
+        nothing where there is only one way.
+        """
+        return {}
+
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
         return {}

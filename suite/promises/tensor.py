@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import ClassVar
@@ -23,6 +23,8 @@ from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
 #: Layers of a unit whose output features are split, and whose input features are.
 _COLUMNS = ("attention.qkv", "mlp.up", "up")
 ROWS = ("attention.out", "mlp.down", "down")
+#: Bytes of losses, norms and factors of a step.
+_SCALARS = 256
 #: Layers over the vocabulary.
 _VOCABULARY = ("embed.token", "head")
 
@@ -108,10 +110,10 @@ class TensorParallel(Promise):
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
         """Samples and positions of every micro-batch of the step, over all data coordinates."""
-        rows = self.table.shape[0]
+        key = any(name.endswith(".dropout_counter") for name in self.plan.modules)
         shares = self.plan.inputs[self.plan.step] if self.plan.inputs else ()
         return [
-            (shape[0], min(shape[1], rows))  # behind the positions: a key for dropout
+            (shape[0], shape[1] - key)  # behind the positions
             for share in shares
             for window in share
             for shape in window
@@ -196,6 +198,22 @@ class TensorParallel(Promise):
     def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
         """Every tensor, and how many of its elements ``rank`` holds."""
         return [(t, self.elements(t, rank)) for t in self.plan.parameters]
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """What was gathered or summed has become a gradient, or gone; the norm may stay."""
+        return _SCALARS
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors."""
+        return _SCALARS
+
+    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+        """Elements of parameters that are split, and of those that every rank has whole."""
+        own = self.parts(rank)
+        return {
+            "split": {t.name: n for t, n in own if self.ranks > 1 and self.is_split(t)},
+            "replicated": {t.name: n for t, n in own if self.ranks == 1 or not self.is_split(t)},
+        }
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Parts of what is split, the rest whole; gradients of what is used."""
