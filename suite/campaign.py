@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from suite import workloads
@@ -39,7 +40,8 @@ class System:
     over ranks before it adds it to the others, so that with several micro-batches two ranks are not
     promised equal bits.  ``flattens``: makes parameters contiguous, whose products may then be
     rounded otherwise.  ``takes``: whether options go with a policy of precision, for a model with
-    batch norms or without; where not, nothing is cast.
+    batch norms or without; where not, nothing is cast.  ``stages``: units that a model must have at
+    least (0: as many as it has by default); ``cuts``: whether options go with the micro-batches.
     """
 
     name: str
@@ -52,6 +54,11 @@ class System:
     takes: Callable[[Mapping[str, Any], Mapping[str, str], bool], bool] = (
         lambda options, policy, normed: True
     )
+    stages: Callable[[Mapping[str, Any], Mapping[str, int]], int] = lambda options, mesh: 0
+    cuts: Callable[[Mapping[str, Any], Mapping[str, int], WorkloadSpec], bool] = (
+        lambda options, mesh, spec: True
+    )
+    most_micro_batches: int = 3
 
 
 def _line(axis: str) -> list[dict[str, int]]:
@@ -91,6 +98,25 @@ _HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3)
 #: FSDP1 refuses hybrids without sharding.
 _SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if mesh["shard"] > 1)
 _SHARDS = _line("shard")
+_PIPES = [{"pipe": size} for size in range(1, 7)]
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
+
+
+def _stages(options: Mapping[str, Any], mesh: Mapping[str, int]) -> int:
+    return mesh["pipe"] * (2 if options["schedule"] in ("zb_v", "interleaved") else 1)
+
+
+def _in_groups(options: Mapping[str, Any], mesh: Mapping[str, int], spec: WorkloadSpec) -> bool:
+    """Interleaving takes as many micro-batches at a time as there are ranks."""
+    windows = (window for share in spec.cut(1) for window in share)
+    return options["schedule"] != "interleaved" or all(len(w) % mesh["pipe"] == 0 for w in windows)
+
+
+def _recomputes(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
+    """A backward in two parts cannot compute anything again."""
+    return not options["recompute_every"] or not options["schedule"].startswith("zb_")
+
+
 #: Shared by the sharded systems.  A wrap policy must match something in every workload.
 _WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
 _SILENT = {"accumulate_without_communication": (False, True)}
@@ -190,8 +216,26 @@ SYSTEMS: Sequence[System] = (
         {**_NATIVE_DDP, "parameters_as_bucket_view": (False, True)},
         flattens=lambda options: bool(options["parameters_as_bucket_view"]),
     ),
+    System(
+        "reference/pipeline",
+        _PIPES,
+        {"schedule": _SCHEDULES, "recompute_every": (0, 0, 0, 1)},
+        only=_recomputes,
+        stages=_stages,
+        cuts=_in_groups,
+        most_micro_batches=8,
+    ),
 )
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
+CHECKS = (
+    "equivalence",
+    "replicas",
+    "norm",
+    "traffic",
+    "memory",
+    "overlap",
+    "engagement",
+    "schedule",
+)
 #: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
 LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "native")
 DYADIC = "dyadic_mlp"
@@ -241,8 +285,10 @@ def case_of(
         source,
         workload,
         carried,
-        most_micro_batches=1 if one else 3,
+        most_micro_batches=1 if one else system.most_micro_batches,
         equal_over=math.prod(mesh.values()) if UNEQUAL in declined else 1,
+        stages=system.stages(options, mesh),
+        cuts=partial(system.cuts, options, mesh),
     )
     groups = workloads.suggested_groups(spec.traits)
     optimizer = replace(_optimizer(source, lane), groups=groups)
@@ -306,11 +352,15 @@ def _workload(
     carried: Sequence[str],
     most_micro_batches: int,
     equal_over: int,
+    stages: int,
+    cuts: Callable[[WorkloadSpec], bool],
 ) -> WorkloadSpec:
     """A random workload that can be made: some traits ask for more than one micro-batch.
 
-    Each of ``equal_over`` ranks has as many micro-batches as the others.
+    Each of ``equal_over`` ranks has as many micro-batches as the others; the model has a unit at
+    least for each of ``stages``.
     """
+    params = {"layers": stages + source.randint(0, 2)} if stages else {}
     while True:
         spec = WorkloadSpec(
             name,
@@ -319,10 +369,11 @@ def _workload(
             global_batch=source.choice((12, 15, 24)),
             micro_batches=source.randint(1, most_micro_batches),
             windows=1 if most_micro_batches == 1 else source.choice((1, 1, 2)),
+            params=params,
         )
         try:
             workloads.check(spec)
         except workloads.WorkloadError:
             continue
-        if len(set(spec.micro_batch_counts(equal_over))) == 1:
+        if len(set(spec.micro_batch_counts(equal_over))) == 1 and cuts(spec):
             return spec
