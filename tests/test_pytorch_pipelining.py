@@ -176,9 +176,9 @@ def test_unequal_micro_batches_are_refused_before_anything_is_sent() -> None:
 @pytest.mark.parametrize(
     ("options", "traits", "words"),
     [
-        ({"split": [3, 2]}, (), r"'split' = \[3, 2\]: needs 2 numbers .* the 4 units"),
-        ({"split": [4, 0]}, (), "needs 2 numbers from 1 on"),
-        ({"schedule": {"name": "interleaved", "chunks": 3}}, (), "6 stages for 4 units"),
+        ({"split": [3, 2]}, (), r"'split' = \[3, 2\]: there are 2 stages and 4 units"),
+        ({"split": [4, 0]}, (), "give 2 numbers from 1 on whose sum is 4"),
+        ({"schedule": {"name": "interleaved", "chunks": 3}}, (), "6 stages for a model of 4 units"),
         ({}, ("tied_over_units",), "'head.weight' is tied over stages of two ranks"),
     ],
 )

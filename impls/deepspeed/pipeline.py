@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from impls.deepspeed import engine
 from impls.deepspeed.engine import ZERO_GRADIENT, environment
-from impls.reference.parts.cut import cut
 from impls.reference.parts.optimizer import (
     build_optimizer,
     load_slots,
@@ -48,6 +47,7 @@ from impls.reference.parts.optimizer import (
 )
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.schedules import one_f_one_b
+from impls.reference.parts.stages import cut
 from impls.reference.parts.state import copy_pieces, load_state
 from suite.comm import Mesh
 from suite.contract import (
@@ -70,12 +70,12 @@ ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a st
 
 @dataclass(frozen=True)
 class Options:
-    """``split``: units of each stage, in forward order (null: as even as possible, larger first).
+    """``split``: units of each stage, in forward order (``[]``: as even as possible, larger first).
 
     ``dynamic_shape``: DeepSpeed's own; shapes are told with every message.
     """
 
-    split: tuple[int, ...] | None = None
+    split: tuple[int, ...] = ()
     dynamic_shape: bool = False
 
 

@@ -267,7 +267,7 @@ class TellsAnother(Pipelining):
 )
 class IgnoresSplit(Pipelining):
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
-        super().setup(build, state, optimizer, mesh, {**options, "split": None})
+        super().setup(build, state, optimizer, mesh, {**options, "split": []})
 
 
 @mutant(

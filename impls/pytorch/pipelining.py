@@ -57,7 +57,6 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from impls.pytorch.scaling import make_scaler, unscale
-from impls.reference.parts.cut import cut
 from impls.reference.parts.norm import clip_factor, power_sum
 from impls.reference.parts.optimizer import (
     build_optimizer,
@@ -68,6 +67,7 @@ from impls.reference.parts.optimizer import (
 )
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.schedules import gpipe, one_f_one_b
+from impls.reference.parts.stages import cut
 from impls.reference.parts.state import copy_pieces, load_state
 from suite.comm import Mesh
 from suite.contract import (
@@ -133,11 +133,11 @@ class Chunked:
 class Options:
     """``schedule``: a name, or ``{name: interleaved, chunks: 3}``.
 
-    ``split``: units of each stage, in forward order (null: as even as possible, the larger first).
+    ``split``: units of each stage, in forward order (``[]``: evenly, the larger first).
     """
 
     schedule: Name | Chunked = "1f1b"
-    split: tuple[int, ...] | None = None
+    split: tuple[int, ...] = ()
     shapes: Literal["inferred", "given"] = "inferred"
 
     def __post_init__(self) -> None:
