@@ -122,11 +122,11 @@ def default_optimizer(name: str) -> OptimizerSpec:
 
 
 def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
-    """The whole world along the first data axis that the implementation has.
+    """The whole world along the first data axis that the implementation has, or its only axis.
 
-    :raises SelectionError: it has none.
+    :raises SelectionError: it has several, and no data axis.
     """
-    for axis in _AXES:
+    for axis in (*_AXES, *(axes if len(axes) == 1 else ())):
         if axis in axes:
             return {axis: world}
     remedy = "give its mesh, e.g. --mesh-b pipe=2"
