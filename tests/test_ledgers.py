@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from suite.ledgers import phases, traffic
+from suite.schedules import Action
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -295,3 +296,32 @@ def test_watching_an_unknown_unit_is_an_error() -> None:
 def test_an_operation_without_a_model_is_an_error() -> None:
     with pytest.raises(ValueError, match="no traffic model for 'teleport'"):
         traffic.share_sent("teleport", 2, 0, None, 8)
+
+
+def test_traced_computations_set_the_phase_and_know_their_window() -> None:
+    """What is computed outside of a step, an evaluation say, is not logged."""
+    own = phases.RankLog()
+    with own.action(Action("F", 0, 0)):
+        pass
+    seen = []
+    with own.step(3):
+        for op, micro in (("F", 0), ("BW", 0), ("F", 0), ("F", 1)):
+            with own.action(Action(op, 2, micro)):
+                seen.append(own.phase)
+                own.unit("forward", "b")
+    assert [(d.step, d.window, d.op, d.stage, d.micro) for d in own.actions] == [
+        (3, 0, "F", 2, 0),
+        (3, 0, "BW", 2, 0),
+        (3, 1, "F", 2, 0),
+        (3, 0, "F", 2, 1),
+    ]
+    assert seen == ["forward", "backward", "forward", "forward"]
+    units = [number for number, kind, _ in own.events if kind == "forward"]
+    for done, unit in zip(own.actions, units, strict=True):
+        assert done.begin < unit < done.end
+        assert done.began <= done.ended
+    with own.step(4):
+        own._stage = "update"
+        with own.action(Action("W", 2, 0)):
+            assert own.phase == "update"
+    assert own.actions[-1].window == 0

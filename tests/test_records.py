@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from impls.reference.parts.schedules import one_f_one_b
 from suite import execute, junit, records
-from suite.account import Account
+from suite.account import Account, restore
 from suite.budget import plan
 from suite.case import Case
 from suite.kills import pair
@@ -67,6 +68,23 @@ def test_a_record_holds_figures_and_whole_tensors_of_failures_only(made: Path) -
     assert {told["owner"] for told in broken["whole"]} >= {"oracle", "replica 0"}
     again = Account.from_dict(broken).to_dict()
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(broken))
+
+
+def test_schedules_and_computations_come_back(made: Path, tmp_path: Path) -> None:
+    """What a pipeline claimed and what its ranks logged; records of before have neither."""
+    result = next(r for r in read(made).cases if r["verdict"] == "pass")
+    account = records.read(made / result["record"])
+    schedule = one_f_one_b(2, 3)
+    times = {"begin": 4, "end": 9, "began": 12345.678901234, "ended": 12345.7}
+    place = {"step": 1, "window": 0, "op": "BW", "stage": 0, "micro": 2}
+    account["figures"]["schedules"] = {"3": schedule.to_dict()}
+    account["figures"]["records"][1]["actions"] = [place | times]
+    name, _ = records.write(tmp_path, account)
+    again = records.read(tmp_path / name)
+    assert [r["actions"] for r in again["figures"]["records"]] == [[], [place | times]]
+    assert restore(_cases()[0], again["figures"]).schedules == {3: schedule}
+    del account["figures"]["schedules"]
+    assert restore(_cases()[0], account["figures"]).schedules == {}
 
 
 def test_a_changed_byte_is_found_wherever_it_is(run: Path) -> None:

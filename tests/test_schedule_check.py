@@ -53,7 +53,8 @@ def log(schedules: Mapping[int, Schedule], rank: int, windows: tuple[int, ...]) 
             schedule = schedules[size]
             per_stage = len(UNITS) // schedule.stages
             for action in schedule.computed(rank):
-                times = {"begin": number, "end": number + 19}
+                times: dict[str, float] = {"begin": number, "end": number + 19}
+                times |= {"began": number / 1000, "ended": (number + 20) / 1000}
                 place = {"step": step, "window": window}
                 actions.append(place | action._asdict() | times)
                 kind = "forward" if action.op == "F" else "backward"
@@ -144,6 +145,21 @@ def test_both_bubbles_are_told_over_both_denominators() -> None:
     assert told["makespan_bubble_over_ideal"] == pytest.approx(1 / 4)
     assert told["makespan_bubble_over_total"] == pytest.approx(1 / 5)
     assert told["span_bubble_over_ideal"] == pytest.approx(1 / 4)
+
+
+def test_bubbles_are_measured_by_the_ranks_clocks() -> None:
+    """Two ranks, two micro-batches; every forward takes 1 s, every backward 2 s."""
+    found = figures("1f1b", 2, (2,))
+    clocks = ([0, 1, 4, 6], [1, 2, 4, 5])  # F0 F1 BW0 BW1 and F0 BW0 F1 BW1
+    for record, begins in zip(found.records, clocks, strict=True):
+        logged = [row for row in record["actions"] if row["step"] == 1]
+        for row, begin in zip(logged, begins, strict=True):
+            row |= {"began": begin, "ended": begin + (1 if row["op"] == "F" else 2)}
+    told = check.decide(found).figures["measured"]
+    assert told["seconds"] == {"F": 1.0, "BW": 2.0}
+    assert told["span_bubble_over_ideal"] == pytest.approx((8 - 6) / 6)
+    assert told["makespan_bubble_over_total"] == pytest.approx(2 / 8)
+    assert told["simulated"]["makespan_bubble_over_ideal"] == pytest.approx(1 / 2)
 
 
 Change = Callable[[Any], None]

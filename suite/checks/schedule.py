@@ -22,7 +22,9 @@ Then:
   whose weights have a gradient to come, and may exceed what they take by the messages under way,
   the inputs received, and a few numbers.
 
-Figures tell both bubbles for equal times, over ideal and over total.
+Figures tell both bubbles over ideal and over total: for equal times, as measured in the last step's
+first window, and as simulated with the mean times of that window.  Seconds are taken with ledgers
+on, of ranks that may share cores: no verdict depends on them.
 
 *Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
 nothing (then it says so and does not pass), nor what is computed outside of traced actions.
@@ -90,6 +92,7 @@ def decide(evidence: Figures) -> Outcome:
     }
     if not evidence.schedules:
         return Outcome("schedule", "skip", _unclaimed(evidence), None, figures)
+    figures["measured"] = measured(evidence, evidence.steps[-1])
     why_not = unweighed(evidence)
     if why_not:
         figures["activations"] = f"not judged: {why_not}"
@@ -219,6 +222,12 @@ def _told(schedule: Schedule) -> dict[str, Any]:
         "in_flight": [schedule.peak(rank) for rank in range(schedule.ranks)],
         "closed_form": schedule.name in FORMS,
     }
+    return told | _ratios(found, ideal)
+
+
+def _ratios(found: Mapping[str, float], ideal: float) -> dict[str, float]:
+    """Bubbles over a rank's work and over that and the makespan's bubble."""
+    told = {}
     for kind, bubble in found.items():
         told[f"{kind}_bubble_over_ideal"] = bubble / ideal
         told[f"{kind}_bubble_over_total"] = bubble / (ideal + found["makespan"])
@@ -331,6 +340,52 @@ def _held(log: Log) -> list[int]:
         held += (row["op"] == "F") - (row["op"] in ("W", "BW"))
         found.append(held)
     return found
+
+
+def measured(evidence: Figures, step: int) -> dict[str, Any]:
+    """Bubbles of the first window of ``step``, in the first data coordinate, by the ranks' clocks.
+
+    ``seconds`` are the mean over ranks of the work on one micro-batch; ``simulated`` the bubbles of
+    the schedule with these times.  Empty: nothing was computed.
+    """
+    ranks: dict[int, Log] = {}
+    size = 0
+    for record in evidence.records:
+        coordinate = record["coordinate"]
+        others = (at for axis, at in coordinate.items() if axis != "pipe")
+        log = [row for row in actions_of(record, step) if row["window"] == 0]
+        if log and not any(others):
+            ranks[coordinate.get("pipe", 0)] = log
+            size = record["steps"][step]["windows"][0]
+    schedule = evidence.schedules.get(size)
+    if schedule is None or len(ranks) < schedule.ranks:
+        return {}
+    took: Counter[str] = Counter()
+    busy, spans = [], []
+    for log in ranks.values():
+        for row in log:
+            took[row["op"]] += row["ended"] - row["began"]
+        busy.append(sum(row["ended"] - row["began"] for row in log))
+        spans.append(log[-1]["ended"] - log[0]["began"])
+    ends = [log[-1]["ended"] for log in ranks.values()]
+    makespan = max(ends) - min(log[0]["began"] for log in ranks.values())
+    idle = [span - work for span, work in zip(spans, busy, strict=True)]
+    times = {op: seconds / (size * len(ranks)) for op, seconds in took.items()}
+    mean = sum(busy) / len(busy)
+    halves = times.get("BW", 0.0) / 2
+    setting = Setting(
+        schedule.ranks,
+        size,
+        schedule.stages // schedule.ranks,
+        *(Fraction(times.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W")),
+    )
+    found = {"span": max(idle), "makespan": makespan - max(busy)}
+    played = bubbles(schedule, setting)
+    return {
+        "seconds": times,
+        **_ratios(found, mean),
+        "simulated": _ratios(played, float(setting.ideal)),
+    }
 
 
 def _plan(evidence: Figures) -> Plan | None:
