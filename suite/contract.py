@@ -311,6 +311,7 @@ PROFILES: dict[str, frozenset[str]] = {
     **dict.fromkeys(("torch_pipelining", "deepspeed_pipeline"), _ACCUMULATES | {"stages"}),
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "torch_tensor_parallel": _ZERO | {"tensor"},
+    "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
     "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},

@@ -16,6 +16,7 @@ from impls.pytorch import ddp as pytorch_ddp
 from impls.pytorch import (
     fsdp1,
     fsdp2,
+    hybrid,
     pipelining,
     tensor_parallel,
     zero_redundancy_optimizer,
@@ -43,6 +44,7 @@ TAKEN: dict[str, Any] = {
     "pytorch/fsdp2": fsdp2.Options,
     "pytorch/tensor_parallel": tensor_parallel.Options,
     "pytorch/pipelining": pipelining.Options,
+    "pytorch/hybrid": hybrid.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
 }
 WITHOUT = {"plain", "reference/naive_ddp"}

@@ -215,8 +215,8 @@ def test_a_partial_sum_is_no_piece() -> None:
     def body(rank: int, world: int) -> None:
         mesh = Mesh({"tensor": world}).device_mesh
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with pytest.raises(ValueError, match="a partial sum is no part of a tensor"):
-            dtensor_pieces("norm.weight", tensor, None)
+        with pytest.raises(ValueError, match=r"a partial sum is no part of 'norm\.weight'"):
+            dtensor_pieces("norm.weight", tensor, None, 0)
 
     succeed(body, 2)
 

@@ -113,6 +113,8 @@ OPS = {
 }
 #: What is left of an order in evaluation.
 FORWARD = ("F", "SF", "RF")
+#: torch's word for making a stage under ``fully_shard`` whole.
+GATHER = "UNSHARD"
 
 TORN = "its gradients would have to be exchanged between two ranks, which torch does not do"
 INFERENCE = "torch's inference of shapes runs a forward in training mode; give shapes: given"
@@ -204,6 +206,7 @@ class Pipelining(Implementation):
     """The adapter."""
 
     strategy = "torch_pipelining"
+    options_type: ClassVar[type[Options]] = Options
     stage_type: ClassVar[type[Stage]] = Stage
     features: ClassVar[frozenset[str]] = frozenset({"clipping", "accumulation", "stages"})
 
@@ -223,7 +226,7 @@ class Pipelining(Implementation):
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         """What torch will run, as far as it says so itself."""
-        return plan(parse_options(Options, options), ranks, micro_batches)
+        return plan(parse_options(cls.options_type, options), ranks, micro_batches)
 
     def setup(
         self,
@@ -234,22 +237,31 @@ class Pipelining(Implementation):
         options: Mapping[str, Any],
     ) -> None:
         """Build, load, cut; this rank keeps its parts."""
-        self.options = parse_options(Options, options)
+        self.options = parse_options(self.options_type, options)
         self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
         self.device = torch.device(mesh.device)
         self.place = place(self.options, self.comm.size)
         whole = build(mesh.device)
-        assert state is not None, "initial_state is 'everywhere'"
-        load_state(whole, state)
+        self.begin(whole, state, mesh)
         bounds = cut(len(build.units), len(self.place), self.options.split)
         parts = [build.stage(whole, *span) for span in bounds]
         refuse_torn(parts, self.place)
-        self.parts = {s: p for s, p in enumerate(parts) if self.place[s] == self.comm.rank}
+        mine = [s for s, rank in enumerate(self.place) if rank == self.comm.rank]
+        self.parts = {s: self.prepare(parts[s]) for s in mine}
         self.trainable = {n: p for n, p in self.named("parameters") if p.requires_grad}
         self.optimizer = build_optimizer(optimizer, param_groups(optimizer, self.trainable))
         self.scaler = make_scaler(optimizer, mesh.device, self.comm.group)
         self.schedules: dict[tuple[int, ...], Any] = {}
         self.window: tuple[MicroBatch, ...] = ()
+
+    def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
+        """Give ``whole`` the values that training begins with."""
+        assert state is not None, "initial_state is 'everywhere'"
+        load_state(whole, state)
+
+    def prepare(self, part: nn.Module) -> nn.Module:
+        """What becomes of a stage of this rank before torch gets it."""
+        return part
 
     @property
     def tells_loss(self) -> bool:
@@ -353,6 +365,7 @@ class Pipelining(Implementation):
         losses: list[Tensor] = []
         for window in batch.windows:
             losses += self.run(window, self.schedule_for(window).step)
+        self.finish()
         metrics = unscale(self.scaler, self.optimizer)
         observe("gradients_final")
         norm = None
@@ -368,6 +381,9 @@ class Pipelining(Implementation):
         if total is not None:
             total = total / metrics.get("scale", 1.0)
         return StepResult(loss=total, norm=norm, metrics=metrics)
+
+    def finish(self) -> None:
+        """After the last window: what is still to be done for gradients to be final."""
 
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         """Their sum; ``None`` where they are not known."""
@@ -412,12 +428,16 @@ class Pipelining(Implementation):
     def local_state(self, kind: Kind) -> list[Piece]:
         """What the stages of this rank own, whole."""
         if kind == "optimizer":
-            return slot_pieces(self.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
+            return slot_pieces(self.optimizer, lambda n, s, t: self.pieces(f"{n}.{s}", t))
         if kind == "gradients":
             found = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
         else:
             found = list(self.named(kind))
-        return [Piece.whole(name, tensor.detach()) for name, tensor in found]
+        return [piece for name, tensor in found for piece in self.pieces(name, tensor)]
+
+    def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
+        """What this rank holds of a tensor or slot: all of it."""
+        return [Piece.whole(name, tensor.detach())]
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
@@ -500,11 +520,22 @@ def translated(order: Sequence[Any]) -> Iterator[Action]:
 
 
 def leave_forwards(schedule: Any) -> None:
-    """Take all but the forwards and their messages out of ``schedule``, if it has its own order."""
+    """Take all but the forwards and their messages out of ``schedule``, if it has its own order.
+
+    Of a stage under ``fully_shard`` the first gather stays, too.
+    """
     orders = getattr(schedule, "pipeline_order_with_comms", {})
     for rank, order in orders.items():
-        parts = [part for action in order for part in (action.sub_actions or (action,))]
-        orders[rank] = [p for p in parts if OPS.get(p.computation_type.value) in FORWARD]
+        gathered, kept = set[int](), []
+        for action in order:
+            for part in action.sub_actions or (action,):
+                kind, stage = part.computation_type.value, part.stage_index
+                if kind == GATHER and stage not in gathered:
+                    gathered.add(stage)
+                    kept.append(part)
+                elif OPS.get(kind) in FORWARD:
+                    kept.append(part)
+        orders[rank] = kept
 
 
 # --------------------------------------------------------------------------------------- the parts

@@ -46,6 +46,7 @@ from torch.nn import functional as F
 from impls.pytorch.adapter import Adapter
 from impls.pytorch.tensor_styles import (
     apply_styles,
+    copy_number,
     dtensor_pieces,
     plan_styles,
     settle_gradient,
@@ -125,23 +126,13 @@ class PyTorchTensorParallel(Adapter):
     def loss(self, micro: MicroBatch) -> Tensor:
         """Of whole logits, or of the ranks' shares of them."""
         if self.options.sequence_parallel:
-            self.check_length(micro.inputs)
+            positions = self.module.get_parameter("embed.position.weight").shape[0]
+            check_length(micro.inputs, positions, self.mesh.size("tensor"))
         outputs = self.module(micro.inputs)
         if not self.options.loss_parallel:
             return self.build.loss(outputs, micro)
         with LOSS_PARALLEL():
             return parallel_loss(outputs, micro, self.build)
-
-    def check_length(self, inputs: Tensor) -> None:
-        """:class:`Refused` unless every rank gets as many positions."""
-        positions = self.module.get_parameter("embed.position.weight").shape[0]
-        length, ranks = min(inputs.shape[-1], positions), self.mesh.size("tensor")
-        if length % ranks:
-            raise Refused(
-                f"option 'sequence_parallel' = true: {length} positions do not divide by the "
-                f"{ranks} ranks of the axis 'tensor', and SequenceParallel takes every rank's "
-                "input for equally long"
-            )
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """torch's rule: backward runs inside ``loss_parallel`` as well."""
@@ -173,7 +164,7 @@ class PyTorchTensorParallel(Adapter):
         if not isinstance(tensor, DTensor):
             return [Piece.whole(name, tensor.detach(), replica=self.mesh.rank)]
         owner = name if name in self.named else name.rpartition(".")[0]
-        return dtensor_pieces(name, tensor, self.orders.get(owner))
+        return dtensor_pieces(name, tensor, self.orders.get(owner), copy_number(tensor))
 
     @torch.no_grad()
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
@@ -188,6 +179,20 @@ class PyTorchTensorParallel(Adapter):
             full[name] = torch.empty_like(whole)
             full[name][self.orders.get(name, ...)] = whole
         return full
+
+
+def check_length(inputs: Tensor, positions: int, ranks: int) -> None:
+    """:class:`Refused` unless ranks get equally many positions of ``inputs`` ``(samples, length)``.
+
+    What lies behind the first ``positions`` of them is no position.
+    """
+    length = min(inputs.shape[-1], positions)
+    if length % ranks:
+        raise Refused(
+            f"option 'sequence_parallel' = true: {length} positions do not divide by the {ranks} "
+            "ranks of the axis 'tensor', and SequenceParallel takes every rank's input for equally "
+            "long"
+        )
 
 
 def check_loss(build: Build) -> None:

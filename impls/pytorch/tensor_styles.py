@@ -236,17 +236,20 @@ def settle_gradient(parameter: Tensor) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def dtensor_pieces(name: str, tensor: DTensor, order: Sequence[int] | None) -> list[Piece]:
+def dtensor_pieces(
+    name: str, tensor: DTensor, order: Sequence[int] | None, replica: int
+) -> list[Piece]:
     """What this rank holds of ``tensor``: one block, or the runs of a fused projection's rows.
 
     ``order``: the rows of the true tensor in the order in which they are kept.
     Tensors of pieces are views.
     """
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"a partial sum is no part of {name!r}: {tensor.placements}")
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     spans = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
     local = tensor.to_local().detach()
-    replica = copy_number(tensor)
     if order is None:
         return [Piece(name, shape, local, slices=spans, replica=replica)]
     (first, last), *rest = spans
@@ -269,6 +272,4 @@ def copy_number(tensor: DTensor) -> int:
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-        elif isinstance(placement, Partial):
-            raise ValueError(f"a partial sum is no part of a tensor: {tensor.placements}")
     return number

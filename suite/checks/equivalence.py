@@ -486,15 +486,19 @@ def _flat_ulps(actual: Tensor, truth: Tensor, reference: Tensor) -> Comparison:
 
 
 def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
-    """Buffers of every data coordinate against the declared rule (``rank0|per_rank|synced``)."""
+    """Buffers of every data coordinate against the declared rule (``rank0|per_rank|synced``).
+
+    Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
+    """
     truth = evidence.oracle["steps"][step]["buffers"]
     if not truth or not truth[0]:
         return
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")
     for name, copies in state.tensors.items():
+        each = max(1, len(copies) // len(truth))
         for replica, actual in copies.items():
-            coordinate = min(replica, len(truth) - 1)
+            coordinate = min(replica // each, len(truth) - 1)
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
             result = how(actual, expected)

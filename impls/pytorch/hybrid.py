@@ -1,0 +1,332 @@
+"""PyTorch's three kinds of parallelism at once: pipelining x ``fully_shard`` x tensor parallelism.
+
+    axis        what it cuts                        by
+    pipe        the blocks, into stages             ``torch.distributed.pipelining``
+    replicate   the batch                           ``fully_shard`` over a mesh of two dimensions
+    shard       the batch; rows of what a tensor    ``fully_shard``
+                rank has of a parameter
+    tensor      heads, hidden features, vocabulary  ``torch.distributed.tensor.parallel``
+
+    set-up   build whole; rank 0's state to all, along one axis after the other; cut into stages;
+             of a stage split every layer over ``tensor``, then shard what that leaves, unit by unit
+    step     each window: torch's schedule; activations go to the neighbour with the same data and
+             tensor coordinates; units stay gathered from their first forward to the window's end
+             (``reshard_after_forward: false``), when gradients are reduced: partial sums over
+             ``tensor``, then scattered over ``shard``, then summed over ``replicate``
+    clip     ``get_total_norm`` by mesh of the DTensors, its square summed over ``pipe``
+    update   torch's optimizer on what the rank holds
+
+A parameter's local part is a strided block where both axes cut rows; of a fused projection it is
+several blocks.  An axis that the mesh does not have is not used; ``pipe`` must be there, if only
+of one rank.
+
+The first call of a schedule throws all gradients of ``fully_shard`` away, those of the step's
+earlier windows too (``_post_metadata_inference_cleanup``): the adapter keeps them aside.  Shapes
+are always given, for to infer them torch runs stages forward and backward.
+
+Cost: ``torch_hybrid.payload_bytes``.
+Numbers: sums over ranks in the backend's order.
+Left out: parameters tied over stages (torch exchanges no gradients), loss scaling, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from impls.pytorch import pipelining
+from impls.pytorch.adapter import whole_units
+from impls.pytorch.fsdp2 import VARYING
+from impls.pytorch.pipelining import TORN, Pipelining, evaluating, meta
+from impls.pytorch.tensor_parallel import LOSS_PARALLEL, check_length, check_loss, parallel_loss
+from impls.pytorch.tensor_styles import (
+    SEQUENCE,
+    apply_styles,
+    dtensor_pieces,
+    plan_styles,
+    settle_gradient,
+)
+from impls.reference.parts.options import parse_options
+from impls.reference.parts.stages import cut
+from impls.reference.parts.state import broadcast_tensors, copy_pieces, load_state, named_state
+from impls.reference.parts.units import Wrap
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Kind,
+    MicroBatch,
+    OptimizerSpec,
+    Piece,
+    Refused,
+)
+
+#: Along which the batch is cut.
+DATA_AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Options(pipelining.Options):
+    """Those of the three.
+
+    ``reshard_after_forward``: units are freed and gathered again, by every micro-batch.
+    """
+
+    shapes: Literal["given"] = "given"
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    reshard_after_forward: bool = False
+
+
+class Hybrid(Pipelining):
+    """The adapter."""
+
+    strategy = "torch_hybrid"
+    options_type: ClassVar[type[pipelining.Options]] = Options
+    options: Options
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """The ``torch_hybrid`` profile."""
+        chosen = parse_options(Options, options)
+        features = {
+            *("clipping", "accumulation", "initial_broadcast", "frozen_parameters"),
+            *("stages", "tensor", "sharded_parameters", "sharded_gradients", "sharded_optimizer"),
+        }
+        return Capabilities(
+            axes=("pipe", *DATA_AXES, "tensor"),
+            buffers="per_rank",
+            features=frozenset(features),
+            declines={
+                **chosen.declines(),
+                **dict.fromkeys(VARYING, "fully_shard reduces what ranks used: all must the same"),
+                "tied_over_units": TORN,
+                "scalar": "ValueError: fully_shard doesn't support scalar parameters",
+                "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
+                "parameters yet",
+                "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
+                "unequal_micro_batches": "windows end in collectives: ranks must run as many",
+            },
+        )
+
+    # --------------------------------------------------------------------------------- set-up
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """As a pipeline, if only of one rank."""
+        if "pipe" not in mesh.axes:
+            raise Refused(f"stages need the axis 'pipe' (of one rank, say), not {list(mesh.axes)}")
+        super().setup(build, state, optimizer, mesh, options)
+
+    def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
+        """Rank 0's values everywhere."""
+        self.mesh, self.data = mesh, tuple(axis for axis in DATA_AXES if axis in mesh.axes)
+        if self.data == ("replicate",):
+            raise Refused("fully_shard replicates beside shards: give the mesh shard: 1")
+        if self.spec.scaler is not None:
+            raise Refused("a loss scale: torch's scaler agrees over one mesh, stages have several")
+        self.splits = "tensor" in mesh.axes
+        self.positions = whole.get_parameter("embed.position.weight").shape[0]
+        self.classes = whole.get_parameter("head.weight").shape[0]
+        if self.options.loss_parallel:
+            check_loss(self.build)
+        if state is not None:
+            load_state(whole, state)
+        for axis in mesh.axes:
+            broadcast_tensors(list(named_state(whole).values()), mesh.comm(axis))
+        self.orders: dict[str, list[int]] = {}
+
+    def prepare(self, part: nn.Module) -> nn.Module:
+        """Split the layers of a stage, then shard it."""
+        modules = dict(part.named_modules())
+        units = [name for name in self.build.units if name in modules]
+        if self.splits:
+            self.orders |= self.split(part, units)
+        if self.data:
+            mesh = self.mesh.device_mesh[self.data]
+            again = self.options.reshard_after_forward
+            for name in whole_units(part, Wrap(), units):
+                fully_shard(modules[name], mesh=mesh, reshard_after_forward=again)
+            fully_shard(part, mesh=mesh, reshard_after_forward=again)
+            for unit in sharded(part):
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
+        return part
+
+    def split(self, part: nn.Module, units: Sequence[str]) -> dict[str, list[int]]:
+        """torch's styles; a head that keeps its logits cut still gives plain tensors."""
+        sequence = self.options.sequence_parallel
+        styles = plan_styles(part, units, sequence, self.options.loss_parallel)
+        if self.options.loss_parallel and "head" in styles:
+            styles["head"] = ColwiseParallel(input_layouts=SEQUENCE if sequence else Replicate())
+        return apply_styles(part, styles, self.mesh.device_mesh["tensor"])
+
+    # ------------------------------------------------------------------------------- the step
+
+    def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of each stage here, told by a model that is built for this and forgotten."""
+        if self.splits and self.options.sequence_parallel:
+            check_length(inputs, self.positions, self.mesh.size("tensor"))
+        whole, found, hidden = self.build(self.mesh.device), {}, inputs
+        spans = cut(len(self.build.units), len(self.place), self.options.split)
+        for number, span in enumerate(spans):
+            part = self.build.stage(whole, *span)
+            with evaluating([part]), torch.no_grad():
+                output = part(hidden)
+            if number in self.parts:
+                entering = self.own(hidden, self.options.sequence_parallel, 1) if number else hidden
+                last = number == len(spans) - 1
+                leaving = (
+                    self.own(output, self.options.loss_parallel, -1)
+                    if last
+                    else self.own(output, self.options.sequence_parallel, 1)
+                )
+                found[number] = meta(entering, grad=number > 0), meta(leaving)
+            hidden = output
+        return found
+
+    def own(self, tensor: Tensor, is_cut: bool, dim: int) -> Tensor:
+        """What a rank of the tensor axis has of ``tensor``, if that is cut along ``dim``."""
+        if not is_cut or not self.splits:
+            return tensor
+        return tensor.chunk(self.mesh.size("tensor"), dim)[self.mesh.coordinate["tensor"]]
+
+    def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
+        """Of whole logits, or of the tensor ranks' shares of them."""
+        if not self.splits or not self.options.loss_parallel:
+            return super().loss(outputs, number)
+        shape = torch.Size((*outputs.shape[:-1], self.classes))
+        whole = DTensor.from_local(
+            outputs,
+            self.mesh.device_mesh["tensor"],
+            [Shard(outputs.dim() - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return parallel_loss(whole, self.window[int(number)], self.build)
+
+    def make_schedule(self, window: Sequence[MicroBatch]) -> Any:
+        """A schedule whose first call is still to come."""
+        self.is_fresh = True
+        return super().make_schedule(window)
+
+    def run(self, window: tuple[MicroBatch, ...], call: Callable[..., Any]) -> list[Tensor]:
+        """Inside ``loss_parallel``; before a first call gradients are put aside."""
+        kept = {name: p.grad for name, p in self.trainable.items() if self.is_fresh}
+        for name in kept:
+            self.trainable[name].grad = None
+        with LOSS_PARALLEL() if self.options.loss_parallel else nullcontext():
+            losses = super().run(window, call)
+        for name, gradient in kept.items():
+            parameter = self.trainable[name]
+            if gradient is not None:
+                new = parameter.grad
+                parameter.grad = gradient if new is None else gradient + new
+        self.is_fresh = False
+        return losses
+
+    def finish(self) -> None:
+        """``fully_shard`` lays gradients out; without data axes nobody has."""
+        for parameter in self.trainable.values() if not self.data else ():
+            settle_gradient(parameter)
+
+    @torch.no_grad()
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """torch takes DTensors of one mesh at a time; stages add up."""
+        meshes: dict[Any, list[Tensor]] = {}
+        for gradient in gradients:
+            meshes.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for same in meshes.values():
+            norm = nn.utils.get_total_norm(same, foreach=False)
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            total += whole.double() ** 2
+        self.comm.all_reduce(total)
+        return total.sqrt()
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """As a pipeline; frees what it left gathered."""
+        loss = super().evaluate(batch)
+        for part in self.parts.values():
+            for unit in sharded(part):
+                unit.reshard()
+        return loss
+
+    # --------------------------------------------------------------------------------- the state
+
+    def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
+        """Blocks of DTensors; what is whole counts as a copy along every axis but ``pipe``."""
+        if not isinstance(tensor, DTensor):
+            is_number = not tensor.dim() and name not in self.trainable
+            replica = self.mesh.rank if is_number else self.copy({})
+            return [Piece.whole(name, tensor.detach(), replica=replica)]
+        names = tensor.device_mesh.mesh_dim_names or ()
+        placed = dict(zip(names, tensor.placements, strict=True))
+        order = self.orders.get(name) or self.orders.get(name.rpartition(".")[0])
+        return dtensor_pieces(name, tensor, order, self.copy(placed))
+
+    def copy(self, placed: Mapping[str, Any]) -> int:
+        """Which copy a rank has of what is ``placed`` so, counted over the axes of copies."""
+        number = 0
+        for axis, size in self.mesh.axes.items():
+            if axis != "pipe" and isinstance(placed.get(axis, Replicate()), Replicate):
+                number = number * size + self.mesh.coordinate[axis]
+        return number
+
+    @torch.no_grad()
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
+        for piece in pieces if kind == "optimizer" else ():
+            name, _, slot = piece.name.rpartition(".")
+            if name in self.trainable and slot not in self.optimizer.state[self.trainable[name]]:
+                like = piece.tensor if slot == "step" else self.trainable[name].detach()
+                self.optimizer.state[self.trainable[name]][slot] = torch.zeros_like(like)
+        left = copy_pieces(self.local_state(kind), pieces)
+        if left:
+            raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r} there")
+
+    @torch.no_grad()
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """All stages' tensors, on every rank; blocks travel as objects along each axis in turn."""
+        parts = [(p.name, p.global_shape, p.slices, p.tensor) for p in self.local_state(kind)]
+        for axis in self.mesh.axes:
+            told = self.mesh.comm(axis).all_gather_object(parts)
+            parts = [part for rank in told for part in rank]
+        found: dict[str, Tensor] = {}
+        for name, shape, slices, tensor in parts:
+            whole = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+            whole[tuple(slice(*bounds) for bounds in slices or ())] = tensor
+        return found
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """None: torch's checkpoints of DTensors are another matter."""
+        raise Refused("pytorch/hybrid writes no checkpoints")
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """None, either."""
+        raise Refused("pytorch/hybrid reads no checkpoints")
+
+
+def sharded(part: nn.Module) -> Iterator[FSDPModule]:
+    """What ``fully_shard`` made units."""
+    return (module for module in part.modules() if isinstance(module, FSDPModule))
+
+
+IMPLEMENTATION = Hybrid

@@ -1,0 +1,150 @@
+"""torch's three kinds of parallelism at once: what is refused, what pieces cover, what goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import succeed
+
+from suite import registry, workloads
+from suite.case import WorkloadSpec
+from suite.comm import Mesh
+from suite.contract import KINDS, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
+from suite.evidence import assemble
+from suite.workloads import Workload
+
+NAME = "pytorch/hybrid"
+ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
+SIZES = {"width": 8, "heads": 4, "seq": 4, "layers": 2, "vocab": 97}
+BOTH: dict[str, Any] = {"sequence_parallel": True, "loss_parallel": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def workload(*traits: str, **params: Any) -> Workload:
+    """A GPT of two blocks."""
+    spec = WorkloadSpec(
+        "charnames_gpt", traits=traits, params=SIZES | params, global_batch=4, micro_batches=2
+    )
+    return workloads.make(spec)
+
+
+def make(
+    work: Workload, rank: int, axes: dict[str, int], spec: OptimizerSpec = ADAMW, **options: Any
+) -> Any:
+    """The system on this rank, set up; rank 0 alone has the state."""
+    system = registry.load(NAME)()
+    state = work.state() if rank == 0 else None
+    system.setup(work.build_for(rank), state, spec, Mesh(axes), options)
+    return system
+
+
+def share(work: Workload, step: int, system: Any) -> Any:
+    """The batch of this rank's data coordinate."""
+    shards = system.mesh.size("shard")
+    return work.batch(step, shards)[system.mesh.coordinate.get("shard", 0)]
+
+
+def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
+    """As the judge wants them."""
+    return [vars(piece) | {"tensor": piece.tensor.clone()} for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "spec", "told"),
+    [
+        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "replicates beside shards"),
+        ({"shard": 2}, {}, ADAMW, r"need the axis 'pipe' .* not \['shard'\]"),
+        ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "a loss scale"),
+        ({"pipe": 1, "tensor": 2}, {"shapes": "inferred"}, ADAMW, "'shapes' must be of type given"),
+    ],
+)
+def test_what_torch_cannot_do_is_refused_on_every_rank(
+    axes: dict[str, int], options: dict[str, Any], spec: OptimizerSpec, told: str
+) -> None:
+    work = workload()
+
+    def body(rank: int, world: int) -> None:
+        with pytest.raises(Refused, match=told):
+            make(work, rank, axes, spec, **options)
+
+    succeed(body, math.prod(axes.values()))
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "traits"),
+    [
+        ({"pipe": 2, "shard": 2, "tensor": 2}, BOTH, ("frozen", "prime_sized")),
+        ({"pipe": 2, "tensor": 2}, {"schedule": "gpipe"}, ("rebound_buffer", "scalar")),
+        ({"pipe": 1, "shard": 3}, {}, ("smaller_than_world",)),
+    ],
+)
+def test_pieces_cover_all_that_there_is(
+    axes: dict[str, int], options: dict[str, Any], traits: tuple[str, ...]
+) -> None:
+    work = workload(*traits)
+
+    def body(rank: int, world: int) -> dict[str, Any]:
+        system, seen = make(work, rank, axes, **options), {}
+
+        def observe(point: str) -> None:
+            if point == "gradients_final":
+                seen["gradients"] = rows(system.local_state("gradients"))
+
+        before = system.full_state("parameters")
+        system.step(share(work, 0, system), observe)
+        kinds: tuple[Kind, ...] = ("parameters", "optimizer")
+        seen |= {kind: rows(system.local_state(kind)) for kind in kinds}
+        return seen | {"before": before, "full": system.full_state("parameters")}
+
+    found = succeed(body, math.prod(axes.values()))
+    model = work.build_for(0)("meta")
+    names = {n for n, _ in model.named_parameters()}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    wanted = {
+        "parameters": names,
+        "gradients": trained,
+        "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
+    }
+    for kind, expected in wanted.items():
+        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        assert whole.problems == []
+        assert set(whole.tensors) == expected
+        if kind == "parameters":
+            for name in names:
+                assert torch.equal(whole.replica(name), found[0]["full"][name]), name
+                assert torch.equal(work.state()[name], found[-1]["before"][name]), name
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 2, "tensor": 2}, {"pipe": 1, "shard": 2, "tensor": 2}])
+def test_a_fresh_instance_goes_on_from_local_pieces(axes: dict[str, int]) -> None:
+    work = workload("rebound_buffer", "frozen")
+
+    def body(rank: int, world: int) -> None:
+        first = make(work, rank, axes, **BOTH)
+        for step in range(2):
+            first.step(share(work, step, first), lambda point: None)
+        second = make(work, rank, axes, **BOTH)
+        for kind in KINDS:
+            if kind != "gradients":
+                held = first.local_state(kind)
+                second.load_pieces(
+                    kind, [Piece(**{**vars(p), "tensor": p.tensor.clone()}) for p in held]
+                )
+        for system in (first, second):
+            system.step(share(work, 2, system), lambda point: None)
+        for kind in KINDS:
+            for one, two in zip(first.local_state(kind), second.local_state(kind), strict=True):
+                assert (one.name, one.slices) == (two.name, two.slices)
+                assert torch.equal(one.tensor, two.tensor), one.name
+
+    succeed(body, 4)
