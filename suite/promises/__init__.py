@@ -20,6 +20,7 @@ from suite.promises.deepspeed import (
     DeepSpeedZero3,
 )
 from suite.promises.fsdp import FSDP
+from suite.promises.hybrid_native import TorchHybrid
 from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
 from suite.promises.pipeline import Pipeline
@@ -36,7 +37,7 @@ PROMISES: dict[str, type[Promise]] = {
     for promise in (
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
-        TorchTensorParallel,
+        *(TorchTensorParallel, TorchHybrid),
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
         *(Pipeline, TorchPipelining, DeepSpeedPipeline),
     )

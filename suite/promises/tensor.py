@@ -230,7 +230,7 @@ class TensorParallel(Promise):
         """Own parts of everything."""
         plan, own = self.plan, {t.name: n for t, n in self.parts(rank)}
         now, ever = (
-            {t.name: own[t.name] for t in find(plan.parameters, plan.steps - 1)}
+            {t.name: own[t.name] for t in find(plan.parameters, plan.steps - 1) if t.name in own}
             for find in (used, used_by)
         )
         return Local(own, now, ever if slots(plan) else {})
