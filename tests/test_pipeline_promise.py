@@ -14,6 +14,7 @@ from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
 from suite.formulas import facts_of
 from suite.promises import PROMISES, Plan, Promise
+from suite.promises.plan import shape_key
 from suite.promises.stages import place_of, split_units
 
 UNITS = ("b.0", "b.1", "b.2", "b.3", "b.4")
@@ -180,7 +181,7 @@ def test_stages_measured_in_one_process() -> None:
         "charnames_gpt", global_batch=2, micro_batches=1, params={"layers": 2, "width": 8}
     )
     chosen = case(workload=small, steps=1)
-    found = stage_bytes(chosen, (range(1), range(1, 2)))
+    found = stage_bytes(chosen, (range(1), range(1, 2)), lambda place, shape: shape_key(shape))
     workload = workloads.for_case(chosen)
     model = workload.model()
     workload.load(model)

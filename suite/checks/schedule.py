@@ -28,8 +28,8 @@ on, of ranks that may share cores: no verdict depends on them.
 
 *Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
 nothing (then it says so and does not pass), nor what is computed outside of traced actions.
-Activations are not judged under mixed precision or recomputation, on a tensor axis, of native
-systems, nor with branches by data.
+Activations are not judged under mixed precision or recomputation, on a tensor axis, or of native
+systems.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -411,13 +412,17 @@ def unweighed(evidence: Figures) -> str:
         return "mixed precision"
     if plan.options.get("recompute_every"):
         return "recomputation"
-    if any(trait.startswith("conditional_") for trait in case.workload.traits):
-        return "branches: what a micro-batch takes depends on its data, not on its shape alone"
     return ""
 
 
+def _name(case: Case, place: Sequence[int], shape: Sequence[int]) -> str:
+    """Micro-batches of one name take the same: those of one shape, unless data choose branches."""
+    branches = any(trait.startswith("conditional_") for trait in case.workload.traits)
+    return f"{shape_key(shape)} at {shape_key(place)}" if branches else shape_key(shape)
+
+
 def measure(evidence: Evidence) -> Iterator[Row]:
-    """What one micro-batch of a stage takes, by shape: ``phase`` says of what, ``bound`` the bytes.
+    """What one micro-batch of a stage takes: ``phase`` says of what, ``bound`` the bytes.
 
     ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
     ``input``: what is received for it.
@@ -430,9 +435,10 @@ def measure(evidence: Evidence) -> Iterator[Row]:
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
     assert plan is not None
     ranges = split_units(plan.options, len(plan.units), schedule.stages)
-    for (stage, shape), weights in stage_bytes(evidence.case, ranges).items():
+    found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
+    for (stage, name), weights in found.items():
         for phase, size in weights.items():
-            place = {"step": 0, "phase": phase, "name": f"stage {stage}", "owner": shape}
+            place = {"step": 0, "phase": phase, "name": f"stage {stage}", "owner": name}
             yield place | {"error": 0.0, "bound": float(size)}
 
 
@@ -447,8 +453,14 @@ def _weigh(evidence: Figures, figures: dict[str, Any]) -> Outcome:
     for record in evidence.records:
         share = evidence.data_coordinate[record["rank"]]
         for step in evidence.steps:
-            windows = plan.inputs[step][share]
-            low, high = _bounds(record, step, windows, sizes)
+            names = [
+                [
+                    _name(evidence.case, (step, share, window, micro), shape)
+                    for micro, shape in enumerate(shapes)
+                ]
+                for window, shapes in enumerate(plan.inputs[step][share])
+            ]
+            low, high = _bounds(record, step, names, sizes)
             peak = _peak(record, step)
             told[str(record["rank"])] = {"peak": peak, "least": low, "most": high}
             if not low <= peak <= high:
@@ -477,7 +489,7 @@ def _peak(record: Mapping[str, Any], step: int) -> int:
 def _bounds(
     record: Mapping[str, Any],
     step: int,
-    windows: Sequence[Sequence[Sequence[int]]],
+    names: Sequence[Sequence[str]],
     sizes: Mapping[tuple[str, str, str], int],
 ) -> tuple[int, int]:
     """Least and most bytes of activations at the peak of one rank and step."""
@@ -487,9 +499,9 @@ def _bounds(
     least = most = needed = taken = 0
     since = 0
     for row in log:
-        shape = shape_key(windows[row["window"]][row["micro"]])
+        name = names[row["window"]][row["micro"]]
         whole, weights, received = (
-            sizes.get((kind, f"stage {row['stage']}", shape), 0) for kind in ("F", "W", "input")
+            sizes[kind, f"stage {row['stage']}", name] for kind in ("F", "W", "input")
         )
         before = taken
         if row["op"] == "F":

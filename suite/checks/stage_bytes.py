@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,15 +11,21 @@ from suite import workloads
 from suite.case import Case
 from suite.contract import MicroBatch
 from suite.ledgers.memory import MemoryLedger
-from suite.promises.plan import shape_key
+from suite.workloads import Workload
+
+#: Step, data coordinate, window and number in it.
+Place = tuple[int, int, int, int]
 
 
-def stage_bytes(case: Case, ranges: Sequence[range]) -> dict[tuple[int, str], dict[str, int]]:
-    """``(stage, shape of the inputs)`` -> bytes by what they are.
+def stage_bytes(
+    case: Case, ranges: Sequence[range], name: Callable[[Place, Sequence[int]], str]
+) -> dict[tuple[int, str], dict[str, int]]:
+    """``(stage, name)`` -> bytes by what they are, of the first micro-batch that has the name.
 
     ``F``: of class activations when the forward is over, its result (on the last stage the loss)
     included; ``W``: of them the inputs of layers whose weights are trained; ``input``: what the
-    stage is given by the one before.
+    stage is given by the one before.  ``name`` is asked with a micro-batch's place and the shape of
+    its inputs.
     """
     workload = workloads.for_case(case)
     model = workload.model()
@@ -27,14 +33,20 @@ def stage_bytes(case: Case, ranges: Sequence[range]) -> dict[tuple[int, str], di
     build = workload.build_for(0)
     parts = [build.stage(model, units.start, units.stop) for units in ranges]
     found: dict[tuple[int, str], dict[str, int]] = {}
-    for step in range(case.steps):
-        for batch in workload.batch(step, case.data_coordinates):
-            for micro in batch.micro_batches:
-                key = shape_key(micro.inputs.shape)
-                if (0, key) not in found:
-                    for stage, weights in enumerate(_one(parts, build, micro)):
-                        found[stage, key] = weights
+    for place, micro in _micro_batches(case, workload):
+        key = name(place, micro.inputs.shape)
+        if (0, key) not in found:
+            for stage, weights in enumerate(_one(parts, build, micro)):
+                found[stage, key] = weights
     return found
+
+
+def _micro_batches(case: Case, workload: Workload) -> Iterator[tuple[Place, MicroBatch]]:
+    for step in range(case.steps):
+        for share, batch in enumerate(workload.batch(step, case.data_coordinates)):
+            for window, micro_batches in enumerate(batch.windows):
+                for number, micro in enumerate(micro_batches):
+                    yield (step, share, window, number), micro
 
 
 def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict[str, int]]:
@@ -46,33 +58,25 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
         inputs: dict[int, int] = {}
         hooks = [m.register_forward_pre_hook(_Inputs(inputs)) for m in part.modules() if _trains(m)]
         received = given.untyped_storage()
-        before = _buffers(part)
         phase = "forward"
         with MemoryLedger(lambda: phase) as ledger:  # noqa: B023 - read while it is open
             kept = result = part(given)
             if part is parts[-1]:
                 kept = build.loss(result, micro)
                 del result
+            ledger.classify(modules=[part])  # buffers that a forward binds anew are no activations
             ledger.mark("kept")
             phase = "backward"
             ledger.mark("over")
         for hook in hooks:
             hook.remove()
-        bound = _buffers(part)  # a buffer that was bound anew is none of them
-        again = sum(size for storage, size in bound.items() if storage not in before)
-        own = ledger.bytes("kept")["activations"] - again
+        own = ledger.bytes("kept")["activations"]
         inputs.pop(received._cdata, None)
         found.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
         if number:
             found[-1]["input"] = received.nbytes()
         given = kept
     return found
-
-
-def _buffers(part: nn.Module) -> dict[int, int]:
-    """Storages of the buffers that are bound, and their bytes."""
-    storages = [buffer.untyped_storage() for buffer in part.buffers()]
-    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _trains(module: nn.Module) -> bool:
