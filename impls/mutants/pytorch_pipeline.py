@@ -282,3 +282,14 @@ class EvaluatesInTraining(Pipelining):
         for part in self.parts.values():
             part.train()
         return super().run(window, call)
+
+
+@mutant(
+    "torch_pipeline_keeps_outputs",
+    zoo=("P19",),
+    summary="the schedule returns its outputs, torch's default: they stay until the next window",
+    killed_by=("memory",),
+)
+class KeepsOutputs(Pipelining):
+    def run(self, window: Any, call: Any) -> list[Tensor]:
+        return super().run(window, lambda *a, **told: call(*a, **told | {"return_outputs": True}))

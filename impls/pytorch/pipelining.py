@@ -18,6 +18,7 @@
     zb_v             ``ScheduleZBVZeroBubble``       r and 2p-1-r
     dualpipe_v       ``ScheduleDualPipeV``           r and 2p-1-r
 
+torch would keep the outputs of a window until the next one, hence ``return_outputs=False``.
 Losses are sums, hence ``scale_grads=False``; torch's own default divides by the micro-batches.  A
 target is the number of its micro-batch, by which the loss finds targets and weights.
 
@@ -353,7 +354,8 @@ class Pipelining(Implementation):
         self.window, losses = window, list[Tensor]()
         inputs = [torch.cat([micro.inputs for micro in window])] if 0 in self.parts else []
         target = torch.arange(len(window)) if self.tells_loss else None
-        call(*inputs, target=target, losses=losses if self.tells_loss else None)
+        told = losses if self.tells_loss else None
+        call(*inputs, target=target, losses=told, return_outputs=False)
         return losses
 
     # ----------------------------------------------------------------------------------- the step

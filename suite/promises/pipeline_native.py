@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from suite.promises.base import Bytes, Flow, flow
 from suite.promises.pipeline import Pipeline
-from suite.promises.plan import used
+from suite.promises.plan import ITEMSIZE, shape_key, used
 
 FP32 = 4
 
@@ -39,11 +39,37 @@ class TorchPipelining(Pipeline):
         scaled = [FP32] if self.plan.scaled else []
         return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
 
-    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
-        """Buffers of all micro-batches stay."""
+    def at_rest(self, rank: int, step: int) -> int:
+        """The buffers, which have been in a message."""
+        return super().at_rest(rank, step) + self.buffers(rank, step)
 
-    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
-        """Activations handed from stage to stage on one rank stay in those buffers."""
+    def left_over(self, rank: int, step: int) -> int:
+        """Buffers again: what goes from stage to stage on one rank was in no message."""
+        return super().left_over(rank, step) + self.buffers(rank, step)
+
+    def buffers(self, rank: int, step: int) -> int:
+        """Most bytes of the buffers of ``rank``, for every length and shape of a window so far.
+
+        A micro-batch has one for what a stage receives, one for that one's gradient (which stays
+        where backward was split) and one for the gradient of what the stage gives.
+        """
+        plan = self.plan
+        item, last = ITEMSIZE[plan.trainable[0].dtype], len(self.stages.units) - 1
+        seen = {
+            (len(window), window[0])
+            for shares in plan.inputs[: step + 1]
+            for windows in shares
+            for window in windows
+        }
+        total = 0
+        for micro_batches, shape in seen:
+            hidden = plan.hidden[shape_key(shape)]
+            for stage in self.stages.of(plan.coordinate(rank).get("pipe", 0)):
+                units = self.stages.units[stage]
+                elements = 2 * hidden[units.start - 1] if stage else 0
+                elements += hidden[units.stop - 1] if stage < last else 0
+                total += micro_batches * elements * item
+        return total
 
 
 class DeepSpeedPipeline(Pipeline):
