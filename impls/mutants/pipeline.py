@@ -525,19 +525,14 @@ class KeepsAllLosses(ReferencePipeline):
 )
 class KeepsGraphsForAWindow(Executor):
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
-        self.kept: list[Tensor] = []
-        return super().run(schedule, window, *rest)
+        kept: list[Tensor] = []
 
-    def entering(self, action: Action) -> Tensor:
         def keep(tensor: Tensor) -> Tensor:
-            self.kept.append(tensor)
+            kept.append(tensor)
             return tensor
 
-        self.hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
-        return super().entering(action)
-
-    def deferring(self, action: Action) -> Any:
-        return self.hooks
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            return super().run(schedule, window, *rest)
 
 
 # ----------------------------------------------------------------------------------- loss scaling
