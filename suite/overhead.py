@@ -97,6 +97,7 @@ class _NoWork:
 
 class _NoBuild:
     units: tuple[str, ...] = ()
+    cross_entropy = None
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         return nn.Identity()
