@@ -23,10 +23,12 @@ from impls.pytorch.tensor_styles import (
     settle_gradient,
 )
 from suite import registry, workloads
-from suite.case import WorkloadSpec
+from suite.case import Case, WorkloadSpec
 from suite.comm import Mesh
 from suite.contract import KINDS, Implementation, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
 from suite.evidence import assemble
+from suite.formulas import facts_of
+from suite.promises.tensor_native import TorchTensorParallel
 from suite.workloads import Workload
 
 NAME = "pytorch/tensor_parallel"
@@ -211,6 +213,30 @@ def test_a_fresh_instance_goes_on_from_local_pieces(options: dict[str, Any]) -> 
     succeed(body, 2)
 
 
+def test_a_rank_may_hold_several_blocks_of_one_name() -> None:
+    """The rows of a fused projection, split by heads: a third of the queries, keys and values."""
+    full = torch.arange(24.0).reshape(12, 2)
+
+    def blocks(rank: int) -> list[dict[str, object]]:
+        rows = [(part * 4 + rank * 2, part * 4 + rank * 2 + 2) for part in range(3)]
+        return [
+            {
+                "name": "qkv",
+                "global_shape": [12, 2],
+                "slices": [[start, stop], [0, 2]],
+                "flat_range": None,
+                "replica": 0,
+                "tensor": full[start:stop],
+            }
+            for start, stop in rows
+        ]
+
+    found = assemble({0: blocks(0), 1: blocks(1)})
+    assert not found.problems
+    assert torch.equal(found.replica("qkv"), full)
+    assert assemble({0: blocks(0), 1: blocks(0)}).problems
+
+
 def test_a_partial_sum_is_no_piece() -> None:
     def body(rank: int, world: int) -> None:
         mesh = Mesh({"tensor": world}).device_mesh
@@ -219,6 +245,67 @@ def test_a_partial_sum_is_no_piece() -> None:
             dtensor_pieces("norm.weight", tensor, None, 0)
 
     succeed(body, 2)
+
+
+# ------------------------------------------------------------------------------------- promises
+
+
+def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and calls of a step by operation, of 2 ranks: 4 samples of 4 positions in 2 parts."""
+    sizes = {"width": 8, "heads": 2, "seq": 4, "layers": 1, "vocab": 97}
+    case = Case(
+        id="hand/counted",
+        scenario="hand",
+        implementation=NAME,
+        backend="in_memory",
+        mesh={"tensor": 2},
+        workload=WorkloadSpec(
+            "charnames_gpt", traits=traits, params=sizes, global_batch=4, micro_batches=2
+        ),
+        optimizer=OptimizerSpec(clip_norm=1.0),
+        lane="fp64",
+        checks=("traffic",),
+        steps=1,
+        options=options,
+    )
+    found: dict[str, tuple[int, int]] = {}
+    for flow in TorchTensorParallel(facts_of(case).plan).flows():
+        total, calls = found.get(flow.operation, (0, 0))
+        assert isinstance(flow.calls, int)
+        found[flow.operation] = (total + int(flow.bytes), calls + flow.calls)
+    return found
+
+
+#: Of the hidden state of all samples: 4 x 4 positions x 8 features x 8 bytes.
+HIDDEN = 1024
+#: 98 padded columns of logits, gathered from 2 ranks in each of 2 parts.
+LOGITS = (16 * 98 * 8, 4)
+
+
+def test_bytes_by_hand() -> None:
+    # 3 layers split by columns and 3 by rows, each reduced once by 2 ranks in each of 2 parts;
+    # 18 norms in one call.
+    assert promised() == {
+        "all_reduce": (2 * 6 * HIDDEN + 2 * 18 * 8, 24 + 2),
+        "all_gather": LOGITS,
+    }
+    # A maximum, a sum and a logit of 16 targets.
+    assert promised(loss_parallel=True) == {
+        "all_reduce": (2 * (6 * HIDDEN + 18 * 8 + 3 * 16 * 8), 24 + 2 + 12)
+    }
+    # Partial sums: 4 x 8 positions' features; weight and bias of 3 norms.
+    assert promised(sequence_parallel=True) == {
+        "reduce_scatter": (6 * HIDDEN, 24),
+        "all_gather": (6 * HIDDEN + LOGITS[0], 24 + LOGITS[1]),
+        "all_reduce": (2 * ((32 + 6 * 8) * 8 + 18 * 8), 2 * 7 + 2),
+    }
+
+
+def test_modules_without_a_style_gather_twice_and_are_no_dtensors() -> None:
+    gathered, calls = promised(sequence_parallel=True)["all_gather"]
+    more, again = promised(("prime_sized",), sequence_parallel=True)["all_gather"]
+    assert (more - gathered, again - calls) == (2 * HIDDEN, 8)
+    assert promised(("prime_sized",))["all_reduce"] == promised()["all_reduce"]
 
 
 # ---------------------------------------------------------------------- what torch leaves to users
