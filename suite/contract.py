@@ -312,7 +312,6 @@ PROFILES: dict[str, frozenset[str]] = {
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "torch_tensor_parallel": _ZERO | {"tensor"},
     "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
-    "fsdp_tensor": _ACCUMULATES | {"sharded_parameters", "sharded_optimizer", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }

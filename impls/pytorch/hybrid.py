@@ -238,7 +238,7 @@ class Hybrid(Pipelining):
             parameter = self.trainable[name]
             if gradient is not None:
                 new = parameter.grad
-                parameter.grad = gradient if new is None else gradient + new
+                parameter.grad = gradient if new is None else new.add_(gradient)
         self.is_fresh = False
         return losses
 
