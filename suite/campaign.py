@@ -42,6 +42,8 @@ class System:
     rounded otherwise.  ``takes``: whether options go with a policy of precision, for a model with
     batch norms or without; where not, nothing is cast.  ``stages``: units that a model must have at
     least (0: as many as it has by default); ``cuts``: whether options go with the micro-batches.
+    ``sizes``: knobs of a workload that the mesh can share.  ``workloads``: what it can be given
+    (none: everything).
     """
 
     name: str
@@ -59,6 +61,10 @@ class System:
         lambda options, mesh, spec: True
     )
     most_micro_batches: int = 3
+    sizes: Callable[[random.Random, str, Mapping[str, int]], dict[str, Any]] = (
+        lambda source, workload, mesh: {}
+    )
+    workloads: tuple[str, ...] = ()
 
 
 def _line(axis: str) -> list[dict[str, int]]:
@@ -115,6 +121,24 @@ def _in_groups(options: Mapping[str, Any], mesh: Mapping[str, int], spec: Worklo
 def _recomputes(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
     """A backward in two parts cannot compute anything again."""
     return not options["recompute_every"] or not options["schedule"].startswith("zb_")
+
+
+def _shared(source: random.Random, workload: str, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """Layers that the ranks of the tensor axis can share: whole heads, KV heads of one or several
+    ranks, a vocabulary of any size.
+    """
+    if workload == DYADIC:
+        return {"width": 60}
+    ranks = mesh["tensor"]
+    heads = ranks * source.choice((2, 4))
+    kv = [n for n in range(1, heads + 1) if heads % n == 0 and (n % ranks == 0 or ranks % n == 0)]
+    return {
+        "heads": heads,
+        "kv_heads": source.choice(kv),
+        "width": heads * (source.choice((4, 8)) if heads > 2 else 8),
+        "vocab": source.choice((97, 128)),
+        "label_smoothing": source.choice((0.0, 0.1)),
+    }
 
 
 #: Shared by the sharded systems.  A wrap policy must match something in every workload.
@@ -225,6 +249,18 @@ SYSTEMS: Sequence[System] = (
         cuts=_in_groups,
         most_micro_batches=8,
     ),
+    System(
+        "reference/tensor",
+        _line("tensor"),
+        {
+            "sequence_parallel": (False, True),
+            "loss_parallel": (None, False),
+            "sum_each_backward": (False, False, True),
+            "recompute_every": (0, 0, 1),
+        },
+        sizes=_shared,
+        workloads=("charnames_gpt", "dyadic_mlp"),
+    ),
 )
 CHECKS = (
     "equivalence",
@@ -268,7 +304,7 @@ def case_of(
     system = source.choice(SYSTEMS)
     mesh, options = _configured(source, system)
     backend = source.choice(("in_memory", "gloo"))
-    workload = source.choice(sorted(traits))
+    workload = source.choice(sorted(set(traits) & set(system.workloads or traits)))
     lane, dtype, policy = _lane(source, workload, system.mixed)
     if workload == NORMED and "parameters" in policy:
         policy = {**policy, "buffers": policy["parameters"]}
@@ -288,6 +324,7 @@ def case_of(
         most_micro_batches=1 if one else system.most_micro_batches,
         equal_over=math.prod(mesh.values()) if UNEQUAL in declined else 1,
         stages=system.stages(options, mesh),
+        params=system.sizes(source, workload, mesh),
         cuts=partial(system.cuts, options, mesh),
     )
     groups = workloads.suggested_groups(spec.traits)
@@ -353,14 +390,15 @@ def _workload(
     most_micro_batches: int,
     equal_over: int,
     stages: int,
+    params: dict[str, Any],
     cuts: Callable[[WorkloadSpec], bool],
 ) -> WorkloadSpec:
     """A random workload that can be made: some traits ask for more than one micro-batch.
 
     Each of ``equal_over`` ranks has as many micro-batches as the others; the model has a unit at
-    least for each of ``stages``.
+    least for each of ``stages``, and sizes ``params``.
     """
-    params = {"layers": stages + source.randint(0, 2)} if stages else {}
+    params = params | ({"layers": stages + source.randint(0, 2)} if stages else {})
     while True:
         spec = WorkloadSpec(
             name,

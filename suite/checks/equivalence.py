@@ -229,6 +229,8 @@ def promises_bits(evidence: Figures) -> bool:
         return True
     if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
         return False
+    if case.mesh.get("tensor", 1) > 1:
+        return False  # a product that is split by rows adds its terms in another order
     if _tied_over_stages(evidence):
         return False  # either end adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
     adding = case.world // case.mesh.get("pipe", 1)
