@@ -46,6 +46,7 @@ mutant = partial(
 
 @mutant(
     "torch_hybrid_norm_of_own_stage",
+    zoo=("H11",),
     summary="the norm is summed over shards, not over the stages",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
@@ -92,6 +93,21 @@ class StartsAlongOneAxis(Hybrid):
         super().begin(whole, state, mesh)
         load_state(whole, own if state is None else state)
         broadcast_tensors(list(named_state(whole).values()), mesh.comm("tensor"))
+
+
+@mutant(
+    "torch_hybrid_copies_over_tensor_peers",
+    zoo=("H05",),
+    summary="what is to be equal over data ranks is copied after the split, over tensor ranks, too",
+    killed_by=("equivalence",),
+    mesh={"pipe": 1, "shard": 1, "tensor": 2},
+)
+class CopiesOverTensorPeers(Hybrid):
+    def split(self, part: nn.Module, units: Sequence[str]) -> dict[str, list[int]]:
+        orders = super().split(part, units)
+        held = [p.to_local().detach() for p in part.parameters() if isinstance(p, DTensor)]
+        broadcast_tensors(held, self.mesh.comm("tensor"))
+        return orders
 
 
 @mutant(

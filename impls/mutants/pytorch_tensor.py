@@ -50,6 +50,7 @@ SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
 
 @mutant(
     "torch_tensor_bias_on_every_rank",
+    zoo=("T01",),
     summary="RowwiseParallel's bias is added in full on every rank before the sum",
     killed_by=("equivalence",),
 )
@@ -68,6 +69,7 @@ class BiasOnEveryRank(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_norms_not_reduced",
+    zoo=("T02", "T08"),
     summary="under sequence parallelism each rank keeps its own part of the norms' gradients",
     killed_by=("equivalence", "replicas", "traffic"),
     options=SEQUENCE,
@@ -84,6 +86,7 @@ class NormsNotReduced(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_first_chunk_everywhere",
+    zoo=("T08",),
     summary="of the embedding's whole gradient every rank takes the first chunk of rows",
     killed_by=("equivalence",),
 )
@@ -114,6 +117,7 @@ class LossOverLocalVocabulary(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_shards_alike",
+    zoo=("T13",),
     summary="every rank starts with the first rank's shard",
     killed_by=("equivalence",),
 )
@@ -139,6 +143,7 @@ class StartNotShared(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_norm_counts_copies",
+    zoo=("H10",),
     summary="the norm adds what every rank holds a copy of once a rank",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
@@ -155,6 +160,7 @@ class NormCountsCopies(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_norm_of_own_shards",
+    zoo=("H11",),
     summary="every rank clips by the norm of what it holds itself",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
