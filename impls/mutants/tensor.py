@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from impls.mutants import declare
 from impls.reference.parts import conjugate
@@ -30,7 +30,7 @@ from impls.reference.parts.split_layers import (
     Vocabulary,
 )
 from impls.reference.parts.vocabulary_loss import cross_entropy
-from impls.reference.tensor import ReferenceTensor, TensorParallel
+from impls.reference.tensor import Options, ReferenceTensor, TensorParallel
 from suite.case import WorkloadSpec
 from suite.comm import Comm
 from suite.contract import Build, CrossEntropy, MicroBatch, OptimizerSpec
@@ -120,6 +120,61 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
     total = conjugate.f_bar(tensor, comm)
     conjugate.all_reduce(total.detach(), comm)
     return total
+
+
+@mutant(
+    "tensor_sum_is_its_own_backward",
+    zoo=("T08",),
+    summary="the backward of a sum over ranks sums again: gradients grow by the number of ranks",
+    killed_by=("equivalence", "traffic"),
+)
+class SumIsItsOwnBackward(TensorParallel):
+    def make_layers(self) -> list[SplitLayer]:
+        layers = super().make_layers()
+        for layer in layers:
+            if isinstance(layer, Row):
+                layer.leave = lambda x, comm: conjugate.f(conjugate.f_bar(x, comm), comm)
+        return layers
+
+
+class _GatherOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
+        ctx.start, ctx.share = comm.rank * tensor.shape[1], tensor.shape[1]
+        return conjugate.all_gather(tensor, comm, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].narrow(1, ctx.start, ctx.share), None
+
+
+@mutant(
+    "tensor_gather_scatters_terms",
+    zoo=("T08", "T22"),
+    summary="a gathered sequence's gradient is taken for whole: each rank keeps a part of its term",
+    killed_by=("equivalence", "traffic"),
+    options=SEQUENCE,
+)
+class GatherScattersTerms(TensorParallel):
+    def make_layers(self) -> list[SplitLayer]:
+        layers = super().make_layers()
+        for layer in layers:
+            if isinstance(layer, Column):
+                layer.enter = _GatherOnly.apply
+        return layers
+
+
+@mutant(
+    "tensor_copies_start_apart",
+    zoo=("D09", "H05"),
+    summary="what stands on every rank starts from each rank's own values",
+    killed_by=("equivalence", "replicas"),
+)
+class CopiesStartApart(TensorParallel):
+    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+        own = module.get_parameter("norm.weight").detach().clone()
+        super().__init__(module, comm, options)
+        module.get_parameter("norm.weight").data.copy_(own)
 
 
 @mutant(
@@ -306,6 +361,22 @@ class KvBiasNotSummed(TensorParallel):
             if name.endswith("qkv.bias") and isinstance(cut, Split):
                 self.cuts[name] = replace(cut, shared=(0, 0))
         super().finish()
+
+
+@mutant(
+    "tensor_kv_summed_over_the_axis",
+    zoo=("T16", "H08"),
+    summary="gradients of a KV head are summed over all ranks, not over those that share it",
+    killed_by=("equivalence",),
+    workload=gpt(kv_heads=2),
+    mesh={"tensor": 4},
+)
+class KvSummedOverTheAxis(TensorParallel):
+    def finish(self) -> None:
+        for name, parameter in self.trained():
+            if "qkv" in name and parameter.grad is not None:
+                rows = parameter.grad.tensor_split([4])[1]
+                rows.copy_(conjugate.all_reduce(rows, self.comm))
 
 
 @mutant(
