@@ -57,6 +57,8 @@ from impls.reference.parts.state import broadcast_tensors
 from suite.comm import Mesh
 from suite.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
 
+UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -76,13 +78,14 @@ class PyTorchTensorParallel(Adapter):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``torch_tensor_parallel`` profile."""
-        parse_options(Options, options)
+        chosen = parse_options(Options, options)
         features = {"clipping", "accumulation", "initial_broadcast", "frozen_parameters", "tensor"}
         return Capabilities(
             axes=("tensor",),
             dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset(features),
+            declines={"variable_lengths": UNEQUAL} if chosen.sequence_parallel else {},
         )
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
