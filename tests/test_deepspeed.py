@@ -18,9 +18,10 @@ from impls.deepspeed.pipeline import tied_names
 from suite import registry, workloads
 from suite.case import WorkloadSpec
 from suite.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
-from suite.formulas import facts_of
+from suite.formulas import facts_of, plan_in
 from suite.promises import PROMISES
 from suite.promises.deepspeed import DeepSpeedZero1, DeepSpeedZero3
+from suite.promises.pipeline_native import DeepSpeedPipeline
 from suite.schedules import problems
 
 sys.path.append(str(Path(__file__).parent / "contract_trial"))
@@ -224,6 +225,23 @@ def test_a_pipeline_is_claimed_and_told_without_deepspeed() -> None:
         system.capabilities({"dynamic_shapes": True})
     told_before = system.schedule({}, 3, 2)
     assert told_before is not None and problems(told_before) == []
+
+
+def test_what_a_pipeline_sends_against_a_hand_count() -> None:
+    """4 micro-batches of 2 samples, 8 positions, width 16, fp32: 1,024 bytes an activation."""
+    sizes = {"layers": 2, "width": 16, "heads": 2, "seq": 8, "vocab": 96}
+    spec = WorkloadSpec("charnames_gpt", ("tied_over_units",), 0, 8, 4, params=sizes)
+    clipped = OptimizerSpec(clip_norm=0.05)
+    told_case = case(PIPELINE, {"pipe": 2}, workload=spec, optimizer=clipped, dtype="float32")
+    sent = {
+        (f.operation, f.bytes, f.calls)
+        for f in DeepSpeedPipeline(plan_in(facts_of(told_case))).flows()
+    }
+    tied = 2 * 96 * 16 * 4
+    assert sent == {
+        *(("send", 2 * 4 * 1024, 8), ("recv", 0, 8)),
+        *(("broadcast", 8, 2), ("all_reduce", 8, 2), ("all_reduce", tied, 2)),
+    }
 
 
 @needs_deepspeed

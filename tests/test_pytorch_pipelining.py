@@ -19,7 +19,9 @@ from impls.pytorch.pipelining import CLASSES, Options, place, plan
 from suite import oracle, registry, workloads
 from suite.case import WorkloadSpec
 from suite.comm import Mesh
-from suite.contract import GroupSpec, Implementation, OptimizerSpec, Refused
+from suite.contract import GroupSpec, Implementation, OptimizerSpec, Refused, ScalerSpec
+from suite.formulas import facts_of
+from suite.promises.pipeline_native import TorchPipelining
 from suite.schedules import Action, problems
 from suite.workloads import Workload
 
@@ -109,6 +111,35 @@ def test_the_order_that_torch_exports_for_1f1b_is_not_what_it_runs() -> None:
     ours = plan(Options("1f1b"), 2, 3).computed(1)
     assert [a.micro for a in ours if a.op == "F"] == [0, 1, 2]
     assert exported == [1, 2, 3]
+
+
+def test_what_is_sent_and_kept_against_hand_counts() -> None:
+    """4 micro-batches of 2 samples, 8 positions, width 16, fp64: 2,048 bytes an activation."""
+    spec = WorkloadSpec(
+        "charnames_gpt",
+        global_batch=8,
+        micro_batches=4,
+        params={"layers": 4, "width": 16, "heads": 2, "seq": 8, "vocab": 96},
+    )
+
+    def promise(name: str, **changes: Any) -> TorchPipelining:
+        options = {"schedule": name}
+        return TorchPipelining(
+            facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).plan
+        )
+
+    v = promise("zb_v", optimizer=OptimizerSpec("adamw", clip_norm=1.0, scaler=ScalerSpec()))
+    sent = {(f.axis, f.operation, f.bytes) for f in v.flows()}
+    # Boundaries 0-1 and 2-3 cross; 1-2 is on rank 1. An all-reduce of n bytes is 2 (N-1) n.
+    assert sent == {
+        *(("pipe", "send", 2 * 2 * 4 * 2048), ("pipe", "recv", 0)),
+        *(("pipe", "all_reduce", 16), ("pipe", "all_reduce", 8)),
+    }
+    # Rank 0 has stages 0 (gives) and 3 (takes); rank 1 has stages 1 and 2, which do both.
+    assert [v.buffers(rank, 0) for rank in (0, 1)] == [4 * 3 * 2048, 4 * 6 * 2048]
+    loop = promise("interleaved")
+    assert loop.payload() == 3 * 2 * 4 * 2048
+    assert v.textbook == "pipeline"
 
 
 # ------------------------------------------------------------------------------------- in a run
