@@ -312,6 +312,7 @@ PROFILES: dict[str, frozenset[str]] = {
     "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
     "torch_tensor_parallel": _ZERO | {"tensor"},
     "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
+    "hybrid": _ZERO | {"stages", "tensor"},
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -254,7 +254,8 @@ class ReferencePipeline(Engine):
         """The loss in evaluation mode, where the last stage lies."""
         self.module.eval()
         try:
-            found = [self.executor.evaluate(window) for window in batch.windows]
+            windows = [partial(self.executor.evaluate, window) for window in batch.windows]
+            found = self.handle.evaluate(windows)
         finally:
             self.module.train()
         return self.total([loss for losses in found for loss in losses])

@@ -20,6 +20,7 @@ from suite.promises.deepspeed import (
     DeepSpeedZero3,
 )
 from suite.promises.fsdp import FSDP
+from suite.promises.hybrid import Hybrid
 from suite.promises.hybrid_native import TorchHybrid
 from suite.promises.native import FSDP1, FSDP2, ZeroRedundancyOptimizer
 from suite.promises.offload import offloaded
@@ -39,7 +40,7 @@ PROMISES: dict[str, type[Promise]] = {
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),
         *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
-        *(Pipeline, TorchPipelining, DeepSpeedPipeline),
+        *(Pipeline, TorchPipelining, DeepSpeedPipeline, Hybrid),
     )
 }
 

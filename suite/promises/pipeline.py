@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
@@ -43,12 +43,7 @@ class Pipeline(Single):
     def flows(self) -> list[Flow]:
         """Activations and their gradients, the norm, what is tied."""
         sizes = [*self.messages(), *self.tied_messages()]
-        total = Fraction(sum(sizes))
-        both = [
-            Flow("pipe", "send", total, len(sizes)),
-            Flow("pipe", "recv", Fraction(0), len(sizes)),
-        ]
-        return [*(both if sizes else ()), *norm_flow(self.plan, "pipe")]
+        return [*exchanged(sizes), *norm_flow(self.plan, "pipe")]
 
     def messages(self) -> Iterator[int]:
         """Bytes of every message of the step between neighbouring stages, both directions."""
@@ -117,3 +112,11 @@ class Pipeline(Single):
             {t.name: t.numel for t in used(own, last)},
             state if slots(plan) else {},
         )
+
+
+def exchanged(sizes: Sequence[int]) -> list[Flow]:
+    """The flows of messages of these bytes between ranks of the pipe axis."""
+    if not sizes:
+        return []
+    sent = Flow("pipe", "send", Fraction(sum(sizes)), len(sizes))
+    return [sent, Flow("pipe", "recv", Fraction(0), len(sizes))]

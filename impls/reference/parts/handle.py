@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from impls.reference.parts.norm import NormPart, power_sum
 from impls.reference.parts.optimizer import param_groups
 from suite.comm import Comm
 from suite.contract import Kind, OptimizerSpec, Piece
+
+T = TypeVar("T")
 
 
 class Handle(ABC):
@@ -54,7 +56,7 @@ class Handle(ABC):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def evaluate(self, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Results of ``passes``, forwards without gradients; ranks may have different numbers."""
         return [compute() for compute in passes]
 

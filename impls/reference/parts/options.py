@@ -36,10 +36,11 @@ class Training:
 def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:
     """An instance of the dataclass ``kind`` from ``options``.
 
-    A field that is a dataclass takes a mapping, one of ``tuple[X, ...]`` a list, one of dtypes a
-    name.  Raises :class:`Refused` for an unknown name (with the nearest valid one) or a value of
-    the wrong type; an ``int`` is taken where a ``float`` is wanted, a ``bool`` never counts as a
-    number.  ``within`` is what the message puts before a name.
+    A field that is a dataclass takes a mapping, one of ``Mapping`` any mapping, one of
+    ``tuple[X, ...]`` a list, one of dtypes a name.  Raises :class:`Refused` for an unknown name
+    (with the nearest valid one) or a value of the wrong type; an ``int`` is taken where a ``float``
+    is wanted, a ``bool`` never counts as a number.  ``within`` is what the message puts before a
+    name.
     """
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
@@ -83,6 +84,9 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         elif get_origin(kind) is Literal:
             if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
                 return value
+        elif get_origin(kind) is Mapping:
+            if isinstance(value, Mapping):
+                return dict(value)
         elif get_origin(kind) is tuple:
             if isinstance(value, list):
                 item = get_args(kind)[0]
@@ -104,6 +108,8 @@ def _kind_name(kind: Any) -> str:
         return f"dtype ({', '.join(DTYPES)})"
     if get_origin(kind) is Literal:
         return " or ".join(str(choice) for choice in get_args(kind))
+    if get_origin(kind) is Mapping:
+        return "mapping"
     if get_origin(kind) is tuple:
         return f"list of {_kind_name(get_args(kind)[0])}"
     if dataclasses.is_dataclass(kind):

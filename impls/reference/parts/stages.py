@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from impls.reference.parts.handle import Handle
+from impls.reference.parts.handle import Handle, T
 from impls.reference.parts.norm import NormPart
 from impls.reference.parts.split_backward import SplitBackward
 from suite.comm import Comm, Recv, Send
@@ -220,6 +221,13 @@ class Stages(Handle):
         for handle, _ in self.handles():
             handle.after_step()
 
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
+        """All of ``passes`` inside of every handle's evaluation."""
+        run = partial(super().evaluate, passes)
+        for handle, _ in self.handles():
+            run = partial(_within, handle, run)
+        return run()
+
     def drain(self) -> None:
         """Every handle's."""
         for handle, _ in self.handles():
@@ -278,6 +286,11 @@ class Stages(Handle):
             vars(owner).pop(name)
             owner.register_parameter(name, parameter)
         self.hidden.clear()
+
+
+def _within(handle: Handle, run: Callable[[], T]) -> T:
+    [found] = handle.evaluate([run])
+    return found
 
 
 def _tied(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -84,18 +85,31 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
     """
     found = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
     parts = [
-        (p.name, p.global_shape, p.slices, p.flat_range, p.tensor.detach().clone())
-        for p in pieces
-        if p.flat_range or p.tensor.shape != p.global_shape or not p.global_shape
+        p for p in pieces if p.flat_range or p.tensor.shape != p.global_shape or not p.global_shape
     ]
-    for told in comm.all_gather_object(parts):
-        for name, shape, slices, flat_range, tensor in told:
-            if name not in found:
-                found[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-            if flat_range is not None:
-                found[name].view(-1)[slice(*flat_range)] = tensor.view(-1)
-            elif slices:
-                found[name][tuple(slice(*bounds) for bounds in slices)] = tensor
-            else:
-                found[name].copy_(tensor)
+    for piece in gather_over(parts, [comm]):
+        put(piece, found)
     return found
+
+
+def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
+    """The ``pieces`` of all ranks, gathered as objects along one of ``comms`` after the other."""
+    found = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
+    for comm in comms:
+        found = [piece for told in comm.all_gather_object(found) for piece in told]
+    return found
+
+
+def put(piece: Piece, whole: dict[str, Tensor]) -> None:
+    """Copy ``piece`` to its place in the tensor of its name, which is made where it is missing."""
+    tensor = piece.tensor
+    if piece.name not in whole:
+        empty = torch.zeros(piece.global_shape, dtype=tensor.dtype, device=tensor.device)
+        whole[piece.name] = empty
+    target = whole[piece.name]
+    if piece.flat_range is not None:
+        target.view(-1)[slice(*piece.flat_range)] = tensor.view(-1)
+    elif piece.slices:
+        target[tuple(slice(*bounds) for bounds in piece.slices)] = tensor
+    else:
+        target.copy_(tensor)

@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
+from impls.reference.parts.handle import T
 from impls.reference.parts.sharded_units import ShardedUnits
 from impls.reference.parts.shards import FlatShard
 
@@ -69,7 +70,7 @@ class StepShards(ShardedUnits):
             unit.free()
         self.hand_over()
 
-    def evaluate(self, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Whole during all ``passes``."""
         self.before_step(len(passes))
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
+from impls.reference.parts.handle import T
 from impls.reference.parts.offload import HostTier
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.reducers import Work
@@ -151,7 +152,7 @@ class WrappedHandle(ShardedUnits, Listener):
         self.land()
         self.hand_over()
 
-    def evaluate(self, passes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Forwards only; their number may differ between ranks here as well."""
         self.before_step(len(passes))
         losses = []

@@ -1,0 +1,256 @@
+"""Hybrid parallelism: tensor parallel layers, in stages of a pipeline, replicated and sharded.
+
+Problem.  No single way of splitting scales for ever: tensor parallelism needs a fast network,
+pipelines need many micro-batches, data parallelism a large batch.  Together they train what none of
+them could.  Each takes an axis of one mesh, the tensor axis innermost, where ranks are neighbours:
+
+    pipe x replicate x shard x tensor          rank = ((pipe R + replicate) F + shard) T + tensor
+
+Nothing new is computed here.  Layers are split over the tensor axis (``tensor.py``); what is left
+of the model on a rank is cut into stages (``pipeline.py``); and each stage is given to a
+data-parallel strategy as if it were a model of its own.
+
+    what                                where
+    parameters, gradients, optimizer    of the stage, the tensor axis' part, of which the data axes
+      state                             hold copies or shards as their strategy has it
+    tied tensors                        as a unit of their own on every rank that uses them
+    buffers                             every rank of the stage its own, or rank 0's of the replicas
+    micro-batches                       all ranks of a data coordinate have the same
+
+    step     windows   one schedule each; in every layer the messages of the tensor axis
+             finish    data axes: what the last backwards have not reduced; sums of tied tensors are
+                       exchanged between stages, then reduced over the data axes
+             clip      the norm: every element once, added over all axes
+             update    each rank what it holds
+
+With stages in a pipeline ``zero3`` and ``fsdp`` gather a stage when a step begins and free it when
+it ends (parts/step_shards.py); without one they work unit by unit, as ever.
+
+Cost: for each stage that of the data-parallel strategy on what the stage has of a tensor rank;
+that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
+sequence parallelism 1/T of it.  (Narayanan et al., arXiv 2104.04473, section 3.)
+Numbers: equal to one device's up to the order of summation.
+Left out: context parallelism and experts; gathering shards again for every micro-batch of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
+from impls.reference.engine import Engine
+from impls.reference.fsdp.schedule import Options as FSDPOptions
+from impls.reference.parts.cuts import Whole
+from impls.reference.parts.handle import Handle, Local
+from impls.reference.parts.norm import power_sum, total_norm
+from impls.reference.parts.options import Training, parse_options
+from impls.reference.parts.precision import Precision
+from impls.reference.parts.recompute import Group
+from impls.reference.parts.sharded import Options as ZeroOptions
+from impls.reference.parts.state import gather_over, put
+from impls.reference.parts.step_shards import StepShards
+from impls.reference.parts.units import UnitPlan
+from impls.reference.pipeline import Options as PipelineOptions
+from impls.reference.pipeline import ReferencePipeline
+from suite.comm import Mesh
+from suite.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Kind,
+    MicroBatch,
+    OptimizerSpec,
+    Piece,
+    Refused,
+)
+
+DATA_AXES = ("replicate", "shard")
+#: The strategies of the data axes, and their options.
+DATA: dict[str, type[Any]] = {
+    "ddp": ddp.Options,
+    "zero1": ZeroOptions,
+    "zero2": ZeroOptions,
+    "zero3": zero3.Options,
+    "fsdp": FSDPOptions,
+}
+
+
+@dataclass(frozen=True)
+class Options(PipelineOptions, Training):
+    """``data``: the strategy of the data axes, and ``data_options`` those that it has beside the
+    ones here.  ``sequence_parallel`` and ``loss_parallel`` are the tensor axis',
+    the rest the pipeline's.
+    """
+
+    data: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    loss_parallel: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.strategy_options
+
+    @property
+    def strategy_options(self) -> Any:
+        """The options of the strategy on the data axes."""
+        kind = DATA[self.data]
+        found = parse_options(kind, self.data_options, "data_options.")
+        if not issubclass(kind, Training):
+            for name, none in (("precision", Precision()), ("offload", "none")):
+                if getattr(self, name) != none:
+                    raise Refused(f"option {name!r}: 'data' = {self.data!r} has no such option")
+            return found
+        return replace(found, precision=self.precision, offload=self.offload)
+
+    @property
+    def on_layers(self) -> tensor.Options:
+        """The options of the tensor axis; who reduces in backward needs whole gradients there."""
+        return tensor.Options(self.sequence_parallel, self.loss_parallel, sum_each_backward=True)
+
+
+class ReferenceHybrid(ReferencePipeline):
+    """The strategies as one system under test."""
+
+    strategy = "hybrid"
+    options: Options
+    options_type = Options
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Everything that the ``hybrid`` profile asks for, on any of the axes."""
+        chosen = parse_options(Options, options)
+        inner = chosen.strategy_options
+        layers = tensor.ReferenceTensor.capabilities(
+            {"sequence_parallel": chosen.sequence_parallel}
+        )
+        from_rank0 = chosen.data == "ddp" and inner.broadcast_buffers
+        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters")
+        return Capabilities(
+            axes=("pipe", *DATA_AXES, "tensor"),
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="rank0" if from_rank0 else "per_rank",
+            features=frozenset({*features, "stages", "tensor"}),
+            declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
+        )
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Stages, if there is an axis for them."""
+        self.options = parse_options(Options, options)
+        self.check(mesh)
+        self.is_cut = mesh.size("pipe") > 1
+        if self.is_cut:
+            super().setup(build, state, optimizer, mesh, options)
+        else:
+            Engine.setup(self, build, state, optimizer, mesh, options)
+
+    def check(self, mesh: Mesh) -> None:
+        """Whether the strategy of the data axes has them."""
+        data = self.options.data
+        if data.startswith("zero") and mesh.size("replicate") > 1:
+            raise Refused(
+                f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, but "
+                f"this mesh has replicate = {mesh.size('replicate')}: take 1, or 'fsdp' with "
+                "data_options.sharding_strategy HYBRID_SHARD"
+            )
+
+    def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
+        """Groups of units, of one stage each."""
+        if self.is_cut:
+            return super().recompute(module, options)
+        return Engine.recompute(self, module, options)
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Split the layers, cut what is left into stages, give those to the data axes."""
+        self.layers: tensor.TensorParallel | None = None
+        if "tensor" in mesh.axes:
+            chosen = self.options.on_layers.resolved(self.build)
+            self.layers = tensor.apply(module, {"tensor": mesh.comm("tensor")}, chosen)
+        return super().transform(module, mesh, options) if self.is_cut else self.wrap(module)
+
+    def wrap(self, module: nn.Module) -> Handle:
+        """``module``, a stage or a tied tensor or all, on the data axes."""
+        mesh, data, options = self.mesh, self.options.data, self.options.strategy_options
+        axes = [axis for axis in DATA_AXES if axis in mesh.axes]
+        if not axes:
+            return Local(module)
+        if data == "ddp":
+            return ddp.DDP(module, mesh.comm(*axes), options)
+        if data == "zero1":
+            return zero1.Zero1(module, mesh.comm("shard"), options)
+        if data == "zero2":
+            return zero2.Zero2(module, mesh.comm("shard"), options)
+        comms = {axis: mesh.comm(axis) for axis in axes}
+        tier = self.tier if options.offload == "parameters" else None
+        if self.is_cut:
+            whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))
+            return StepShards(module, comms, [whole], options.precision, tier)
+        apply: Any = zero3.apply if data == "zero3" else fsdp.apply
+        handle: Handle = apply(module, comms, options, self.build.units, tier)
+        return handle
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        """A schedule a window, or micro-batch after micro-batch."""
+        return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """Through the stages, or whole."""
+        return super().evaluate(batch) if self.is_cut else Engine.evaluate(self, batch)
+
+    def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """Of outputs that may be split over the tensor axis."""
+        if self.layers is None:
+            return super().loss_of(outputs, micro)
+        return self.layers.loss(self.build, self.precision.cast_outputs(outputs), micro)
+
+    def norm(self) -> Tensor:
+        """Every element once: those of first copies, over all axes."""
+        held = self.local_state("gradients")
+        own = [power_sum(piece.tensor, 2.0) for piece in held if piece.replica == 0]
+        nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        axes = tuple(axis for axis, ranks in self.mesh.axes.items() if ranks > 1)
+        return total_norm([(sum(own, start=nothing), axes)], self.mesh.comm)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What the data axes hold of a stage of a tensor rank, placed in the whole model."""
+        held = super().local_state(kind)
+        return [piece for local in held for piece in self.placed(local, kind)]
+
+    def placed(self, piece: Piece, kind: Kind) -> list[Piece]:
+        """Pieces of whole tensors from a piece of a local one."""
+        if self.layers is None:
+            return [piece]
+        name = piece.name.rpartition(".")[0] if kind == "optimizer" else piece.name
+        cut = self.layers.cuts.get(name)
+        if cut is None or piece.tensor.dim() == 0:  # a buffer, a step counter
+            cut = Whole(piece.global_shape, self.layers.comm.rank, self.layers.comm.size)
+        return cut.place(piece)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Gathered over one axis after the other."""
+        first = [piece for piece in self.local_state(kind) if piece.replica == 0]
+        whole: dict[str, Tensor] = {}
+        for piece in gather_over(first, [self.mesh.comm(axis) for axis in self.mesh.axes]):
+            put(piece, whole)
+        return whole
+
+    def close(self) -> None:
+        """Hooks and forwards of all."""
+        super().close()
+        if self.layers is not None:
+            self.layers.close()
+
+
+IMPLEMENTATION = ReferenceHybrid

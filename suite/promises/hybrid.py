@@ -1,0 +1,220 @@
+"""Axes together: what the data axes make of each stage of each tensor rank, and the axes' own.
+
+A stage on a tensor rank is a model of its own to the strategy of the data axes, and so is a tensor
+that is tied over stages; so its promise is asked of a plan that knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+from suite.promises.base import Bytes, Flow, Local, Promise, flow
+from suite.promises.fsdp import FSDP
+from suite.promises.offload import offloaded
+from suite.promises.pipeline import Pipeline, exchanged
+from suite.promises.plan import Plan, TensorPlan
+from suite.promises.replicated import DDP
+from suite.promises.sharded import Zero1, Zero2, Zero3
+from suite.promises.stages import Stages, stages_of
+from suite.promises.tensor import TensorParallel
+
+_DATA: dict[str, type[Promise]] = {
+    promise.strategy: promise for promise in (DDP, Zero1, Zero2, Zero3, FSDP)
+}
+_AXES = ("replicate", "shard")
+
+
+class Hybrid(Promise):
+    """The sum over stages and tensor ranks; under sequence parallelism stages hand on 1/T."""
+
+    strategy: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = (
+        "Narayanan et al. (arXiv 2104.04473) sections 3.1 to 3.3: the axes' costs add up, each on "
+        "what the others leave; in a pipeline shards are gathered and reduced once a step"
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        layers = {"sum_each_backward": True, **plan.options}
+        self.layers = TensorParallel(replace(plan, options=layers, clipped=False))
+        self.data = str(plan.option("data", "ddp"))
+        self.is_cut = plan.size("pipe") > 1
+        self.models = lru_cache(maxsize=None)(self._models)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Where the stages lie."""
+        return stages_of(self.plan)
+
+    # ------------------------------------------------------------------- what the data axes see
+
+    def _models(self, pipe: int, tensor: int) -> list[Promise]:
+        """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
+        if not self.is_cut:
+            return [self.model(self.plan.parameters, self.plan.buffers, tensor)]
+        held = [t for t in self.plan.parameters if pipe in self.stages.ranks(t)]
+        tied = [t for t in held if self.is_tied(t)]
+        found = []
+        for stage in self.stages.of(pipe):
+            own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
+            buffers = [b for b in self.plan.buffers if self.stages.homes(b) == [stage]]
+            found.append(self.model(own, buffers, tensor))
+        return found + [self.model([t], [], tensor, tied=True) for t in tied]
+
+    def is_tied(self, tensor: TensorPlan) -> bool:
+        """Whether several stages use ``tensor``."""
+        return len(self.stages.homes(tensor)) > 1
+
+    def model(
+        self,
+        parameters: Iterator[TensorPlan] | list[TensorPlan] | tuple[TensorPlan, ...],
+        buffers: list[TensorPlan] | tuple[TensorPlan, ...],
+        tensor: int,
+        tied: bool = False,
+    ) -> Promise:
+        """The strategy of the data axes on these tensors, as rank ``tensor`` has them."""
+        plan = self.plan
+        local = tuple(self.local_part(t, tensor) for t in parameters)
+        names = {t.name for t in local}
+        groups = (tuple(n for n in group if n in names) for group in plan.groups)
+        options = {
+            **(plan.option("data_options", {})),
+            **{n: plan.options[n] for n in ("precision", "offload") if n in plan.options},
+            "recompute_every": plan.option("recompute_every", 0),
+        }
+        whole: dict[str, object] = {}
+        strategy = _DATA[self.data]
+        if self.is_cut and issubclass(strategy, Zero3):
+            strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
+            whole = {"units": (), "modules": {"": ""}, "calls": {}}
+            kept = {"accumulate_without_communication": True, "reshard_after_forward": False}
+            options = {**options, **kept}
+        rounds = plan.micro_batches
+        inner = replace(
+            plan,
+            axes=self.data_axes,
+            options=options,
+            parameters=local,
+            buffers=tuple(buffers),
+            micro_batches=tuple(min(n, 1) for n in rounds) if tied else rounds,
+            groups=tuple(group for group in groups if group),
+            clipped=False,
+            inputs=(),
+            hidden={},
+            **whole,
+        )
+        return offloaded(strategy, inner)(inner)
+
+    def local_part(self, tensor: TensorPlan, rank: int) -> TensorPlan:
+        """``tensor`` as rank ``rank`` of the tensor axis has it."""
+        elements = self.layers.elements(tensor, rank)
+        return tensor if elements == tensor.numel else replace(tensor, shape=(elements,))
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """The data axes as their strategy knows them."""
+        plan = self.plan
+        sizes = {axis: plan.size(axis) for axis in _AXES if axis in plan.axes}
+        if self.data != "ddp":
+            return sizes or {"shard": 1}
+        return {"replicate": plan.size("replicate") * plan.size("shard")}
+
+    def of(self, rank: int) -> tuple[list[Promise], int]:
+        """The models of global ``rank``, and its number on the data axes."""
+        at = dict.fromkeys(("pipe", *_AXES, "tensor"), 0) | self.plan.coordinate(rank)
+        number = at["replicate"] * self.plan.size("shard") + at["shard"]
+        return self.models(at["pipe"], at["tensor"]), number
+
+    # ---------------------------------------------------------------------------------- traffic
+
+    def flows(self) -> list[Flow]:
+        """Of the data axes, of the layers, between stages, the norm."""
+        plan = self.plan
+        found = [
+            self.renamed(one)
+            for pipe in range(plan.size("pipe"))
+            for tensor in range(plan.size("tensor"))
+            for model in self.models(pipe, tensor)
+            for one in model.flows()
+        ]
+        norm = [8] if plan.clipped else []
+        return [
+            *found,
+            *self.layers.flows(),
+            *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
+            *(one for axis in plan.axes for one in flow(plan, axis, "all_reduce", norm)),
+        ]
+
+    def renamed(self, one: Flow) -> Flow:
+        """Replicas over both data axes are one group."""
+        if self.data != "ddp":
+            return one
+        return replace(one, axis="+".join(axis for axis in _AXES if axis in self.plan.axes))
+
+    def messages(self) -> Iterator[int]:
+        """Bytes of every message between stages; of a split sequence each rank has a part."""
+        plan, layers = self.plan, self.layers
+        if layers.is_sequence:
+            rows, ranks = layers.table.shape[0], layers.ranks
+            lengths = {key: min(int(key.split("x")[1]), rows) for key in plan.hidden}
+            hidden = {
+                key: tuple(n // lengths[key] * layers.padded(lengths[key]) // ranks for n in sizes)
+                for key, sizes in plan.hidden.items()
+            }
+            plan = replace(plan, hidden=hidden)
+        return Pipeline(plan).messages()
+
+    def tied_messages(self) -> Iterator[int]:
+        """Bytes of the gradients of tied tensors that ranks of the pipe axis send each other."""
+        plan = self.plan
+        data = plan.size("replicate") * plan.size("shard")
+        for tensor in range(plan.size("tensor")):
+            local = tuple(self.local_part(t, tensor) for t in plan.parameters)
+            axes = {"pipe": plan.size("pipe"), "replicate": data}
+            yield from Pipeline(replace(plan, parameters=local, axes=axes)).tied_messages()
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.resident(number, step, updated))
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.passing(number, point, updated))
+
+    def host(self, rank: int, step: int, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.host(number, step, updated))
+
+    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.moved(number, step, updated))
+
+    def added(self, rank: int, told: Callable[[Promise, int], dict[str, int]]) -> dict[str, int]:
+        """The sum, key by key, of what is ``told`` of the models of ``rank``."""
+        models, number = self.of(rank)
+        total: dict[str, int] = {}
+        for model in models:
+            for key, count in told(model, number).items():
+                total[key] = total.get(key, 0) + count
+        return total
+
+    def unweighed(self) -> str:
+        """What any of the models says."""
+        every = range(self.plan.world)
+        told = (model.unweighed() for rank in every for model in self.of(rank)[0])
+        return next((text for text in told if text), "")
+
+    def local(self, rank: int) -> Local:
+        """Elements of all models of ``rank``."""
+        models, number = self.of(rank)
+        told = [model.local(number) for model in models]
+        return Local(
+            {name: n for one in told for name, n in one.parameters.items()},
+            {name: n for one in told for name, n in one.gradients.items()},
+            {name: n for one in told for name, n in one.optimizer.items()},
+        )
