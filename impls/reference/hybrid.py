@@ -178,7 +178,12 @@ class ReferenceHybrid(ReferencePipeline):
         if "tensor" in mesh.axes:
             chosen = self.options.on_layers.resolved(self.build)
             self.layers = tensor.apply(module, {"tensor": mesh.comm("tensor")}, chosen)
-        return super().transform(module, mesh, options) if self.is_cut else self.wrap(module)
+        if not self.is_cut:
+            return self.wrap(module)
+        stages = super().transform(module, mesh, options)
+        if self.layers is not None:
+            self.layers.keep(stages.module)
+        return stages
 
     def wrap(self, module: nn.Module) -> Handle:
         """``module``, a stage or a tied tensor or all, on the data axes."""

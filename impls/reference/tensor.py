@@ -312,6 +312,14 @@ class TensorParallel(Handle):
             return [Piece.whole(full, tensor, replica=self.comm.rank)]
         return self.cuts[name].pieces(full, tensor)
 
+    def keep(self, part: nn.Module) -> None:
+        """Let go of all that lies outside of ``part``: other stages of a pipeline."""
+        inside = {id(module) for module in part.modules()}
+        self.module = part
+        self.layers = [layer for layer in self.layers if id(layer.module) in inside]
+        if self.output not in self.layers:
+            self.output = None
+
     def close(self) -> None:
         """Remove hooks, give modules their forwards back."""
         for hook in self.hooks:

@@ -6,10 +6,10 @@ that is tied over stages; so its promise is asked of a plan that knows nothing e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from suite.promises.base import Bytes, Flow, Local, Promise, flow
 from suite.promises.fsdp import FSDP
@@ -70,8 +70,8 @@ class Hybrid(Promise):
 
     def model(
         self,
-        parameters: Iterator[TensorPlan] | list[TensorPlan] | tuple[TensorPlan, ...],
-        buffers: list[TensorPlan] | tuple[TensorPlan, ...],
+        parameters: Sequence[TensorPlan],
+        buffers: Sequence[TensorPlan],
         tensor: int,
         tied: bool = False,
     ) -> Promise:
@@ -85,7 +85,7 @@ class Hybrid(Promise):
             **{n: plan.options[n] for n in ("precision", "offload") if n in plan.options},
             "recompute_every": plan.option("recompute_every", 0),
         }
-        whole: dict[str, object] = {}
+        whole: dict[str, Any] = {}
         strategy = _DATA[self.data]
         if self.is_cut and issubclass(strategy, Zero3):
             strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
