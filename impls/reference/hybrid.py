@@ -68,6 +68,7 @@ from suite.contract import (
     Piece,
     Refused,
 )
+from suite.schedules import Schedule
 
 DATA_AXES = ("replicate", "shard")
 #: The strategies of the data axes, and their options.
@@ -138,6 +139,13 @@ class ReferenceHybrid(ReferencePipeline):
             features=frozenset({*features, "stages", "tensor"}),
             declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
         )
+
+    @classmethod
+    def schedule(
+        cls, options: Mapping[str, Any], ranks: int, micro_batches: int
+    ) -> Schedule | None:
+        """What one window runs, if there are stages."""
+        return super().schedule(options, ranks, micro_batches) if ranks > 1 else None
 
     def setup(
         self,

@@ -38,8 +38,11 @@ class Hybrid(Promise):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        layers = {"sum_each_backward": True, **plan.options}
-        self.layers = TensorParallel(replace(plan, options=layers, clipped=False))
+        sent = tuple(replace(t, dtype=plan.compute(t.dtype)) for t in plan.parameters)
+        options = {"sum_each_backward": True, **plan.options}
+        self.layers = TensorParallel(
+            replace(plan, options=options, parameters=sent, clipped=False)
+        )
         self.data = str(plan.option("data", "ddp"))
         self.is_cut = plan.size("pipe") > 1
         self.models = lru_cache(maxsize=None)(self._models)
@@ -158,12 +161,10 @@ class Hybrid(Promise):
         """Bytes of every message between stages; of a split sequence each rank has a part."""
         plan, layers = self.plan, self.layers
         if layers.is_sequence:
-            rows, ranks = layers.table.shape[0], layers.ranks
-            lengths = {key: min(int(key.split("x")[1]), rows) for key in plan.hidden}
-            hidden = {
-                key: tuple(n // lengths[key] * layers.padded(lengths[key]) // ranks for n in sizes)
-                for key, sizes in plan.hidden.items()
-            }
+            hidden = {}
+            for key, sizes in plan.hidden.items():
+                rows = int(key.split("x")[0]) * layers.table.shape[1]  # elements of one position
+                hidden[key] = tuple(layers.padded(n // rows) * rows // layers.ranks for n in sizes)
             plan = replace(plan, hidden=hidden)
         return Pipeline(plan).messages()
 
