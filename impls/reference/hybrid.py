@@ -28,7 +28,8 @@ it ends (parts/step_shards.py); without one they work unit by unit, as ever.
 
 Cost: for each stage that of the data-parallel strategy on what the stage has of a tensor rank;
 that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
-sequence parallelism 1/T of it.  (Narayanan et al., arXiv 2104.04473, section 3.)
+sequence parallelism 1/T of it.  Where B and W come apart, sequence parallelism gathers the gradient
+of each row-parallel layer's output for both.  (Narayanan et al., arXiv 2104.04473, section 3.)
 Numbers: equal to one device's up to the order of summation.
 Left out: context parallelism and experts; gathering shards again for every micro-batch of a stage.
 """
@@ -141,7 +142,7 @@ class ReferenceHybrid(ReferencePipeline):
         )
 
     @classmethod
-    def schedule(
+    def schedule(  # type: ignore[override]  # without stages there is none
         cls, options: Mapping[str, Any], ranks: int, micro_batches: int
     ) -> Schedule | None:
         """What one window runs, if there are stages."""

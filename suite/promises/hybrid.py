@@ -40,9 +40,7 @@ class Hybrid(Promise):
         super().__init__(plan)
         sent = tuple(replace(t, dtype=plan.compute(t.dtype)) for t in plan.parameters)
         options = {"sum_each_backward": True, **plan.options}
-        self.layers = TensorParallel(
-            replace(plan, options=options, parameters=sent, clipped=False)
-        )
+        self.layers = TensorParallel(replace(plan, options=options, parameters=sent, clipped=False))
         self.data = str(plan.option("data", "ddp"))
         self.is_cut = plan.size("pipe") > 1
         self.models = lru_cache(maxsize=None)(self._models)

@@ -61,6 +61,14 @@ def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * int(fields.get("chunks") or CHUNKS.get(name or "", 1))
 
 
+def comes_apart(options: Mapping[str, Any]) -> bool:
+    """Whether the gradients of inputs and of weights are two actions of the schedule."""
+    chosen = options.get("schedule")
+    orders = chosen.get("orders", ()) if isinstance(chosen, Mapping) else ()
+    own = any(Action.parse(text).op == "W" for order in orders for text in order)
+    return own or (schedule_name(options) or "").startswith("zb_")
+
+
 def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
     actions = ((Action.parse(text), rank) for rank, order in enumerate(orders) for text in order)
     placed = {action.stage: rank for action, rank in actions if action.op == "F"}

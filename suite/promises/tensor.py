@@ -19,6 +19,7 @@ from suite.promises.base import (
     state_bytes,
 )
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+from suite.promises.stages import comes_apart
 
 #: Layers of a unit whose output features are split, and whose input features are.
 _COLUMNS = ("attention.qkv", "mlp.up", "up")
@@ -149,7 +150,9 @@ class TensorParallel(Promise):
         into, out = columns + 1, rows + 1
         calls: list[tuple[Operation, int]]
         if self.is_sequence:
-            gathers = into + out + (columns if again else 0)
+            # W goes through what follows a layer in its own module once more than B.
+            twice = plan.size("pipe") > 1 and comes_apart(plan.options)
+            gathers = into + out + (columns if again else 0) + (rows if twice else 0)
             scatters = into + out + (rows if again else 0)
             calls = [("all_gather", gathers), ("reduce_scatter", scatters)]
         else:
