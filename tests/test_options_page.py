@@ -22,6 +22,7 @@ from impls.pytorch import (
     zero_redundancy_optimizer,
 )
 from impls.reference import ddp, pipeline, tensor, zero1, zero2, zero3
+from impls.reference import hybrid as reference_hybrid
 from impls.reference.fsdp import schedule
 from impls.reference.parts.precision import Precision
 from impls.reference.parts.units import Wrap
@@ -38,6 +39,7 @@ TAKEN: dict[str, Any] = {
     "reference/fsdp": schedule.Options,
     "reference/tensor": tensor.Options,
     "reference/pipeline": pipeline.Options,
+    "reference/hybrid": reference_hybrid.Options,
     "pytorch/ddp": pytorch_ddp.Options,
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/fsdp1": fsdp1.Options,
