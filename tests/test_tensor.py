@@ -19,10 +19,12 @@ from impls.reference.parts import conjugate, split_layers
 from impls.reference.parts.cuts import Block, Cut, Split, Whole
 from impls.reference.parts.vocabulary_loss import cross_entropy
 from suite import oracle, registry, workloads
-from suite.case import WorkloadSpec
+from suite.case import Case, WorkloadSpec
 from suite.comm import Comm, Mesh
 from suite.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
 from suite.evidence import assemble
+from suite.formulas import facts_of
+from suite.promises import PROMISES, Promise
 from suite.workloads import Workload
 
 CLIPPED = OptimizerSpec("adamw", 0.01, weight_decay=0.1, clip_norm=0.05)
@@ -414,3 +416,61 @@ def test_a_vocabulary_leaves_no_rank_without_rows() -> None:
             split_layers.classes("head", 5, comm_of(size))
 
     succeed(body, 4)
+
+
+# --------------------------------------------------------------------------------------- promises
+
+
+def promised(ranks: int, params: dict[str, Any], **options: Any) -> Promise:
+    """What is promised for one step of 8 samples in 2 micro-batches of 16 positions, in fp32."""
+    spec = WorkloadSpec("charnames_gpt", params=params, global_batch=8)
+    case = Case(
+        id="",
+        scenario="",
+        implementation="reference/tensor",
+        backend="in_memory",
+        mesh={"tensor": ranks},
+        workload=spec,
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        dtype="float32",
+        checks=("traffic",),
+        options=options,
+    )
+    return PROMISES["tensor"](facts_of(case).plan)
+
+
+def test_bytes_of_a_step_are_those_counted_by_hand() -> None:
+    """Two layers of width 24 and 12 heads; all-reduces move twice a gather's bytes."""
+    sizes = {"width": 24, "heads": 12, "layers": 2, "vocab": 97}
+    hidden, targets = 8 * 16 * 24 * 4, 8 * 16 * 4
+    ten = 4 * 2 + 2
+    assert promised(1, sizes).payload() == 0
+    whole = promised(2, sizes)
+    assert whole.payload() == 2 * (ten * hidden + 3 * targets)
+    assert sum(flow.range[0] for flow in whole.flows()) == 2 * 2 * (ten + 2)
+    smoothed = promised(2, sizes | {"label_smoothing": 0.1})
+    assert smoothed.payload() == whole.payload() + 2 * targets
+    gathered = promised(2, sizes, loss_parallel=False)
+    assert gathered.payload() == 2 * ten * hidden + 8 * 16 * 98 * 4
+    again = promised(2, sizes, recompute_every=1)
+    assert again.payload() == whole.payload() + 2 * (2 * 2) * hidden
+    # Norms (5 of 2 x 24), biases behind rows (2 a layer), positions; 16 are padded to 18.
+    split, padded = promised(3, sizes, sequence_parallel=True), hidden // 16 * 18
+    terms = (5 * 2 * 24 + 2 * 2 * 24 + 16 * 24) * 4
+    assert split.payload() == 2 * (2 * ten * padded + 2 * 3 * targets + 2 * terms)
+    shared = promised(4, sizes | {"kv_heads": 2})
+    kv = 2 * (2 * 2 * 2) * (24 + 1) * 4  # two layers, keys and values of two heads of two rows
+    assert shared.payload() == 2 * 3 * (ten * hidden + 3 * targets + kv)
+
+
+def test_elements_of_a_rank_are_those_counted_by_hand() -> None:
+    sizes = {"width": 24, "heads": 12, "kv_heads": 2, "layers": 1, "vocab": 97}
+    promise = promised(4, sizes)
+    first, last = (promise.local(rank).parameters for rank in (0, 3))
+    assert (first["head.weight"], last["head.weight"]) == (25 * 24, 22 * 24)
+    assert first["blocks.0.attention.qkv.weight"] == (6 + 2 + 2) * 24
+    assert first["blocks.0.mlp.down.bias"] == 24
+    apart = promise.apart(0)
+    assert sum(apart["replicated"].values()) == 16 * 24 + 3 * 2 * 24 + 2 * 24
+    assert set(apart["split"]) | set(apart["replicated"]) == set(first)
