@@ -153,7 +153,7 @@ class Hybrid(Promise):
         """Replicas over both data axes are one group."""
         if self.data != "ddp":
             return one
-        return replace(one, axis="+".join(axis for axis in _AXES if axis in self.plan.axes))
+        return replace(one, axis="+".join(axis for axis in _AXES if self.plan.size(axis) > 1))
 
     def messages(self) -> Iterator[int]:
         """Bytes of every message between stages; of a split sequence each rank has a part."""
