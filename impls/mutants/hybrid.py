@@ -76,12 +76,10 @@ class StagesSkipTheDataAxes(ReferenceHybrid):
 )
 class OneShardGroupIsNoGroup(ReferenceHybrid):
     def wrap(self, module: nn.Module) -> Handle:
-        alone = self.mesh.axes.get("shard") == 1
-        return (
-            DDP(module, self.mesh.comm("shard"), self.options.strategy_options)
-            if (alone)
-            else super().wrap(module)
-        )
+        handle = super().wrap(module)
+        if self.mesh.axes.get("shard") == 1 and isinstance(handle, DDP):
+            handle.reducer = _NoReduction()
+        return handle
 
 
 @mutant(
