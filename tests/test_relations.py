@@ -52,7 +52,15 @@ def _same_as(implementation: str | None = None, **options: Any) -> dict[str, Any
     return {"same_as": {**named, "options": options}}
 
 
+def _moved(mesh: dict[str, int], to: dict[str, int], **more: Any) -> Case:
+    """A hybrid whose ranks lie on other axes in the second run."""
+    relation = {"same_as": {"options": {}, "mesh": to}}
+    name = more.pop("name", "reference/hybrid")
+    return _case(name, relation, 4, mesh=mesh, optimizer=DECAY, **more)
+
+
 AS_DDP = _same_as("reference/ddp")
+STARTS_APART = "mutants/hybrid_starts_all_from_rank_0"
 ODD = WorkloadSpec("charnames_gpt", traits=("non_contiguous", "tied"), params={"width": 20})
 CNN = WorkloadSpec("digits_cnn")
 CLIP = dataclasses.replace(DECAY, clip_norm=0.05)
@@ -71,6 +79,8 @@ HOLD = [
     _sharded("reference/zero1", "reload", 3, workload=CNN),
     _sharded("reference/fsdp", "reload", 2, optimizer=DECAY),
     _sharded("pytorch/fsdp1", "reload", 2),
+    _moved({"pipe": 2, "tensor": 2}, {"replicate": 4}),
+    _moved({"replicate": 2, "tensor": 2}, {"pipe": 2, "replicate": 2}),
 ]
 BREAK = [
     (_case("mutants/ddp_mean_of_means", "split", 2), "split does not hold"),
@@ -91,6 +101,14 @@ BREAK = [
         "at step 1, after_update parameters",
     ),
     (_sharded("mutants/zero3_reload_drops_new_slots", "reload", 2), "reload does not hold"),
+    (
+        _moved(
+            {"replicate": 4},
+            {"replicate": 2, "tensor": 2},
+            name="mutants/hybrid_starts_all_from_rank_0",
+        ),
+        "same_as does not hold",
+    ),
 ]
 BY_BRANCH = WorkloadSpec("charnames_gpt", traits=("conditional_by_micro_batch",))
 STATEFUL = WorkloadSpec("charnames_gpt", traits=("dropout_stateful",))
@@ -224,6 +242,8 @@ def test_other_options_add_to_the_cases_own_and_another_system_has_its_own() -> 
         ("{same_as: {implementation: reference/fsdp}}", "same_as describes the case itself"),
         ("{same_as: {options: {reshard_after_forward: true}}}", "describes the case itself"),
         ("{same_as: {}}", "describes the case itself"),
+        ("{same_as: {mesh: {shard: 2}}}", "describes the case itself"),
+        ("{same_as: {mesh: {shard: 3}}}", "same_as runs on 3 ranks, the case on 2"),
     ],
 )
 def test_bad_relations_name_the_line_and_the_remedy(relation: str, says: str) -> None:

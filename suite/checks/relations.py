@@ -8,7 +8,7 @@ since a factor of 2 is never rounded.  *recompute*: no activation checkpointing,
 in memory: where that is weighed, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
 instance, set up from other values, which goes on.  *same_as*: another implementation, other options
-of this one, or both, on a mesh along its axis.
+of this one, the same ranks on other axes, or all of these.
 
 Compared are the final and the clipped gradients of every step, and after the update what ``AFTER``
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
@@ -139,7 +139,8 @@ def _same_as(case: Case, _: Figures) -> Case:
     if not options.get("precision"):
         options.pop("precision", None)
     axes = registry.load(name).capabilities(options).axes
-    mesh = case.mesh if set(case.mesh) <= set(axes) else {axes[0]: case.world}
+    usual = case.mesh if set(case.mesh) <= set(axes) else {axes[0]: case.world}
+    mesh = other.get("mesh", usual)
     return dataclasses.replace(case, implementation=name, options=options, mesh=mesh)
 
 
@@ -172,6 +173,8 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return f"members change: {relation} compares runs of the same ranks"
     if relation == "reload":
         return _not_reloadable(case)
+    if relation == "same_as":
+        return _not_movable(case)
     if relation == "permute" and _shares(evidence) < 2:
         return "one share of data: nothing to exchange"
     if relation == "split":
@@ -188,6 +191,15 @@ def _not_splittable(evidence: Figures) -> str:
         return "gradients depend, by definition, on how the batch is cut"
     if spec.global_batch <= _shares(evidence) * spec.micro_batches * spec.windows:
         return "every micro-batch is one sample already"
+    return ""
+
+
+def _not_movable(case: Case) -> str:
+    moved = case.expect["relation"]["same_as"].get("mesh", case.mesh)
+    if dataclasses.replace(case, mesh=moved).data_coordinates == case.data_coordinates:
+        return ""
+    if workloads.make(case.workload, case.dtype, case.lane).depends_on_cut:
+        return "gradients depend, by definition, on how the batch is cut"
     return ""
 
 

@@ -293,7 +293,15 @@ class _Expansion:
                 self._add(
                     self._relation_at(cell),
                     "same_as describes the case itself: the second run must be another one",
-                    "name another implementation, or options that differ",
+                    "name another implementation, mesh or options",
+                    " ".join(cell.key),
+                )
+                return
+            if (ranks := self._ranks_of_pair(cell)) != (own := math.prod(dict(cell.mesh).values())):
+                self._add(
+                    [*self._relation_at(cell), "same_as", "mesh"],
+                    f"same_as runs on {ranks} ranks, the case on {own}",
+                    "move a factor from one axis to another",
                     " ".join(cell.key),
                 )
                 return
@@ -314,7 +322,15 @@ class _Expansion:
         other = relation["same_as"]
         if other.get("implementation", choice.name) != choice.name:
             return False
+        if other.get("mesh", dict(cell.mesh)) != dict(cell.mesh):
+            return False
         return {**choice.options, **other["options"]} == choice.options
+
+    def _ranks_of_pair(self, cell: Cell) -> int:
+        """Ranks of the second run that the cell's relation describes."""
+        relation = self._expect(cell).get("relation")
+        other = relation["same_as"] if isinstance(relation, Mapping) else {}
+        return math.prod(other.get("mesh", dict(cell.mesh)).values())
 
     def _relation_at(self, cell: Cell) -> list[str | int]:
         """Where the relation of ``cell`` stands."""

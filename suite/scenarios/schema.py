@@ -65,13 +65,19 @@ Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
 class Other(Model):
-    """What the second run of `same_as` is: another implementation, other options, or both."""
+    """What the second run of `same_as` is: another implementation, mesh or options."""
 
     implementation: str | None = Field(None, min_length=1, description="default: the case's own")
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="all options of another implementation; changes to the case's own options "
         "if it is the same one",
+    )
+    mesh: dict[Axis, Size] | None = Field(
+        None,
+        min_length=1,
+        description="the same ranks on other axes; default: the case's own mesh, or the one axis "
+        "of another implementation",
     )
 
 
