@@ -40,7 +40,7 @@ from impls.deepspeed import engine
 from impls.deepspeed.engine import ZERO_GRADIENT, environment
 from impls.reference.parts.optimizer import (
     build_optimizer,
-    load_slots,
+    make_slots,
     param_groups,
     set_learning_rate,
     slot_pieces,
@@ -304,7 +304,8 @@ class DeepSpeedPipeline(Implementation):
         left = copy_pieces(self.local_state(kind), pieces)
         if left and kind != "optimizer":
             raise Refused(f"the stage of this rank holds no {kind} {left[0].name!r}")
-        load_slots(self.torch_optimizer, left)
+        make_slots(self.torch_optimizer, left)
+        copy_pieces(self.local_state(kind), left)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors, on every rank; they travel as objects."""

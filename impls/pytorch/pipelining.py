@@ -61,7 +61,7 @@ from impls.pytorch.scaling import make_scaler, unscale
 from impls.reference.parts.norm import clip_factor, power_sum
 from impls.reference.parts.optimizer import (
     build_optimizer,
-    load_slots,
+    make_slots,
     param_groups,
     set_learning_rate,
     slot_pieces,
@@ -446,7 +446,8 @@ class Pipelining(Implementation):
         left = copy_pieces(self.local_state(kind), pieces)
         if left and kind != "optimizer":
             raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r}")
-        load_slots(self.optimizer, left)
+        make_slots(self.optimizer, left)
+        copy_pieces(self.local_state(kind), left)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors, on every rank; they travel as objects."""

@@ -26,7 +26,7 @@ from impls.reference.parts.norm import clip_factor, total_norm
 from impls.reference.parts.offload import HostTier
 from impls.reference.parts.optimizer import (
     build_optimizer,
-    load_slots,
+    make_slots,
     seed_state,
     set_learning_rate,
     slot_pieces,
@@ -196,8 +196,9 @@ class Engine(Implementation):
             if self.masters:
                 self.masters.restart()
         if rest and kind == "optimizer":
-            load_slots(self.optimizer, rest)
-        elif rest:
+            make_slots(self.optimizer, rest)
+            rest = copy_pieces(self.local_state(kind), rest)
+        if rest:
             place = rest[0].slices or rest[0].flat_range
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
 

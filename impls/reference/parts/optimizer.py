@@ -66,24 +66,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
 Place = Callable[[str, str, Tensor], Piece | list[Piece]]
 
 
-def load_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
-    """Give ``optimizer`` slots that it does not have yet, from pieces called ``<name>.<slot>``.
+@torch.no_grad()
+def make_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
+    """Give ``optimizer`` the slots, of zeros, that pieces called ``<name>.<slot>`` are pieces of.
 
-    Several pieces of one slot are blocks of rows, in the order in which they lie in it.
+    Each has the shape of its parameter, or is a single number.
+
+    :raises KeyError: a parameter that this optimizer does not update.
     """
     named = {
         name: parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
-    found: dict[str, list[Tensor]] = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece.tensor.detach())
-    for full, parts in found.items():
+    for full, like in {piece.name: piece.tensor for piece in pieces}.items():
         name, _, slot = full.rpartition(".")
         if name not in named:
             raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
-        optimizer.state[named[name]][slot] = parts[0].clone() if not parts[1:] else torch.cat(parts)
+        shape = named[name] if like.dim() else like
+        optimizer.state[named[name]][slot] = torch.zeros_like(shape, dtype=like.dtype)
 
 
 def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:
