@@ -103,6 +103,8 @@ class Case:
     reload_at: int | None = None
     xfail: str | None = None
     skip: str | None = None
+    #: ``file:line`` of the implementation's entry in the scenario; empty: no file gave it.
+    source: str = field(default="", compare=False)
 
     @property
     def world(self) -> int:

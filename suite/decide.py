@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -214,6 +215,8 @@ def _expected(
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
         elif verdict in ("pass", NATIVE_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"
+    if verdict == "refused" and case.source:
+        reason = f"{case.source}: {reason}"
     return _result(case, verdict, reason, found)
 
 
@@ -232,5 +235,11 @@ def _result(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()
         "bound": worst.bound if worst else None,
         "bytes_sent": sent.get("bytes_sent"),
         "bytes_expected": sent.get("bytes_expected"),
-        "rerun": f"shardproof run {case.scenario} --tier {case.tier} -k '{case.id}'",
+        "rerun": f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
     }
+
+
+def _argument(case: Case) -> str:
+    """What names the scenario on the command line: its file, if it is not one of the suite's."""
+    file = case.source.rpartition(":")[0]
+    return case.scenario if not file or file.startswith("scenarios/") else shlex.quote(file)

@@ -82,6 +82,8 @@ def execute(
             report.show(found, console.print)
             report.show_memory(found, console.print)
         left_out = len(plan.left_out) + len(late)
+        for line in report.skips(found):
+            tell(console, line)
         tell(console, verdicts.summary(verdicts.count(found), left_out))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]
         if medians:

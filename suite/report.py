@@ -174,6 +174,22 @@ def medians(results: Iterable[Result]) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
+#: Reasons of skipped cases that are told one by one.
+_SKIPS = 12
+
+
+def skips(results: Iterable[Result]) -> list[str]:
+    """Why cases were skipped: a line for each implementation and reason, most frequent first."""
+    counts: Counter[str] = Counter(
+        f"{result['case']['implementation']} {result['reason']}"
+        for result in results
+        if verdicts.kind(result["verdict"]) == "skip"
+    )
+    told = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
+    rest = len(counts) - len(told)
+    return [*told, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
+
+
 # -------------------------------------------------------------------------------------- memory
 
 #: Resident model state on the rank that holds most.  *whole copies* is data parallelism with the

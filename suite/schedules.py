@@ -239,25 +239,29 @@ def simulate(
 
 
 def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
-    """Why the ranks at ``at`` wait for each other."""
+    """Why the ranks at ``at`` wait for each other, and which orders would end it."""
     stuck = [rank for rank in range(schedule.ranks) if at[rank] < len(schedule.orders[rank])]
     rank, path = stuck[0], list[int]()
     while rank not in path and at[rank] < len(schedule.orders[rank]):
         path.append(rank)
         action = schedule.orders[rank][at[rank]]
         rank = schedule.place[action.stage + (-1 if action.op == "F" else 1)]
-    told = []
+    told, ways = [], []
     for waiting in path[path.index(rank) if rank in path else 0 :]:
         action = schedule.orders[waiting][at[waiting]]
         other = action.stage + (-1 if action.op == "F" else 1)
         sender = schedule.place[other]
         needed = Action("SF" if action.op == "F" else "SB", other, action.micro)
-        blocked = schedule.orders[sender][at[sender] :][:1]
-        why = f"behind {blocked[0]}" if blocked else "never"
+        left = schedule.orders[sender][at[sender] :]
+        why = f"behind {left[0]}" if left else "never"
         told.append(
             f"rank {waiting} waits in {action} for {needed}, which rank {sender} does {why}"
         )
-    return "deadlock: " + "; ".join(told)
+        if left:
+            made = [a for a in left[1:] if a.op in _BEFORE[needed.op] and a[1:] == needed[1:]]
+            ways.append(f"{[*made, needed][0]} before {left[0]} on rank {sender}")
+    remedy = f"; it would take {' or '.join(ways)}" if ways else ""
+    return f"deadlock: {'; '.join(told)}{remedy}"
 
 
 def problems(schedule: Schedule) -> list[str]:
@@ -288,17 +292,25 @@ def _shape(schedule: Schedule) -> list[str]:
 
 
 def _census(schedule: Schedule) -> list[str]:
-    found: list[str] = []
+    found: dict[bool, list[str]] = {False: [], True: []}  # by whether it is about a message
     needed = _needed(schedule)
     for rank, order in enumerate(schedule.orders):
         have, want = set(order), needed[rank]
         if len(have) < len(order):
-            twice = sorted(action for action, times in Counter(order).items() if times > 1)
-            found += [f"rank {rank} does {action} {order.count(action)} times" for action in twice]
+            for action, times in sorted(Counter(order).items()):
+                if times > 1:
+                    told = f"rank {rank} does {action} {times} times"
+                    found[action.op in MESSAGES].append(told)
         if have != want:
-            missing, foreign = sorted(want - have), sorted(have - want)
-            found += [f"rank {rank} never does {action}" for action in missing]
-            found += [_foreign(schedule, rank, action) for action in foreign]
+            for action in sorted(want - have):
+                found[action.op in MESSAGES].append(f"rank {rank} never does {action}")
+            for action in sorted(have - want):
+                found[action.op in MESSAGES].append(_foreign(schedule, rank, action))
+    return _first(found[False] or found[True])  # messages follow from what is computed
+
+
+def _first(found: list[str]) -> list[str]:
+    """As many of ``found`` as are told one by one."""
     return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
 
 
@@ -363,7 +375,7 @@ def _local_order(schedule: Schedule) -> list[str]:
             if op in ("F", "B", "BW"):
                 found += _neighbour(schedule, rank, action, done)
             done.add(action)
-    return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
+    return _first(found)
 
 
 def _neighbour(schedule: Schedule, rank: int, action: Action, done: set[Action]) -> list[str]:

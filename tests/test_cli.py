@@ -251,6 +251,9 @@ include:
         result = told[f"n{number}"]
         assert result["verdict"] == "refused" and says in result["reason"], result["reason"]
         assert "option '" in result["reason"] and result["reason"] in done.stdout
+        line = 1 + next(n for n, row in enumerate(text.splitlines()) if f"label: n{number}," in row)
+        assert result["reason"].startswith(f"{tmp_path / 'refused.yaml'}:{line}: ")
+        assert f"shardproof run {tmp_path / 'refused.yaml'} " in result["rerun"]
 
 
 def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:

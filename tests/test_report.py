@@ -337,3 +337,15 @@ def test_terminal_tables_name_survivors(tmp_path: Path) -> None:
     text = console.export_text()
     assert "SURVIVES other: survives equivalence" in text
     assert "13 / 12 (x1.08)" in text
+
+
+def test_reasons_of_skipped_cases_are_counted() -> None:
+    skipped = [result(case(f"s::{n}"), "skip") for n in range(3)]
+    other = result(case("s::other"), "skip", reason="[no] such axis")
+    told = report.skips([*skipped, other, result(case("s::fine"))])
+    assert told == [
+        "skipped (3): reference/ddp because",
+        "skipped (1): reference/ddp [no] such axis",
+    ]
+    many = [result(case(f"s::{n}"), "skip", reason=f"reason {n}") for n in range(20)]
+    assert len(report.skips(many)) == 13 and "8 more reasons" in report.skips(many)[-1]

@@ -75,6 +75,7 @@ def test_axes_multiply_and_ids_are_stable() -> None:
     assert last.workload == WorkloadSpec("gpt", traits=("tied",))
     assert last.world == 2
     assert Case.from_dict(last.to_dict()) == last
+    assert [case.source for case in (found[0], last)] == ["f.yaml:9", "f.yaml:10"]
 
 
 def test_meshes_of_several_axes_and_several_clips_are_named() -> None:
@@ -468,6 +469,13 @@ OTHERS = (
     *("ddp-", "plain", "relations", "nccl", "memory-ratios"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
 )
+
+
+def test_cases_of_the_suite_tell_where_they_stand(shipped: list[Case]) -> None:
+    places = {tuple(case.source.rsplit(":", 1)) for case in shipped}
+    for file, line in places:
+        text = (SHIPPED.parent / file).read_text().splitlines()
+        assert file.startswith("scenarios/") and 0 < int(line) <= len(text)
 
 
 def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:

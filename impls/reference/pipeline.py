@@ -101,6 +101,11 @@ class Chosen:
                 f"option 'schedule.place' = {list(place)}: there are orders for {len(orders)} ranks"
             )
         micro_batches = 1 + max((action.micro for action in actions), default=0)
+        if micro_batches > len(actions):
+            raise Refused(
+                f"option 'schedule.orders': micro-batch {micro_batches - 1} is the last one that "
+                f"is named, but there are {len(actions)} actions"
+            )
         own = Schedule("own", micro_batches, place, orders)
         return own if any(a.op in MESSAGES for a in actions) else with_messages(own)
 
@@ -123,12 +128,13 @@ class Chosen:
         own = self.own
         if own.ranks != ranks:
             raise Refused(
-                f"option 'schedule.orders' is for {own.ranks} ranks, the axis 'pipe' has {ranks}"
+                f"option 'schedule.orders' is for {own.ranks} ranks, the axis 'pipe' has {ranks}: "
+                "give an order for each rank of the axis"
             )
         if own.micro_batches != micro_batches:
             raise Refused(
                 f"option 'schedule.orders' is for {own.micro_batches} micro-batches, "
-                f"a window has {micro_batches}"
+                f"a window has {micro_batches}: name every micro-batch of a window, from 0 on"
             )
         return own
 

@@ -16,12 +16,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, get_args
 
 from suite.case import Case, WorkloadSpec
 from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from suite.errors import Problem, ScenarioError, nearest
-from suite.scenarios.load import ScenarioFile
+from suite.scenarios.load import SHIPPED, ScenarioFile
 from suite.scenarios.schema import (
     Expect,
     ImplementationChoice,
@@ -175,12 +176,16 @@ class _Expansion:
         if ":" not in name and name not in known:
             self._add(path, "unknown implementation", nearest(name, known, "implementations"), name)
 
+    def _parts(self) -> Iterator[tuple[list[str | int], Matrix | Include]]:
+        """What gives axes, and its place in the file."""
+        yield ["matrix"], self.scenario.matrix
+        for index, include in enumerate(self.scenario.include):
+            yield ["include", index], include
+
     def _expectations(self) -> Iterator[tuple[list[str | int], Expect]]:
         """Every ``expect`` of the file and its place, those that override others first."""
-        parts: list[tuple[list[str | int], Matrix | Include]] = [(["matrix"], self.scenario.matrix)]
-        parts += [(["include", i], rule) for i, rule in enumerate(self.scenario.include)]
         for axis in ("workload", "implementation"):
-            for path, axes in parts:
+            for path, axes in self._parts():
                 for index, choice in enumerate(getattr(axes, axis)):
                     if choice.expect is not None:
                         yield [*path, axis, index, "expect"], choice.expect
@@ -427,7 +432,23 @@ class _Expansion:
             memory_gib=scenario.memory_gib,
             skip=skip,
             xfail=xfail,
+            source=self._source(choice),
         )
+
+    def _source(self, choice: ImplementationChoice) -> str:
+        """File and line of ``choice``."""
+        for path, axes in self._parts():
+            for index, own in enumerate(axes.implementation):
+                if own is choice:
+                    line = self.file.node.locate([*path, "implementation", index])
+                    return f"{_portable(self.file.file)}:{line}"
+        raise AssertionError("every cell's implementation stands in the file")
+
+
+def _portable(file: str) -> str:
+    """``file`` from the suite's own folder on, if it is one of the suite's."""
+    path = Path(file)
+    return str(path.relative_to(SHIPPED.parent) if path.is_relative_to(SHIPPED) else path)
 
 
 def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], ...]]:

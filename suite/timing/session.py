@@ -391,6 +391,9 @@ def _on_ranks(
     outcomes = run_ranks(backend, pair.world, program, workdir, pair.deadline, ledgers=False)
     cause = root_cause(outcomes)
     if cause is not None:
+        if cause.error_type == "Refused":
+            _tell(payload, {"problem": ("precondition", cause.message)})
+            return
         verdict = "hang" if cause.status == "hung" else "crash"
         where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
         told: dict[str, Any] = {"problem": (verdict, " ".join([cause.sentence(), *where]))}
