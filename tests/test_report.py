@@ -344,8 +344,8 @@ def test_reasons_of_skipped_cases_are_counted() -> None:
     other = result(case("s::other"), "skip", reason="[no] such axis")
     told = report.skips([*skipped, other, result(case("s::fine"))])
     assert told == [
-        "skipped (3): reference/ddp because",
-        "skipped (1): reference/ddp [no] such axis",
+        "skipped (3): plain because",
+        "skipped (1): plain [no] such axis",
     ]
     many = [result(case(f"s::{n}"), "skip", reason=f"reason {n}") for n in range(20)]
     assert len(report.skips(many)) == 13 and "8 more reasons" in report.skips(many)[-1]
