@@ -154,7 +154,7 @@ def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -
     axis = f"axis 'pipe' of {case.mesh['pipe']} ranks"
     return (
         f"{axis} asks for {stages} stages, but {case.workload.name} has {units} units (layers): "
-        "a stage needs one at least"
+        f"a stage needs one at least; valid: up to {units} stages"
     )
 
 

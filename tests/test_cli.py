@@ -256,6 +256,40 @@ include:
         assert f"shardproof run {tmp_path / 'refused.yaml'} " in result["rerun"]
 
 
+#: A cell's options and mesh, and what its refusal says.
+HYBRIDS = {
+    "{}, {shard: 1, tensor: 3}": "'blocks.0.attention.qkv' has 4 heads and 4 KV heads",
+    "{schedule: zb_v}, {pipe: 2}": "asks for 4 stages, but charnames_gpt has 3 units",
+    "{schedule: {orders: [[F0@0], [F0@1, BW0@1]]}}, {pipe: 2}": "rank 0 never does B0@0",
+    "{schedule: interleaved}, {pipe: 2}": "3 micro-batches are no multiple of it; take 4, or",
+    "{data: zero1}, {replicate: 2}": "this mesh has replicate = 2: take 1",
+}
+
+
+def test_axes_that_do_not_go_together_end_with_code_2(tmp_path: Path) -> None:
+    text = """\
+name: refused
+about: axes that do not go with the model, or with each other
+sees: [nothing]
+workload: {name: charnames_gpt, micro_batches: 3, params: {layers: 3}}
+matrix: {implementation: plain, backend: in_memory, mesh: {replicate: 1}, optimizer: sgd}
+checks: [equivalence]
+include:
+"""
+    for number, cell in enumerate(HYBRIDS):
+        options, mesh = cell.rsplit(", {", 1)
+        choice = f"name: reference/hybrid, label: n{number}, options: {options}"
+        text += f"  - {{reason: a fault, implementation: {{{choice}}}, mesh: {{{mesh}}}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    done = shardproof("run", "own.yaml", "-j", "2", "--results", "run", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    for number, says in enumerate(HYBRIDS.values()):
+        reason = told[f"n{number}"]["reason"]
+        assert reason.startswith(f"own.yaml:{8 + number}: ") and says in reason, reason
+        assert reason in done.stdout
+
+
 def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "suite", "run", "ddp-gpt", "-j", "1", "--results", "stopped"],
