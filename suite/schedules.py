@@ -81,6 +81,18 @@ class Schedule:
             held[rank].append(stage)
         return tuple(map(tuple, held))
 
+    @property
+    def ascends(self) -> bool:
+        """Whether every stage takes its micro-batches in ascending order, as one process does."""
+        turns: dict[tuple[int, str], int] = {}
+        for order in self.orders:
+            for op, stage, micro in order:
+                for part in ("B", "W") if op == "BW" else (op,):
+                    if turns.get((stage, part), -1) > micro and op in COMPUTE:
+                        return False
+                    turns[stage, part] = micro
+        return True
+
     def computed(self, rank: int) -> tuple[Action, ...]:
         """The actions of ``rank`` without its messages."""
         return tuple(action for action in self.orders[rank] if action.op in COMPUTE)

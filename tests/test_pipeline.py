@@ -414,6 +414,9 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
     [
         ({"schedule": "1f1"}, "did you mean '1f1b'"),
         ({"schedule": {"name": "interleaved", "chunks": 0}}, "'schedule.chunks' must be at least"),
+        ({"schedule": {"name": "gpipe", "chunks": 3}}, "are free with 'interleaved' only"),
+        ({"schedule": {"orders": [["F0@0", "BW0@0"]], "chunks": 1}}, "'schedule.chunks' = 1"),
+        ({"schedule": {"orders": [["F0@0", "BW7@0"]]}}, "micro-batch 7 is the last one that is"),
         ({"schedule": {}}, "give either 'name'"),
         ({"schedule": {"orders": [["F0@0", "G0@0"]]}}, "'G0@0' is no action"),
         ({"schedule": {"orders": [["F0@0"]]}}, "rank 0 never does"),

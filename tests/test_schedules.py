@@ -247,6 +247,19 @@ def test_a_planted_fault_is_told(fault: str) -> None:
     assert wanted in spoilt(schedule, change)
 
 
+def test_orders_that_descend_are_known() -> None:
+    for made in (PLAIN, SPLIT, interleaved(2, 4), zb_v(2, 5)):
+        assert made.ascends
+    for text, ascends in (
+        (["F0@0", "F1@0", "BW0@0", "B1@0", "W1@0"], True),
+        (["F1@0", "F0@0", "BW0@0", "BW1@0"], False),
+        (["F0@0", "F1@0", "B0@0", "BW1@0", "W0@0"], False),
+    ):
+        order = tuple(map(Action.parse, text))
+        made = Schedule("own", 2, (0,), (order,))
+        assert problems(made) == [] and made.ascends is ascends
+
+
 def test_a_deadlock_is_told_as_a_cycle() -> None:
     """Rank 0 waits for a gradient before it goes on, rank 1 begins with the second micro-batch."""
     text = (["F0@0", "BW0@0", "F1@0", "BW1@0"], ["F1@1", "BW1@1", "F0@1", "BW0@1"])

@@ -54,23 +54,31 @@ from suite.schedules import MESSAGES, Action, Schedule, problems, with_messages
 Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
 #: Schedules whose B and W are two actions.
 SPLIT = ("zb_h1", "zb_h2", "zb_v")
+#: Stages a rank of ``interleaved`` where the option does not say.
+CHUNKS = 2
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A generator by ``name`` (``chunks`` stages a rank: of ``interleaved``), or a schedule.
+    """A generator by ``name`` (``interleaved`` takes ``chunks`` stages a rank), or a schedule.
 
     ``orders`` are each rank's actions as ``F0@1`` (micro-batch 0, stage 1), with all messages or
     none; ``place`` the ranks of the stages (``[]``: where their forwards are).
     """
 
     name: Name | None = None
-    chunks: int = 2
+    chunks: int | None = None
     orders: tuple[tuple[str, ...], ...] = ()
     place: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least("schedule.chunks", self.chunks, 1)
+        at_least("schedule.chunks", 1 if self.chunks is None else self.chunks, 1)
+        fixed = {"interleaved": self.chunks, "zb_v": 2, None: None}.get(self.name, 1)
+        if self.chunks not in (None, fixed):
+            raise Refused(
+                f"option 'schedule.chunks' = {self.chunks}: stages a rank are free with "
+                "'interleaved' only; zb_v has 2, the others 1, and 'orders' say their own"
+            )
         if (self.name is None) == (not self.orders):
             raise Refused(
                 "option 'schedule': give either 'name', one of "
@@ -123,7 +131,7 @@ class Chosen:
     def make(self, ranks: int, micro_batches: int) -> Schedule:
         """The schedule for a window; :class:`Refused` where there is none."""
         if self.name is not None:
-            more = {"chunks": self.chunks} if self.name == "interleaved" else {}
+            more = {"chunks": self.chunks or CHUNKS} if self.name == "interleaved" else {}
             return SCHEDULES[self.name](ranks, micro_batches, **more)
         own = self.own
         if own.ranks != ranks:
