@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -283,7 +283,22 @@ def campaign_case(number: int, seed: int) -> Case:
         seed,
         carried,
         lambda name, options: registry.load(name).capabilities(options).declines,
+        _has_schedule,
     )
+
+
+def _has_schedule(
+    name: str, options: Mapping[str, Any], mesh: Mapping[str, int], micro_batches: int
+) -> bool:
+    """Whether ``name`` does not refuse windows of so many micro-batches."""
+    from suite import registry
+    from suite.contract import Refused
+
+    try:
+        registry.load(name).schedule(options, mesh.get("pipe", 1), micro_batches)
+    except Refused:
+        return False
+    return True
 
 
 def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:

@@ -235,8 +235,8 @@ def promises_bits(evidence: Figures) -> bool:
         return False  # a product that is split by rows adds its terms in another order
     if _tied_over_stages(evidence):
         return False  # either end adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
-    adding = case.world // case.mesh.get("pipe", 1)
-    if case.world == 2 or (adding == 1 and exactness == "bitwise"):
+    adding = case.world // case.mesh.get("pipe", 1)  # stages add nothing up between them
+    if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and case.backend == "in_memory"
 
