@@ -21,7 +21,7 @@ from suite.selection import Selection
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
-    return execute.draw_campaign(300, 11)
+    return execute.draw_campaign(600, 11)
 
 
 def _claims(case: Case) -> dict[str, object]:
@@ -107,3 +107,61 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
     small = dataclasses.replace(case.workload, traits=(), global_batch=most - 1)
     reason = declared_away(dataclasses.replace(case, workload=small), _claims(case), "")
     assert ("samples do not suffice" in reason) == (small.micro_batches * small.windows > 1)
+
+
+def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:
+    largest = {
+        backend: max(case.world for case in drawn if case.backend == backend)
+        for backend in ("in_memory", "gloo")
+    }
+    assert largest == {"in_memory": campaign.LARGEST_GRID, "gloo": campaign.MOST_PROCESSES}
+
+
+def test_stages_have_units_and_windows_have_a_schedule(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.mesh.get("pipe", 1) > 1]
+    assert {case.implementation for case in found} >= {"reference/hybrid", "pytorch/hybrid"}
+    for case in found:
+        kind = registry.load(case.implementation)
+        for share in case.workload.cut(case.data_coordinates):
+            for window in share:
+                schedule = kind.schedule(case.options, case.mesh["pipe"], len(window))
+                assert schedule is not None, case.id
+                assert len(schedule.place) <= case.workload.params["layers"], case.id
+
+
+def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.mesh.get("tensor", 1) > 1]
+    assert found
+    for case in found:
+        ranks, sizes = case.mesh["tensor"], case.workload.params
+        assert case.workload.name != campaign.NORMED, case.id
+        if case.workload.name == campaign.DYADIC:
+            assert sizes["width"] % ranks == 0, case.id
+            continue
+        assert sizes["heads"] % ranks == 0, case.id
+        native = case.implementation.startswith("pytorch/")
+        assert not sizes["kv_heads"] % ranks or (not native and not ranks % sizes["kv_heads"])
+        if native and case.options["sequence_parallel"]:
+            assert sizes["seq"] % ranks == 0, case.id
+
+
+def test_native_pipelines_get_windows_of_equal_parts(drawn: list[Case]) -> None:
+    found = [
+        case for case in drawn if case.implementation in ("pytorch/pipelining", "pytorch/hybrid")
+    ]
+    for case in found:
+        shares = case.workload.cut(case.data_coordinates)
+        assert all(len(set(window)) == 1 for share in shares for window in share), case.id
+
+
+def test_a_batch_that_goes_with_nothing_is_drawn_again() -> None:
+    asked = []
+
+    def has_schedule(name: str, options: object, mesh: object, micro_batches: int) -> bool:
+        asked.append(name)
+        return name == "plain"
+
+    traits: dict[str, list[str]] = {name: [] for name in workloads.WORKLOADS}
+    case = campaign.case_of(1, 5, traits, lambda name, options: (), has_schedule)
+    assert case.implementation == "plain"
+    assert len(set(asked)) > 1

@@ -166,14 +166,28 @@ class ReferenceHybrid(ReferencePipeline):
             Engine.setup(self, build, state, optimizer, mesh, options)
 
     def check(self, mesh: Mesh) -> None:
-        """Whether the strategy of the data axes has them."""
-        data = self.options.data
+        """Whether the strategy of the data axes takes those that the mesh has."""
+        data, inner = self.options.data, self.options.strategy_options
         if data.startswith("zero") and mesh.size("replicate") > 1:
             raise Refused(
                 f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, but "
                 f"this mesh has replicate = {mesh.size('replicate')}: take 1, or 'fsdp' with "
                 "data_options.sharding_strategy HYBRID_SHARD"
             )
+        if data == "fsdp" and any(axis in mesh.axes for axis in DATA_AXES):
+            wanted, strategy = fsdp.AXES[inner.sharding_strategy], inner.sharding_strategy
+            unused = [a for a in DATA_AXES if a not in wanted and mesh.size(a) > 1]
+            missing = [a for a in wanted if a not in mesh.axes]
+            if unused or missing:
+                raise Refused(
+                    f"option 'data_options.sharding_strategy' = {strategy!r} takes the data axes "
+                    f"{' and '.join(wanted)}, but this mesh has {dict(mesh.axes)}"
+                )
+            if inner.chunk_ranks not in (None, mesh.size("shard")):
+                raise Refused(
+                    f"option 'data_options.reshard_after_forward' = {inner.chunk_ranks}: hybrids "
+                    "have no groups of neighbours; valid here: true, false, null"
+                )
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Groups of units, of one stage each."""

@@ -58,6 +58,11 @@ class TensorPlan:
         return self.first_use == 0 and self.last_use is None
 
     @property
+    def in_every_backward(self) -> bool:
+        """Whether every micro-batch gives it a gradient."""
+        return self.always_used and ".conditional_" not in f".{self.name}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes as built."""
         return self.numel * ITEMSIZE.get(self.dtype, 8)

@@ -173,7 +173,7 @@ class Zero2(Zero1):
         plan, found = self.plan, super().peaks(rank, phase, step)
         if phase != "backward":
             return found
-        held_up = any(_not_always_used(t) or len(t.owners) > 1 for t in plan.trainable)
+        held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in plan.trainable)
         if held_up or plan.size("shard") == 1:
             return {"gradients": found["gradients"]}
         sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
@@ -247,7 +247,7 @@ class Zero3(Promise):
         }
 
     def _is_conditional(self, unit: Unit) -> bool:
-        return all(t.trainable and _not_always_used(t) for t in unit.members)
+        return all(t.trainable and not t.in_every_backward for t in unit.members)
 
     def refuse_uncalled(self) -> None:
         """Raise where some unit is not called by every micro-batch."""
@@ -450,11 +450,7 @@ def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
 
 
 def _may_go_unused(unit: Unit) -> bool:
-    return any(map(_not_always_used, unit.members))
-
-
-def _not_always_used(tensor: TensorPlan) -> bool:
-    return ".conditional_" in f".{tensor.name}" or not tensor.always_used
+    return not all(tensor.in_every_backward for tensor in unit.members)
 
 
 def votes(plan: Plan) -> int:

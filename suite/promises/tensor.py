@@ -137,9 +137,9 @@ class TensorParallel(Promise):
 
     def flows(self) -> list[Flow]:
         """Hidden states, outputs, gradients that are terms, the norm."""
-        plan, width = self.plan, self.table.shape[1]
         if self.ranks == 1:
             return []
+        plan, width = self.plan, self.table.shape[1]
         layers = {name for t in plan.parameters for name in t.owners}
         columns = sum(self.in_unit(name, _COLUMNS) for name in layers)
         rows = sum(self.in_unit(name, ROWS) for name in layers)
@@ -187,7 +187,7 @@ class TensorParallel(Promise):
         terms = [(t, n * ITEMSIZE[t.dtype]) for t, n in self.terms()]
         if not plan.option("sum_each_backward", False):
             return flow(plan, "tensor", "all_reduce", [sum(n for _, n in terms)])
-        idle = next((t.name for t, _ in terms if not t.always_used), None)
+        idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
             raise Unpromised(f"{idle!r} goes unused: sums in each backward are not promised")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
