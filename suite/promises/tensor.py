@@ -87,9 +87,14 @@ class TensorParallel(Promise):
 
     def is_split(self, tensor: TensorPlan) -> bool:
         """Whether the ranks have different parts of ``tensor``."""
-        layer, _, leaf = tensor.name.rpartition(".")
+        layer = tensor.name.rpartition(".")[0]
         if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
             return True
+        return self.is_split_by_columns(tensor)
+
+    def is_split_by_columns(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` is the weight of a row-parallel layer."""
+        layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "weight" and self.in_unit(layer, ROWS)
 
     def terms(self) -> list[tuple[TensorPlan, int]]:
@@ -150,9 +155,10 @@ class TensorParallel(Promise):
         into, out = columns + 1, rows + 1
         calls: list[tuple[Operation, int]]
         if self.is_sequence:
-            # W goes through what follows a layer in its own module once more than B.
-            twice = plan.size("pipe") > 1 and comes_apart(plan.options)
-            gathers = into + out + (columns if again else 0) + (rows if twice else 0)
+            gathers = into + out + (columns if again else 0)
+            if plan.size("pipe") > 1 and comes_apart(plan.options):
+                # W goes through what follows a product in its own module once more than B.
+                gathers += sum(t.trainable and self.is_split_by_columns(t) for t in plan.parameters)
             scatters = into + out + (rows if again else 0)
             calls = [("all_gather", gathers), ("reduce_scatter", scatters)]
         else:
