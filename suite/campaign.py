@@ -142,10 +142,10 @@ _GRIDS = [
 _LAYERED = ("charnames_gpt", "dyadic_mlp")
 
 
-def _without_ones(meshes: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
-    """``meshes`` of few ranks that name only the axes of several (of some there must be)."""
+def _without_ones(meshes: Sequence[Mapping[str, int]], kept: str = "") -> list[dict[str, int]]:
+    """``meshes`` of few ranks that name only the axes of several, and the one that is ``kept``."""
     small = (mesh for mesh in meshes if 1 < math.prod(mesh.values()) <= MOST_PROCESSES)
-    return [{axis: n for axis, n in mesh.items() if n > 1} for mesh in small]
+    return [{axis: n for axis, n in mesh.items() if n > 1 or axis == kept} for mesh in small]
 
 
 def _stages(options: Mapping[str, Any], mesh: Mapping[str, int]) -> int:
@@ -330,7 +330,7 @@ def _hybrid(
 
 #: Without replicas.
 _SHARDED_GRIDS = [mesh for mesh in _GRIDS if mesh["replicate"] == 1]
-_SHARDED_GRIDS += _without_ones(_SHARDED_GRIDS)
+_SHARDED_GRIDS += _without_ones(_SHARDED_GRIDS, kept="shard")
 _WRAPPED = {"wrap": {"module_class": ["Block"]}}
 #: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
 _NATIVE_GRIDS = [

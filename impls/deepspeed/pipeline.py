@@ -65,6 +65,13 @@ from suite.contract import (
 )
 from suite.schedules import Action, Schedule
 
+BYTES = "RuntimeError: DeepSpeed broadcasts parameters viewed as bytes, which torch refuses of {}"
+#: Of 0.19.8 (runtime/engine.py, _broadcast_model), even where nobody else has the stage.
+NO_BYTES = {
+    "scalar": BYTES.format("those without a dimension"),
+    "non_contiguous": BYTES.format("transposed ones"),
+}
+ONE_LENGTH = "shapes are told once a step; dynamic_shape: true tells them with every message"
 ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a step"
 
 
@@ -100,7 +107,7 @@ class DeepSpeedPipeline(Implementation):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """fp32 on process backends; every rank gets the initial state and keeps its stage's."""
-        parse_options(Options, options)
+        told = parse_options(Options, options).dynamic_shape
         idle = ("unused", "conditional_late_step", "conditional_early_step")
         return Capabilities(
             axes=("pipe",),
@@ -109,7 +116,12 @@ class DeepSpeedPipeline(Implementation):
             buffers="per_rank",
             initial_state="everywhere",
             features=frozenset({"clipping", "accumulation", "stages"}),
-            declines=dict.fromkeys(idle, ZERO_GRADIENT) | {"incomplete_window": ONE_WINDOW},
+            declines={
+                **dict.fromkeys(idle, ZERO_GRADIENT),
+                **NO_BYTES,
+                "incomplete_window": ONE_WINDOW,
+                **({} if told else {"variable_lengths": ONE_LENGTH}),
+            },
             packages=("deepspeed",),
         )
 

@@ -111,7 +111,6 @@ class Hybrid(Pipelining):
                 **chosen.declines(),
                 **dict.fromkeys(VARYING, "fully_shard reduces what ranks used: all must the same"),
                 "tied_over_units": TORN,
-                "variable_lengths": "schedules cut a window into parts of one shape",
                 "scalar": "ValueError: fully_shard doesn't support scalar parameters",
                 "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
                 "parameters yet",

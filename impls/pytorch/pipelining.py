@@ -118,6 +118,7 @@ FORWARD = ("F", "SF", "RF")
 GATHER = "UNSHARD"
 
 TORN = "its gradients would have to be exchanged between two ranks, which torch does not do"
+ONE_SHAPE = "schedules cut a window into parts of one shape"
 INFERENCE = "torch's inference of shapes runs a forward in training mode; give shapes: given"
 
 
@@ -171,7 +172,8 @@ class Options:
         """Traits that torch cannot have under these options."""
         torn = {} if self.name in V_SHAPED else {"tied_over_units": TORN}
         kept = ("rebound_buffer", "dropout_stateful")
-        return torn | (dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {})
+        spoilt = dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {}
+        return torn | spoilt | {"variable_lengths": ONE_SHAPE}
 
 
 class Stage(pipelining.PipelineStage):

@@ -168,13 +168,20 @@ class ReferenceHybrid(ReferencePipeline):
     def check(self, mesh: Mesh) -> None:
         """Whether the strategy of the data axes takes those that the mesh has."""
         data, inner = self.options.data, self.options.strategy_options
+        has_data = any(axis in mesh.axes for axis in DATA_AXES)
+        for name, none in () if has_data else (("precision", Precision()), ("offload", "none")):
+            if getattr(self.options, name) != none:
+                raise Refused(
+                    f"option {name!r} is one of the strategy on the data axes, but this mesh has "
+                    f"none, only {' and '.join(mesh.axes)}: add shard: 1"
+                )
         if data.startswith("zero") and mesh.size("replicate") > 1:
             raise Refused(
                 f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, but "
                 f"this mesh has replicate = {mesh.size('replicate')}: take 1, or 'fsdp' with "
                 "data_options.sharding_strategy HYBRID_SHARD"
             )
-        if data == "fsdp" and any(axis in mesh.axes for axis in DATA_AXES):
+        if data == "fsdp" and has_data:
             wanted, strategy = fsdp.AXES[inner.sharding_strategy], inner.sharding_strategy
             unused = [a for a in DATA_AXES if a not in wanted and mesh.size(a) > 1]
             missing = [a for a in wanted if a not in mesh.axes]

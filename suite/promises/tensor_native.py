@@ -12,8 +12,9 @@ from suite.promises.base import Bytes, Flow, flow
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan
 from suite.promises.tensor import ROWS, TensorParallel
 
-#: Bytes of the single numbers that a step leaves behind: losses, norms, factors.
-_SCALARS = 64
+#: Bytes of the single numbers that a step leaves behind beside one loss a micro-batch: norms,
+#: factors.
+_SCALARS = 56
 #: Modules that no style splits: every rank computes them, on the whole sequence.
 _ODD = "Oddities"
 
@@ -118,4 +119,4 @@ class TorchTensorParallel(TensorParallel):
 
     def left_over(self, rank: int, step: int) -> int:
         """Losses and norms."""
-        return _SCALARS
+        return _SCALARS + ITEMSIZE["float64"] * self.plan.rounds
