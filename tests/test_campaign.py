@@ -161,7 +161,12 @@ def test_a_batch_that_goes_with_nothing_is_drawn_again() -> None:
         asked.append(name)
         return name == "plain"
 
-    traits: dict[str, list[str]] = {name: [] for name in workloads.WORKLOADS}
+    traits = {
+        workload: [
+            trait for trait, about in workloads.TRAITS.items() if workload in about.applies_to
+        ]
+        for workload in workloads.WORKLOADS
+    }
     case = campaign.case_of(1, 5, traits, lambda name, options: (), has_schedule)
     assert case.implementation == "plain"
     assert len(set(asked)) > 1
