@@ -73,6 +73,8 @@ from suite.contract import (
 
 #: Along which the batch is cut.
 DATA_AXES = ("replicate", "shard")
+#: Schedules whose I and W are two actions.
+SPLIT = ("interleaved_zb", "zb_v", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,16 @@ class Options(pipelining.Options):
     sequence_parallel: bool = False
     loss_parallel: bool = False
     reshard_after_forward: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reshard_after_forward and self.name in SPLIT:
+            raise Refused(
+                f"option 'reshard_after_forward' = true: {self.name} splits backwards, for which "
+                "torch looks for gradients of the parameters that a module has at that time "
+                "(pipelining/_backward.py, stage_backward_input); those are shards then, and their "
+                "gradients would be lost"
+            )
 
 
 class Hybrid(Pipelining):
