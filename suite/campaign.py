@@ -54,7 +54,8 @@ class System:
     units that a model must have at least (0: as many as it has by default); ``cuts``: whether
     options go with the micro-batches and traits.  ``sizes``: knobs of a workload that the mesh can
     share.  ``workloads``, ``backends``, ``dtypes`` (what a model is built in) and ``lanes`` (of the
-    real workloads): what it can be given.  ``clips``: its clipping is believed right.  ``chance``: to be drawn, beside the others'.
+    real workloads): what it can be given.  ``clips``: its clipping is believed right.  ``chance``:
+    how often it is drawn beside the others.
     """
 
     name: str
