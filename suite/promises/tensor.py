@@ -155,16 +155,22 @@ class TensorParallel(Promise):
         into, out = columns + 1, rows + 1
         calls: list[tuple[Operation, int]]
         if self.is_sequence:
-            gathers = into + out + (columns if again else 0)
-            if plan.size("pipe") > 1 and comes_apart(plan.options):
-                # W goes through what follows a product in its own module once more than B.
-                gathers += sum(t.trainable and self.is_split_by_columns(t) for t in plan.parameters)
+            gathers = into + out + (columns if again else 0) + self.gathered_twice()
             scatters = into + out + (rows if again else 0)
             calls = [("all_gather", gathers), ("reduce_scatter", scatters)]
         else:
             calls = [("all_reduce", into + out + (rows if again else 0))]
         found = [f for operation, n in calls for f in self.each(operation, hidden, n)]
         return [*found, *self.outputs(), *self.sums(), *self.norms()]
+
+    def gathered_twice(self) -> int:
+        """Layers whose output's gradient is gathered for B and for W: the latter goes through what
+        follows a product in its own module as well.
+        """
+        plan = self.plan
+        if plan.size("pipe") == 1 or not comes_apart(plan.options):
+            return 0
+        return sum(t.trainable and self.is_split_by_columns(t) for t in plan.parameters)
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""

@@ -77,6 +77,10 @@ class TorchTensorParallel(TensorParallel):
             found += self.each("all_gather", hidden, 2 * len(self.odd))
         return [*found, *flow(plan, "tensor", "all_reduce", [4] if plan.scaled else [])]
 
+    def gathered_twice(self) -> int:
+        """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
+        return 0
+
     def outputs(self) -> list[Flow]:
         """Whole logits, or three numbers a target in the dtype of its weight."""
         item = ITEMSIZE[self.table.dtype]
