@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from impls.reference.hybrid import Options, ReferenceHybrid
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.stages import Stages
 from suite import oracle, workloads
-from suite.case import WorkloadSpec
+from suite.case import Case, WorkloadSpec
 from suite.comm import Mesh
 from suite.contract import KINDS, OptimizerSpec, Piece, Point, Refused
 from suite.evidence import assemble
+from suite.formulas import facts_of
+from suite.promises import PROMISES, Unpromised
 from suite.workloads import Workload
 
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
@@ -360,3 +363,51 @@ def test_evaluation_is_known_where_the_last_stage_lies() -> None:
         true = sum(float(build.loss(module(m.inputs), m)) for m in batch.micro_batches)
     assert told[:2] == [None, None]
     assert told[2] == told[3] == pytest.approx(true, rel=1e-13)
+
+
+# --------------------------------------------------------------------------------------- promises
+
+
+def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) -> Fraction:
+    """Bytes that a step's gathers along the tensor axis send, for two stages of two ranks."""
+    spec = WorkloadSpec(name, traits=traits, global_batch=8, micro_batches=2, params={"layers": 4})
+    case = Case(
+        id="",
+        scenario="",
+        implementation="reference/hybrid",
+        backend="in_memory",
+        mesh={"pipe": 2, "tensor": 2 if name == "charnames_gpt" else 1},
+        workload=spec,
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        checks=("traffic",),
+        options=options,
+    )
+    flows = PROMISES[strategy](facts_of(case).plan).flows()
+    found = (flow.bytes for flow in flows if flow.axis == "tensor")
+    return sum(found, start=Fraction(0))
+
+
+def test_backwards_in_two_parts_gather_again_for_weights_that_are_trained() -> None:
+    """Four layers of two row-parallel products each, of which one may be frozen."""
+    hidden = 8 * 16 * 32 * 8  # each of two ranks sends half
+    for traits, rows in (((), 8), (("frozen",), 7)):
+        once, twice = (
+            gathered("charnames_gpt", *traits, schedule=schedule, sequence_parallel=True)
+            for schedule in ("1f1b", "zb_h1")
+        )
+        assert twice - once == rows * hidden
+    once, twice = (
+        gathered("charnames_gpt", strategy="torch_hybrid", schedule=name, sequence_parallel=True)
+        for name in ("gpipe", "zb_v")
+    )
+    assert once == twice
+
+
+def test_models_without_positions_have_promises_where_no_layer_is_split() -> None:
+    assert gathered("digits_cnn", schedule="gpipe", sequence_parallel=True) == 0
+
+
+def test_sums_in_backward_are_promised_where_every_micro_batch_makes_them() -> None:
+    with pytest.raises(Unpromised, match="goes unused"):
+        gathered("charnames_gpt", "conditional_by_rank", sequence_parallel=True)
