@@ -50,6 +50,33 @@ def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
     assert "rerun: shardproof run" in done.stdout + done.stderr
 
 
+def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProcess[str]:
+    """What the README's own schedule comes to, without the action ``leave_out``."""
+    found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", README, re.DOTALL)
+    assert found and re.search(r"^ +shardproof run mine\.yaml$", README, re.MULTILINE)
+    (folder / "mine.yaml").write_text(found[1].replace(leave_out, "") if leave_out else found[1])
+    return subprocess.run(
+        [sys.executable, "-m", "suite", "run", "mine.yaml", "--results", "run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_the_schedule_passes_its_proof(tmp_path: Path) -> None:
+    done = own_schedule(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 judged (2 pass)" in done.stdout
+
+
+def test_without_one_of_its_actions_the_schedule_is_refused(tmp_path: Path) -> None:
+    done = own_schedule(tmp_path, leave_out=", W1@1")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "mine.yaml:8: option 'schedule.orders': rank 1 never does W1@1" in done.stdout
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))
 def test_every_make_target_that_the_readme_names_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

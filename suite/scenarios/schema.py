@@ -131,7 +131,9 @@ class ImplementationChoice(Model):
     @model_validator(mode="after")
     def _labelled(self) -> ImplementationChoice:
         if self.options and self.label is None:
-            raise ValueError("options need a label")
+            raise ValueError(
+                "options need a label, which tells them apart in ids, e.g. `label: mine`"
+            )
         return self
 
 
