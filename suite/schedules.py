@@ -200,11 +200,13 @@ def simulate(
     input_backward: float = 1.0,
     weight_backward: float = 1.0,
     message: float = 0.0,
+    took: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """Play ``schedule`` with these times of a *rank's* work on one micro-batch.
 
     A stage takes the share of a rank that its chunks leave it (half of it where a rank has two);
-    ``message`` is the time from send to arrival.  Raises :class:`Deadlock`.
+    ``message`` is the time from send to arrival; ``took`` has a time for each computation instead.
+    Raises :class:`Deadlock`.
     """
     share = schedule.ranks / schedule.stages
     times = {"F": forward, "B": input_backward, "W": weight_backward}
@@ -236,7 +238,7 @@ def simulate(
                         break
                     now = max(now, arrived[wants])
                 begins[action] = now
-                now += times[op]
+                now += times[op] if took is None else took[action]
                 ends[action] = now
             index += 1
         at[rank], clock[rank] = index, now
@@ -246,7 +248,7 @@ def simulate(
     for order in orders:
         computed = [action for action in order if action.op in times]
         spans.append(ends[computed[-1]] - begins[computed[0]] if computed else 0.0)
-        busy.append(sum(times[action.op] for action in computed))
+        busy.append(sum(times[a.op] if took is None else took[a] for a in computed))
     return Timeline(begins, ends, tuple(busy), tuple(spans), max(clock, default=0.0))
 
 
@@ -330,12 +332,16 @@ def _needed(schedule: Schedule) -> list[set[Action]]:
     """What each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
     place = schedule.place
     needed: list[set[Action]] = [set() for _ in schedule.orders]
-    found: dict[str, set[tuple[int, int]]] = {op: set() for op in (*COMPUTE, *MESSAGES)}
+    at_once: set[tuple[int, int]] = set()
+    apart: set[tuple[int, int]] = set()
     for order in schedule.orders:
         for op, stage, micro in order:
-            found[op].add((stage, micro))
-    fused = {stage for stage, _ in found["BW"]}
-    apart = (found["B"] | found["W"]) - found["BW"]
+            if op == "BW":
+                at_once.add((stage, micro))
+            elif op in ("B", "W"):
+                apart.add((stage, micro))
+    fused = {stage for stage, _ in at_once}
+    apart -= at_once
     micros = range(schedule.micro_batches)
     for stage, rank in enumerate(place):
         mine = needed[rank]
