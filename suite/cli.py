@@ -14,6 +14,7 @@ import typer
 
 from suite import bench_command, evidence_commands, verdicts
 from suite.errors import InputError, Problem, SelectionError
+from suite.launch.procs import cores
 from suite.version import VERSION
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def run(
     assert cases is not None
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
-    workers = jobs or execute.cores()
+    workers = jobs or cores()
     planned = plan(cases, durations, workers, budget)
     if dry_run:
         for case in planned.chosen:
@@ -236,7 +237,7 @@ def mutants(
 
     chosen = execute.choose_mutants(impl or ["*"])
     with execute.open_folder(results) as folder:
-        workers, all_must_run = jobs or execute.cores(), tier is TierChoice.full
+        workers, all_must_run = jobs or cores(), tier is TierChoice.full
         raise typer.Exit(execute.execute_mutants(folder, chosen, workers, budget, all_must_run))
 
 
@@ -256,7 +257,7 @@ def calibrate(
     from suite import execute, verdicts
 
     console = execute.make_console()
-    record = measuring.measure(seeds, jobs or execute.cores(), console.print)
+    record = measuring.measure(seeds, jobs or cores(), console.print)
     measuring.write(record)
     wrong = measuring.problems(record, measuring.thresholds())
     for line in [*measuring.lines(record), *wrong]:
@@ -384,6 +385,7 @@ def report(
         if found.cases:
             reports.show(found.cases, console.print)
             reports.show_memory(found.cases, console.print)
+            reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
         bench_command.show(found.benches, console)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from suite.launch.procs import cores
+
 #: Bytes of shared memory that the records of a few cases at once may take.
 SHARED_BYTES = 256 << 20
 #: Bytes of memory that two cases at once need, torch included.
@@ -67,8 +69,8 @@ def _torch() -> Finding:
 
 
 def _cores() -> Finding:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if (count or 1) < 2:
+    count = cores()
+    if count < 2:
         return Finding("cores", "note", "1", "ranks take turns: runs take longer")
     return Finding("cores", "good", str(count))
 

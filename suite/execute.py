@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -81,6 +81,7 @@ def execute(
         if found:
             report.show(found, console.print)
             report.show_memory(found, console.print)
+            report.show_bubbles(found, console.print)
         left_out = len(plan.left_out) + len(late)
         for line in report.skips(found):
             tell(console, line)
@@ -318,10 +319,3 @@ def make_console() -> Console:
 def tell(console: Console, text: str) -> None:
     """One line as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    with suppress(AttributeError, OSError):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -36,6 +36,7 @@ from suite.contract import (
     Refused,
     StepResult,
 )
+from suite.launch.procs import cores
 from suite.ledgers import phases, traffic
 from suite.ledgers.memory import MemoryLedger, summary, weighable
 from suite.ledgers.memory import watch as watch_memory
@@ -92,6 +93,7 @@ class _Rank:
     def _run(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "rank": self.rank,
+            "cores": cores(),
             "capabilities": describe(self.cls, self.capabilities),
             "initial": {},
             "history": [],

@@ -93,6 +93,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "end": "int64",
         "began": "float64",
         "ended": "float64",
+        "cpu": "float64",
     },
     "memory": {
         "rank": "int32",

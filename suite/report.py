@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from suite import verdicts
+from suite import bubbles, verdicts
 from suite.errors import Problem, SelectionError
 from suite.results import Run
 
@@ -307,6 +307,11 @@ def markdown(run: Run) -> str:
         lines += [_markdown_row(MEMORY_HEADINGS), _markdown_row(["---"] * len(MEMORY_HEADINGS))]
         lines += [_markdown_row(row) for row in memory]
         lines += ["", f"Accounting, in {ACCOUNTING}."]
+    for title, headings, cells, notes in bubbles.tables(run.cases):
+        lines += ["", f"{title}:", ""]
+        lines += [_markdown_row(headings), _markdown_row(["---"] * len(headings))]
+        lines += [_markdown_row(row) for row in cells]
+        lines += [part for note in notes for part in ("", note)]
     if run.kills:
         killed = sum(bool(kill["killed"]) for kill in run.kills)
         lines.append(f"Planted faults: {killed} of {len(run.kills)} killed by their named check.")
@@ -376,6 +381,7 @@ def html(run: Run) -> str:
         cases=[(verdicts.kind(r["verdict"]), r) for r in ordered],
         memory_headings=MEMORY_HEADINGS,
         memory=memory_rows(run.cases),
+        bubbles=bubbles.tables(run.cases),
         kill_headings=KILL_HEADINGS,
         kills=[(bool(kill["killed"]), kill_cells(kill)) for kill in run.kills],
         columns=columns,
@@ -437,6 +443,22 @@ def show_memory(run_cases: Sequence[Result], write: Print) -> None:
         table.add_row(*cells, style="red" if FAILS in cells[MEASURED] else "")
     write(table)
     write(ACCOUNTING, style="dim")
+
+
+def show_bubbles(run_cases: Sequence[Result], write: Print) -> None:
+    """The tables of pipelines, where a scenario asks for them by the beginning of its name."""
+    from rich.table import Table
+
+    for title, headings, cells, notes in bubbles.tables(run_cases):
+        write()
+        table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+        for number, heading in enumerate(headings):
+            table.add_column(heading, no_wrap=True, justify="right" if number > 1 else "left")
+        for row in cells:
+            table.add_row(*row)
+        write(table)
+        for note in notes:
+            write(note, style="dim", soft_wrap=True)
 
 
 def show_kills(kills: Sequence[Result], write: Print) -> None:

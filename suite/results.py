@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from suite.case import Case
 from suite.errors import Problem, SelectionError
+from suite.launch.procs import cores
 from suite.records import Manifest, append_line, write
 from suite.version import VERSION
 
@@ -278,9 +279,7 @@ def fingerprint() -> dict[str, Any]:
     """The allow-listed facts about this machine."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "memory_bytes": _memory_bytes(),
         "system": platform.system(),
         "machine": platform.machine(),

@@ -14,7 +14,7 @@ oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
 launch rank_program decide judge runner results records budget calibrate \
 gathered timing worker cluster verify resume junit doctor overhead
-cli report __main__ __init__ catalogue execute progress \
+cli report bubbles __main__ __init__ catalogue execute progress \
 selection bench_command evidence_commands pytest_plugin proving
 """
 LAYERS: list[set[str]] = [set(line.split()) for line in _LAYERS.strip().splitlines()]

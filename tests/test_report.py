@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from suite import report, verdicts
+from suite import bubbles, report, verdicts
 from suite.budget import plan
 from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
@@ -349,3 +350,76 @@ def test_reasons_of_skipped_cases_are_counted() -> None:
     ]
     many = [result(case(f"s::{n}"), "skip", reason=f"reason {n}") for n in range(20)]
     assert len(report.skips(many)) == 13 and "8 more reasons" in report.skips(many)[-1]
+
+
+# ------------------------------------------------------------------------------------- bubbles
+
+
+def piped(name: str, backend: str, micro_batches: int, figures: dict[str, Any]) -> dict[str, Any]:
+    of = replace(
+        case(name, "reference/pipeline", backend=backend, label="1f1b"),
+        scenario="bubble",
+        mesh={"pipe": 2},
+        workload=WorkloadSpec("charnames_gpt", micro_batches=micro_batches),
+    )
+    return result(of, checks=[{"check": "schedule", "figures": figures}])
+
+
+def bubble(span: float | None, makespan: float | None) -> dict[str, float | None]:
+    return {"span_bubble_over_ideal": span, "makespan_bubble_over_ideal": makespan}
+
+
+def pipeline_results(cores: int) -> list[dict[str, Any]]:
+    """One cell on processes, which is timed, and on threads, where activations are weighed."""
+    window = bubble(0.125, 0.125) | {"closed": bubble(0.125, None), "in_flight": [2, 1]}
+    measured = bubble(0.25, 0.3) | {
+        "ranks": 2,
+        "cores": cores,
+        "cpu_seconds": {"F": 0.0101, "BW": 0.02},
+        "simulated": bubble(0.126, 0.127),
+        "replayed": bubble(0.2, 0.21),
+    }
+    slow = measured | {"cpu_seconds": {"F": 9.0, "BW": 9.0}}
+    common = {"window of 8": window, "in_flight": {"0": 2, "1": 1}}
+    weighed = {
+        "0": {"peak": 2000, "least": 1900, "most": 2100},
+        "1": {"peak": 9, "least": 8, "most": 10},
+    }
+    return [
+        piped("t", "in_memory", 8, common | {"measured": slow, "activations": weighed}),
+        piped("p", "gloo", 8, common | {"measured": measured, "activations": "not judged: why"}),
+    ]
+
+
+def test_bubbles_are_told_by_processes_and_bytes_by_threads() -> None:
+    [timed, held] = bubbles.tables(pipeline_results(cores=2))
+    name = "reference/pipeline+1f1b"
+    assert timed[2] == [
+        (
+            *(name, "2 x 8", "10.1 20.0 (B+W)", "0.125 / -", "0.125 / 0.125"),
+            *("0.126 / 0.127", "0.200 / 0.210", "0.250 / 0.300"),
+        )
+    ]
+    assert held[2] == [(name, "2 x 8", "2 1", "2 1", "2,000", "1,900", "2,100")]
+    assert timed[3] == [bubbles.NOTE]
+
+
+def test_more_ranks_than_cores_are_marked() -> None:
+    [timed, _] = bubbles.tables(pipeline_results(cores=1))
+    assert timed[2][0][-1] == "0.250 / 0.300*"
+    assert "2 ranks, 1 core" in timed[3][1]
+
+
+def test_a_scenario_of_bubbles_alone_has_these_tables(tmp_path: Path) -> None:
+    assert bubbles.tables([result(case("a"))]) == []
+    with RunFolder(tmp_path / "run", []) as folder:
+        for line in pipeline_results(cores=2):
+            folder.add(line)
+        folder.close(0)
+    run = read(tmp_path / "run")
+    for text in (report.markdown(run), report.html(run)):
+        assert bubbles.BUBBLE_TITLE in text
+        assert "0.126 / 0.127" in text
+    console = Console(record=True, width=200)
+    report.show_bubbles(run.cases, console.print)
+    assert "2,000" in console.export_text()

@@ -466,7 +466,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
-    *("ddp-", "plain", "relations", "nccl", "memory-ratios"),
+    *("ddp-", "plain", "relations", "nccl", "memory-ratios", "bubble"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
 )
 

@@ -54,7 +54,7 @@ def log(schedules: Mapping[int, Schedule], rank: int, windows: tuple[int, ...]) 
             per_stage = len(UNITS) // schedule.stages
             for action in schedule.computed(rank):
                 times: dict[str, float] = {"begin": number, "end": number + 19}
-                times |= {"began": number / 1000, "ended": (number + 20) / 1000}
+                times |= {"began": number / 1000, "ended": (number + 20) / 1000, "cpu": 0.01}
                 place = {"step": step, "window": window}
                 actions.append(place | action._asdict() | times)
                 kind = "forward" if action.op == "F" else "backward"
@@ -87,7 +87,7 @@ def figures(
     records = []
     for rank in range(ranks):
         record = log(schedules, rank, windows)
-        record |= {"rank": rank, "coordinate": {"pipe": rank}, "traffic": []}
+        record |= {"rank": rank, "coordinate": {"pipe": rank}, "traffic": [], "cores": 2}
         record["memory"] = [
             {
                 "moment": "peak",
@@ -102,6 +102,7 @@ def figures(
         records.append(record)
     case = SimpleNamespace(
         mesh={"pipe": ranks},
+        world=ranks,
         options=options,
         ledgers=True,
         backend="in_memory",
@@ -137,7 +138,7 @@ def test_what_is_claimed_and_done_passes(name: str, ranks: int) -> None:
     assert set(told) >= {"in_flight", "activations"}
     size = "window of 6" if ranks == 3 else "window of 4"
     assert told[size]["name"] == name
-    assert told[size]["closed_form"]
+    assert set(told[size]["closed"]) == {"span_bubble_over_ideal", "makespan_bubble_over_ideal"}
 
 
 def test_both_bubbles_are_told_over_both_denominators() -> None:
@@ -148,18 +149,31 @@ def test_both_bubbles_are_told_over_both_denominators() -> None:
 
 
 def test_bubbles_are_measured_by_the_ranks_clocks() -> None:
-    """Two ranks, two micro-batches; every forward takes 1 s, every backward 2 s."""
+    """Two ranks, two micro-batches; every forward takes 1 s, every backward 2 s.
+
+    Thereof the first rank has a core for half of the time, the second one for all of it.
+    """
     found = figures("1f1b", 2, (2,))
     clocks = ([0, 1, 4, 6], [1, 2, 4, 5])  # F0 F1 BW0 BW1 and F0 BW0 F1 BW1
     for record, begins in zip(found.records, clocks, strict=True):
         logged = [row for row in record["actions"] if row["step"] == 1]
         for row, begin in zip(logged, begins, strict=True):
-            row |= {"began": begin, "ended": begin + (1 if row["op"] == "F" else 2)}
+            took = 1 if row["op"] == "F" else 2
+            cpu = took / 2 if record["rank"] == 0 else took
+            row |= {"began": begin, "ended": begin + took, "cpu": cpu}
     told = check.decide(found).figures["measured"]
     assert told["seconds"] == {"F": 1.0, "BW": 2.0}
     assert told["span_bubble_over_ideal"] == pytest.approx((8 - 6) / 6)
     assert told["makespan_bubble_over_total"] == pytest.approx(2 / 8)
+    assert told["cpu_seconds"] == {"F": 0.75, "BW": 1.5}
     assert told["simulated"]["makespan_bubble_over_ideal"] == pytest.approx(1 / 2)
+    assert told["closed"] == {
+        "span_bubble_over_ideal": pytest.approx(1 / 2),
+        "makespan_bubble_over_ideal": pytest.approx(1 / 2),
+    }
+    # F0 ends at 0.5; then rank 1 is busy until 6.5; BW1 of rank 0 ends at 7.5; a rank works 4.5.
+    assert told["replayed"]["makespan_bubble_over_ideal"] == pytest.approx((7.5 - 6) / 4.5)
+    assert told["replayed"]["span_bubble_over_ideal"] == pytest.approx((7.5 - 3) / 4.5)
 
 
 Change = Callable[[Any], None]

@@ -22,9 +22,9 @@ Then:
   whose weights have a gradient to come, and may exceed what they take by the messages under way,
   the inputs received, and a few numbers.
 
-Figures tell both bubbles over ideal and over total: for equal times, as measured in the last step's
-first window, and as simulated with the mean times of that window.  Seconds are taken with ledgers
-on, of ranks that may share cores: no verdict depends on them.
+Figures tell both bubbles over ideal and over total: for equal times, and in the last step's first
+window as measured, simulated and replayed (:func:`measured`).  Seconds are taken with ledgers on,
+of ranks that may share cores: no verdict depends on them.
 
 *Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
 nothing (then it says so and does not pass), nor what is computed outside of traced actions.
@@ -50,7 +50,7 @@ from suite.ledgers.memory import weighable
 from suite.promises.plan import Plan, shape_key
 from suite.promises.schedules import FORMS, Setting
 from suite.promises.stages import place_of, schedule_name, split_units
-from suite.schedules import Action, Schedule, problems, simulate
+from suite.schedules import Action, Schedule, Timeline, problems, simulate
 
 if TYPE_CHECKING:
     from suite.evidence import Evidence
@@ -209,8 +209,12 @@ def _not_as_published(schedule: Schedule) -> str:
 
 def bubbles(schedule: Schedule, setting: Setting) -> dict[str, float]:
     """Span and makespan bubble of ``schedule``, in the unit of the setting's times."""
-    times = (setting.forward, setting.input_backward, setting.weight_backward)
-    played = simulate(schedule, *map(float, times))
+    forward, input_backward = float(setting.forward), float(setting.input_backward)
+    weight_backward = float(setting.weight_backward)
+    return _idle(simulate(schedule, forward, input_backward, weight_backward))
+
+
+def _idle(played: Timeline) -> dict[str, float]:
     idle = [span - busy for span, busy in zip(played.spans, played.busy, strict=True)]
     return {"span": max(idle), "makespan": played.makespan - max(played.busy)}
 
@@ -224,7 +228,7 @@ def _told(schedule: Schedule) -> dict[str, Any]:
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "in_flight": [schedule.peak(rank) for rank in range(schedule.ranks)],
-        "closed_form": schedule.name in FORMS,
+        "closed": _closed(schedule, setting),
     }
     return told | _ratios(found, ideal)
 
@@ -347,10 +351,14 @@ def _held(log: Log) -> list[int]:
 
 
 def measured(evidence: Figures, step: int) -> dict[str, Any]:
-    """Bubbles of the first window of ``step``, in the first data coordinate, by the ranks' clocks.
+    """Bubbles of the first window of ``step``, in the first data coordinate.
 
-    ``seconds`` are the mean over ranks of the work on one micro-batch; ``simulated`` the bubbles of
-    the schedule with these times.  Empty: nothing was computed.
+    By the ranks' clocks, and ``seconds`` are the mean over ranks of the work on one micro-batch by
+    them.  ``cpu_seconds`` are the same for which a rank had a core: ranks that share cores wait in
+    the midst of a computation.  With these times, as on a machine that has a core for every rank:
+    ``closed``, the closed forms (``None``: there is none at these times); ``simulated``, the
+    schedule; ``replayed``, the schedule where every computation takes its own time, so that stages
+    that differ are in it.  Empty: nothing was computed.
     """
     ranks: dict[int, Log] = {}
     size = 0
@@ -364,32 +372,48 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
     schedule = evidence.schedules.get(size)
     if schedule is None or len(ranks) < schedule.ranks:
         return {}
-    took: Counter[str] = Counter()
-    busy, spans = [], []
+    wall, cpu = Counter[str](), Counter[str]()
+    busy, spans, took = [], [], dict[Action, float]()
     for log in ranks.values():
         for row in log:
-            took[row["op"]] += row["ended"] - row["began"]
+            wall[row["op"]] += row["ended"] - row["began"]
+            cpu[row["op"]] += row["cpu"]
+            took[_action(row)] = row["cpu"]
         busy.append(sum(row["ended"] - row["began"] for row in log))
         spans.append(log[-1]["ended"] - log[0]["began"])
     ends = [log[-1]["ended"] for log in ranks.values()]
     makespan = max(ends) - min(log[0]["began"] for log in ranks.values())
     idle = [span - work for span, work in zip(spans, busy, strict=True)]
-    times = {op: seconds / (size * len(ranks)) for op, seconds in took.items()}
-    mean = sum(busy) / len(busy)
-    halves = times.get("BW", 0.0) / 2
+    found = {"span": max(idle), "makespan": makespan - max(busy)}
+    means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
+    halves = means.get("BW", 0.0) / 2
     setting = Setting(
         schedule.ranks,
         size,
         schedule.stages // schedule.ranks,
-        *(Fraction(times.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W")),
+        *(Fraction(means.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W")),
     )
-    found = {"span": max(idle), "makespan": makespan - max(busy)}
-    played = bubbles(schedule, setting)
+    ideal = float(setting.ideal)
     return {
-        "seconds": times,
-        **_ratios(found, mean),
-        "simulated": _ratios(played, float(setting.ideal)),
+        "ranks": evidence.case.world,
+        "cores": min(record["cores"] for record in evidence.records),
+        "seconds": {op: seconds / (size * len(ranks)) for op, seconds in wall.items()},
+        "cpu_seconds": means,
+        **_ratios(found, sum(busy) / len(busy)),
+        "closed": _closed(schedule, setting),
+        "simulated": _ratios(bubbles(schedule, setting), ideal),
+        "replayed": _ratios(_idle(simulate(schedule, took=took)), ideal),
     }
+
+
+def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
+    """The closed forms over a rank's work; ``None``: there is none."""
+    form = FORMS.get(schedule.name)
+    told: dict[str, float | None] = {}
+    for kind in ("span", "makespan"):
+        value = getattr(form, kind)(setting) if form is not None else None
+        told[f"{kind}_bubble_over_ideal"] = None if value is None else float(value / setting.ideal)
+    return told
 
 
 def _plan(evidence: Figures) -> Plan | None:

@@ -122,6 +122,11 @@ def resident_bytes(pid: int) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def thread_count() -> int:
     """Number of threads of this process, those of native libraries included."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -63,7 +63,8 @@ class Done(NamedTuple):
     """A computation of a pipeline's stage that has ended, in window ``window`` of its step.
 
     ``begin`` and ``end`` are event numbers; ``began`` and ``ended`` seconds of
-    ``time.perf_counter``, one clock for all processes of a machine.
+    ``time.perf_counter``, one clock for all processes of a machine; ``cpu`` those for which the
+    rank's thread had a core.
     """
 
     step: int
@@ -75,6 +76,7 @@ class Done(NamedTuple):
     end: int
     began: float
     ended: float
+    cpu: float
 
 
 class RankLog:
@@ -155,9 +157,10 @@ class RankLog:
         place = action.stage, action.micro
         self._seen[place] += action.op == "F"
         window, begin, began = max(self._seen[place] - 1, 0), self.tick(), time.perf_counter()
+        cpu = time.thread_time()
         yield
-        ended, end = time.perf_counter(), self.tick()
-        self.actions.append(Done(self._step, window, *action, begin, end, began, ended))
+        cpu, ended, end = time.thread_time() - cpu, time.perf_counter(), self.tick()
+        self.actions.append(Done(self._step, window, *action, begin, end, began, ended, cpu))
 
     @contextmanager
     def observe(self, point: str) -> Iterator[None]:
