@@ -75,7 +75,7 @@ def test_schedules_and_computations_come_back(made: Path, tmp_path: Path) -> Non
     result = next(r for r in read(made).cases if r["verdict"] == "pass")
     account = records.read(made / result["record"])
     schedule = one_f_one_b(2, 3)
-    times = {"begin": 4, "end": 9, "began": 12345.678901234, "ended": 12345.7}
+    times = {"begin": 4, "end": 9, "began": 12345.678901234, "ended": 12345.7, "cpu": 0.01}
     place = {"step": 1, "window": 0, "op": "BW", "stage": 0, "micro": 2}
     account["figures"]["schedules"] = {"3": schedule.to_dict()}
     account["figures"]["records"][1]["actions"] = [place | times]
