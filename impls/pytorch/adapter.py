@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from impls.pytorch.recompute import plain
-from impls.pytorch.scaling import make_scaler, unscale
-from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
+from impls.pytorch.scaling import make_scaler, update
+from impls.reference.parts.optimizer import build_optimizer, param_groups
 from impls.reference.parts.state import broadcast_tensors, load_state, named_state
 from impls.reference.parts.units import Wrap, plan_units
 from suite.comm import Comm, Mesh
@@ -106,17 +106,9 @@ class Adapter(Implementation):
                 self.scaler.scale(loss * self.loss_factor).backward()
             losses.append(loss.detach())
         self.finish()
-        metrics = unscale(self.scaler, self.optimizer)
-        observe("gradients_final")
-        norm = None
-        if self.spec.clip_norm is not None and not metrics.get("skipped"):
-            norm = self.clip(self.spec.clip_norm)
-            observe("after_clip")
-        set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        observe("after_update")
-        self.optimizer.zero_grad()
+        norm, metrics = update(
+            self.scaler, self.optimizer, self.spec, self.clip, batch.step, observe
+        )
         return StepResult(loss=torch.stack(losses).sum(), norm=norm, metrics=metrics)
 
     def loss(self, micro: MicroBatch) -> Tensor:

@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impls.pytorch.recompute import checkpoint_units, plain, single_unit
-from impls.pytorch.scaling import make_scaler, unscale
+from impls.pytorch.scaling import make_scaler, update
 from impls.reference.parts.optimizer import (
     build_optimizer,
     param_groups,
-    set_learning_rate,
     slot_pieces,
 )
 from impls.reference.parts.options import at_least, parse_options
@@ -173,19 +172,15 @@ class PyTorchDDP(Implementation):
                 loss = self.build.loss(self.ddp(micro.inputs), micro)
                 self.scaler.scale(loss * self.loss_factor()).backward()
             total = total + loss.detach()
-        metrics = unscale(self.scaler, self.optimizer)
-        observe("gradients_final")
-        norm = None
-        if self.spec.clip_norm is not None and not metrics.get("skipped"):
-            parameters = list(self.trainable.values())
-            norm = nn.utils.clip_grad_norm_(parameters, self.spec.clip_norm, foreach=False)
-            observe("after_clip")
-        set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        observe("after_update")
-        self.optimizer.zero_grad()
+        norm, metrics = update(
+            self.scaler, self.optimizer, self.spec, self.clip, batch.step, observe
+        )
         return StepResult(loss=total, norm=norm, metrics=metrics)
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients to a norm of at most ``limit``; the norm before."""
+        parameters = list(self.trainable.values())
+        return nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
 
     def loss_factor(self) -> int:
         """Undoes DDP's division by the number of ranks."""

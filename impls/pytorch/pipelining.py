@@ -57,13 +57,12 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from impls.pytorch.scaling import make_scaler, unscale
+from impls.pytorch.scaling import make_scaler, update
 from impls.reference.parts.norm import clip_factor, power_sum
 from impls.reference.parts.optimizer import (
     build_optimizer,
     make_slots,
     param_groups,
-    set_learning_rate,
     slot_pieces,
 )
 from impls.reference.parts.options import parse_options
@@ -370,17 +369,9 @@ class Pipelining(Implementation):
         for window in batch.windows:
             losses += self.run(window, self.schedule_for(window).step)
         self.finish()
-        metrics = unscale(self.scaler, self.optimizer)
-        observe("gradients_final")
-        norm = None
-        if self.spec.clip_norm is not None and not metrics.get("skipped"):
-            norm = self.clip(self.spec.clip_norm)
-            observe("after_clip")
-        set_learning_rate(self.optimizer, self.spec, batch.step)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        observe("after_update")
-        self.optimizer.zero_grad()
+        norm, metrics = update(
+            self.scaler, self.optimizer, self.spec, self.clip, batch.step, observe
+        )
         total = self.total(losses)
         if total is not None:
             total = total / metrics.get("scale", 1.0)

@@ -12,14 +12,17 @@ Without a policy the scaler is switched off, and all four do nothing more than t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from suite.contract import OptimizerSpec
+from impls.reference.parts.optimizer import set_learning_rate
+from suite.contract import Observe, OptimizerSpec
 
 
 def make_scaler(spec: OptimizerSpec, device: str, shards: ProcessGroup | None = None) -> GradScaler:
@@ -41,7 +44,7 @@ def make_scaler(spec: OptimizerSpec, device: str, shards: ProcessGroup | None = 
     return GradScaler(kind, **policy)
 
 
-def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Divide the gradients of ``optimizer``; the scale that they had, and whether they overflowed.
 
     Nothing without a policy.  torch tells of an overflow only by leaving out the step that follows,
@@ -53,3 +56,30 @@ def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, f
     scaler.unscale_(optimizer)
     noted = scaler._found_inf_per_device(optimizer).values()
     return {"scale": scale, "skipped": float(any(bool(found) for found in noted))}
+
+
+def update(
+    scaler: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    spec: OptimizerSpec,
+    clip: Callable[[float], Tensor],
+    step: int,
+    observe: Observe,
+) -> tuple[Tensor | None, dict[str, float]]:
+    """The end of a step, once its gradients are summed: unscale, clip, update, clear.
+
+    ``clip`` scales gradients to a norm of at most what it is given, and gives the norm before.  It
+    is left out after an overflow.  Returns that norm (``None``: not clipped) and the metrics.
+    """
+    metrics = _unscale(scaler, optimizer)
+    observe("gradients_final")
+    norm = None
+    if spec.clip_norm is not None and not metrics.get("skipped"):
+        norm = clip(spec.clip_norm)
+        observe("after_clip")
+    set_learning_rate(optimizer, spec, step)
+    scaler.step(optimizer)
+    scaler.update()
+    observe("after_update")
+    optimizer.zero_grad()
+    return norm, metrics
