@@ -166,7 +166,7 @@ class TensorParallel(Handle):
         self.hooks = [
             parameter.register_hook(partial(self.summed, name))
             for name, parameter in module.named_parameters()
-            if options.sum_each_backward and parameter.requires_grad
+            if options.sum_each_backward and parameter.requires_grad and parameter.numel()
             if self.cuts[name].term(parameter.detach()) is not None
         ]
 
