@@ -32,19 +32,14 @@ from suite.workloads import Workload
 Run = Callable[..., list[RankOutcome]]
 
 
-def judge_case(case: Case, workdir: Path, cache: Path, run: Run = run_ranks) -> dict[str, Any]:
-    """Run and judge one case; always returns a result, whatever the implementation does.
-
-    ``run`` is called like :func:`~suite.launch.ranks.run_ranks`; where the ranks ran elsewhere it
-    returns what they left.
-    """
-    return examine(case, workdir, cache, run)[1]
-
-
 def examine(
     case: Case, workdir: Path, cache: Path, run: Run = run_ranks
 ) -> tuple[Account, dict[str, Any]]:
-    """Run one case: its account, and the result that :func:`~suite.decide.decide` makes of it."""
+    """Run one case: its account, and the result that :func:`~suite.decide.decide` makes of it.
+
+    Always returns both, whatever the implementation does.  ``run`` is called like
+    :func:`~suite.launch.ranks.run_ranks`; where the ranks ran elsewhere it returns what they left.
+    """
     started = time.monotonic()
     account = Account(case)
     try:

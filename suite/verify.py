@@ -131,11 +131,12 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
         return
     try:
         account = Account.from_dict(records.read(path / name))
+        case = Case.from_dict(result["case"])  # with what newer versions have added
         again = json.loads(json.dumps(standard(decide(account))))
     except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
         yield f"{path / name}: the record of {result['id']} cannot be judged: {error!r}"
         return
-    if again["id"] != result["id"] or again["case"] != result["case"]:
+    if again["id"] != result["id"] or account.case.to_dict() != case.to_dict():
         yield f"{path / name}: is the record of {again['id']}, not of {result['id']}"
         return
     for key in _JUDGED:
