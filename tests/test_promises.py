@@ -385,6 +385,19 @@ def test_some_gathers_of_units_inside_blocks_that_run_again_are_not_promised(
         assert promise.flows()
 
 
+def test_ddp_copies_buffers_only_where_it_is_told_to() -> None:
+    def copied(**options: Any) -> Fraction:
+        promise = PROMISES["ddp"](plan("ddp", buffers=(tensor("b.0.mean", 5),), options=options))
+        flows = (one for one in promise.flows() if one.operation == "broadcast")
+        return sum((one.bytes for one in flows), start=Fraction(0))
+
+    assert (copied(), copied(broadcast_buffers=True), copied(broadcast_buffers=False)) == (
+        20,
+        20,
+        0,
+    )
+
+
 def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:
     for strategy in ("fsdp1", "fsdp2"):
         plain = PROMISES[strategy](plan(strategy, 2)).payload()

@@ -83,10 +83,11 @@ class DDP(Single):
         """Buckets of gradients; buffers, coalesced or one by one."""
         plan = self.plan
         gradients = flow(plan, "replicate", "all_reduce", [t.nbytes for t in plan.trainable])
-        buffers = [b.nbytes for b in plan.buffers if b.dtype in ITEMSIZE]
+        copied = plan.buffers if plan.option("broadcast_buffers", True) else ()
+        buffers = [b.nbytes for b in copied if b.dtype in ITEMSIZE]
         copies = flow(plan, "replicate", "broadcast", buffers)
         dtypes = len({t.dtype for t in plan.trainable})
-        kinds = len({b.dtype for b in plan.buffers if b.dtype in ITEMSIZE})
+        kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
         return [
             *(_between(f, dtypes * plan.world) for f in gradients),
             *(_between(f, kinds * plan.world) for f in copies),
