@@ -35,11 +35,11 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model;
-    ``misclaimed``: what is wrong with the schedules that it claims, by size of the window;
-    ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what is true
-    here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that left
-    nothing else.
+    ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model, or on
+    this mesh; ``misclaimed``: what is wrong with the schedules that it claims, by size of the
+    window; ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what
+    is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
+    left nothing else.
     """
 
     case: Case

@@ -70,8 +70,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     try:
         implementation = registry.load(case.implementation)
         capabilities = implementation.capabilities(case.options)
-        schedules = _schedules(case, implementation)
-    except (registry.BrokenImplementation, schedule.NoSchedule) as error:
+    except registry.BrokenImplementation as error:
         account.broken = str(error)
         return None
     except Refused as error:
@@ -84,6 +83,14 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         or ""
     )
     if outside_profile(claims) or declared_away(case, claims, account.missing):
+        return None
+    try:
+        schedules = _schedules(case, implementation)
+    except schedule.NoSchedule as error:
+        account.broken = str(error)
+        return None
+    except Refused as error:  # of options that are defaults as well: the mesh does not suit them
+        account.misfit = str(error)
         return None
     workload = workloads.for_case(case)
     account.data_digest = workload.digest

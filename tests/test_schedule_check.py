@@ -416,6 +416,19 @@ def test_a_bad_option_is_refused_in_words(monkeypatch: Any, tmp_path: Path) -> N
     )
 
 
+def test_a_mesh_that_suits_no_schedule_is_refused_in_words(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    def claim(ranks: int, micro_batches: int) -> Any:
+        raise Refused(f"at least as many micro-batches as stages, not {micro_batches} for {ranks}")
+
+    result = judged(claim, monkeypatch, tmp_path, pipe=3)
+    told = "at least as many micro-batches as stages, not 4 for 3"
+    assert (result["verdict"], result["reason"]) == ("refused", told)
+    expected = {"expect": {"refuses": "as many micro-batches"}}
+    assert judged(claim, monkeypatch, tmp_path, 3, **expected)["verdict"] == "pass"
+
+
 def test_more_stages_than_units_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
     result = judged(SCHEDULES["1f1b"], monkeypatch, tmp_path, pipe=4)
     assert result["verdict"] == "refused"
