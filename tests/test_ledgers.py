@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -325,3 +326,15 @@ def test_traced_computations_set_the_phase_and_know_their_window() -> None:
         with own.action(Action("W", 2, 0)):
             assert own.phase == "update"
     assert own.actions[-1].window == 0
+
+
+def test_a_computation_that_waits_has_no_core() -> None:
+    own = phases.RankLog()
+    with own.step(0):
+        with own.action(Action("F", 0, 0)):
+            threading.Event().wait(0.05)
+        with own.action(Action("BW", 0, 0)):
+            torch.ones(300, 300) @ torch.ones(300, 300)
+    waited, computed = own.actions
+    assert 2 * waited.cpu < waited.ended - waited.began
+    assert computed.cpu > 0

@@ -119,6 +119,16 @@ def test_messages_take_time() -> None:
     assert timeline.busy == (3.0, 3.0)
 
 
+def test_every_computation_may_take_its_own_time() -> None:
+    schedule = SCHEDULES["1f1b"](2, 2)
+    took = {action: 1.0 for rank in (0, 1) for action in schedule.computed(rank)}
+    took[Action("BW", 1, 0)] = 4.0
+    played = simulate(schedule, took=took)
+    # F0 F1 on rank 0, then it waits; rank 1: F0 1-2, BW0 2-6, F1 6-7, BW1 7-8.
+    assert played.ends[Action("BW", 0, 0)] == 7
+    assert (played.makespan, played.busy, played.spans) == (9, (4, 7), (9, 7))
+
+
 def test_neighbouring_stages_on_one_rank_send_nothing() -> None:
     """ZB-V turns round on the last rank: its two stages are neighbours."""
     sent = [str(a) for a in zb_v(2, 1).orders[1] if a.op in ("SF", "RF", "SB", "RB")]
