@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -20,11 +22,12 @@ from suite.comm import Mesh
 from suite.contract import KINDS, OptimizerSpec, Piece, Point, Refused
 from suite.evidence import assemble
 from suite.formulas import facts_of
-from suite.promises import PROMISES, Unpromised
+from suite.promises import PROMISES, Bound, Promise, Unpromised
 from suite.workloads import Workload
 
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
 BOUND = 1e-12
+SIZES = {"width": 12, "heads": 6, "seq": 6, "vocab": 97}
 Axes = dict[str, int]
 
 
@@ -37,9 +40,9 @@ def one_thread() -> Iterator[None]:
 
 
 def work(*traits: str, layers: int = 2, **values: Any) -> Workload:
-    sizes = {"width": 12, "heads": 6, "seq": 6, "vocab": 97, "layers": layers}
     values = {"global_batch": 12, "micro_batches": 2} | values
-    return workloads.make(WorkloadSpec("charnames_gpt", traits, **values, params=sizes))
+    params = SIZES | {"layers": layers}
+    return workloads.make(WorkloadSpec("charnames_gpt", traits, **values, params=params))
 
 
 def make(
@@ -248,6 +251,88 @@ def test_the_norm_is_reduced_along_every_axis_of_more_than_one_rank() -> None:
     (norm,) = {norm for _, norm in found}
     assert norm == pytest.approx(math.sqrt(sum(own for own, _ in found)), rel=1e-13)
     assert all(0 < own < norm**2 for own, _ in found)
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def test_other_stages_are_let_go_without_a_garbage_collector() -> None:
+    def body(rank: int, world: int) -> dict[str, bool]:
+        workload = work()
+        build, state = workload.build_for(rank), workload.state() if rank == 0 else None
+        seen: list[tuple[str, weakref.ref[torch.nn.Module]]] = []
+
+        class Watched:
+            """The build, with weak references to what it built."""
+
+            def __call__(self, device: str = "cpu") -> torch.nn.Module:
+                module = build(device)
+                seen.extend((name, weakref.ref(part)) for name, part in module.named_modules())
+                return module
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(build, name)
+
+        system = ReferenceHybrid()
+        mesh = Mesh({"pipe": 2, "tensor": 2})
+        system.setup(Watched(), state, SGD, mesh, {"sequence_parallel": True})  # type: ignore[arg-type]
+        return {name: part() is not None for name, part in seen}
+
+    succeed(body, 4)  # what torch does at first use only may keep the frames of its caller
+    gc.disable()
+    try:
+        found = succeed(body, 4)
+    finally:
+        gc.enable()
+    for rank, alive in enumerate(found):
+        for block in (0, 1):
+            names = [name for name in alive if name.startswith(f"blocks.{block}.")]
+            assert {alive[name] for name in names} == {block == rank // 2}
+
+
+def promised(axes: Axes, **options: Any) -> Promise:
+    """What is promised of the model of :func:`work`, which is built in fp64."""
+    spec = WorkloadSpec("charnames_gpt", params=SIZES | {"layers": 2}, global_batch=12)
+    case = Case(
+        id="",
+        scenario="",
+        implementation="reference/hybrid",
+        backend="in_memory",
+        mesh=axes,
+        workload=spec,
+        optimizer=OptimizerSpec("adamw"),
+        lane="fp64",
+        checks=("memory",),
+        options=options,
+    )
+    return PROMISES["hybrid"](facts_of(case).plan)
+
+
+def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
+    """Two stages, two shards, two parts of every layer; 97 names in the vocabulary."""
+    axes = {"pipe": 2, "shard": 2, "tensor": 2}
+    block = 4 * 12 + 18 * (12 + 1) + (12 * 6 + 12) + 24 * (12 + 1) + (12 * 24 + 12)
+    first, last = block + 6 * 12, block + 2 * 12  # positions; the norm before the head
+    elements = [first + 49 * 12, first + 48 * 12] * 2 + [last + 49 * 13, last + 48 * 13] * 2
+    whole, shards = promised(axes, data="zero1"), promised(axes, data="zero3")
+    for rank, own in enumerate(elements):
+        padded = 8 * (own + own % 2)
+        held = whole.resident(rank, 0, -1)
+        assert sum(whole.local(rank).parameters.values()) == own
+        assert held == {"parameters": padded, "masters": 0, "gradients": padded} | {
+            "optimizer_state": 0
+        }
+        assert shards.resident(rank, 0, -1)["parameters"] == padded // 2
+        peak = padded // 2 + padded  # a shard, and all stages of the rank gathered
+        assert shards.peaks(rank, "forward", 0)["parameters"] == Bound(peak, peak)
+        assert not whole.peaks(rank, "forward", 0)
+        assert (whole.left_over(rank, 0) or 0) < 400  # not even one layer
+    counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
+    state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
+    assert state == 2 * 8 * elements[0] + counters
+    apart = whole.apart(0)
+    assert sum(apart["replicated"].values()) == 4 * 12 + 2 * 12 + 6 * 12
+    assert set(apart["split"]) | set(apart["replicated"]) == set(whole.local(0).parameters)
 
 
 # ---------------------------------------------------------------------------------- tied weights

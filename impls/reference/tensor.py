@@ -313,9 +313,15 @@ class TensorParallel(Handle):
         return self.cuts[name].pieces(full, tensor)
 
     def keep(self, part: nn.Module) -> None:
-        """Let go of all that lies outside of ``part``: other stages of a pipeline."""
+        """Let go of all that lies outside of ``part``: other stages of a pipeline.
+
+        Layers there are closed: a module and the forward around it hold each other.
+        """
         inside = {id(module) for module in part.modules()}
         self.module = part
+        for layer in self.layers:
+            if id(layer.module) not in inside:
+                layer.close()
         self.layers = [layer for layer in self.layers if id(layer.module) in inside]
         if self.output not in self.layers:
             self.output = None

@@ -6,12 +6,12 @@ that is tied over stages; so its promise is asked of a plan that knows nothing e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
-from suite.promises.base import Bytes, Flow, Local, Promise, flow
+from suite.promises.base import Bound, Bytes, Flow, Local, Promise, flow
 from suite.promises.fsdp import FSDP
 from suite.promises.offload import offloaded
 from suite.promises.pipeline import Pipeline, exchanged
@@ -25,6 +25,8 @@ _DATA: dict[str, type[Promise]] = {
     promise.strategy: promise for promise in (DDP, Zero1, Zero2, Zero3, FSDP)
 }
 _AXES = ("replicate", "shard")
+#: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
+_SCALARS = 64
 
 
 class Hybrid(Promise):
@@ -192,6 +194,46 @@ class Hybrid(Promise):
     def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Of all models of ``rank``."""
         return self.added(rank, lambda model, number: model.moved(number, step, updated))
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """What the models keep there; every message has been sent and used by then."""
+        models, number = self.of(rank)
+        return _SCALARS + sum(model.at_rest(number, step) or 0 for model in models)
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses of the micro-batches, norms and factors, and what the models leave; no part of a
+        layer, of a stage or of a shard beyond those that are held.
+        """
+        models, number = self.of(rank)
+        left = sum(model.left_over(number, step) or 0 for model in models)
+        return _SCALARS + 8 * self.plan.rounds + left
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Whole parameters of all units of all stages at once; where there are no stages, those of
+        the units that are gathered.  A tied tensor that is whole counts as what its gather made.
+        Buffers of the other axes are not told from the data axes'.
+        """
+        models, number = self.of(rank)
+        low = high = 0
+        for model in models:
+            bound = model.peaks(number, phase, step).get("parameters")
+            if bound is None:
+                return {}
+            is_tied = self.is_cut and any(map(self.is_tied, model.plan.parameters))
+            rests = model.resident(number, step, step)["parameters"]
+            low, high = low + (rests if is_tied else bound.low), high + bound.high
+        return {"parameters": Bound(low, high)} if models else {}
+
+    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+        """Elements of parameters of ``rank``: of layers that the tensor axis splits, and of those
+        that each of its ranks has.
+        """
+        held, layers = self.local(rank).parameters, self.layers
+        split = {t.name for t in self.plan.parameters if layers.ranks > 1 and layers.is_split(t)}
+        return {
+            "split": {name: n for name, n in held.items() if name in split},
+            "replicated": {name: n for name, n in held.items() if name not in split},
+        }
 
     def added(self, rank: int, told: Callable[[Promise, int], dict[str, int]]) -> dict[str, int]:
         """The sum, key by key, of what is ``told`` of the models of ``rank``."""
