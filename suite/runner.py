@@ -7,6 +7,7 @@ a kill loses at most the running cases.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -211,6 +212,14 @@ def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
     return cases
 
 
+def _in_turn(mutants: Sequence[Any]) -> list[Any]:
+    """One mutant of each file after the other."""
+    files: dict[str, list[Any]] = {}
+    for mutant in mutants:
+        files.setdefault(mutant.implementation.__module__, []).append(mutant)
+    return [m for turn in itertools.zip_longest(*files.values()) for m in turn if m is not None]
+
+
 def run_mutants(
     mutants: Sequence[Any],
     jobs: int,
@@ -218,8 +227,12 @@ def run_mutants(
     stop_after: float | None = None,
     on_account: OnAccount | None = None,
 ) -> list[Kill]:
-    """Run every mutant beside its parent and say which were killed."""
+    """Run every mutant beside its parent and say which were killed.
+
+    Where time may run out (``stop_after``) every file of faults gets its turn.
+    """
     pairs = [pair(mutant) for mutant in mutants]
-    results, _ = run_cases(mutant_cases(mutants), jobs, on_result, stop_after, on_account)
+    order = mutants if stop_after is None else _in_turn(mutants)
+    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
     by_id = {result["id"]: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

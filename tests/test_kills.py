@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from suite import registry
+from suite import registry, runner
+from suite.case import Case
 from suite.kills import CHECKS, VERDICT_KILLERS, Kill, judge_kill, pair
 from suite.runner import run_mutants
 
@@ -93,6 +94,25 @@ def test_a_kill_needs_the_named_check_and_a_passing_parent() -> None:
 def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
     kill = _judge(own, parent)
     assert not kill.killed and says in kill.why_not
+
+
+def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: Any) -> None:
+    orders: list[list[str]] = []
+
+    def run(cases: list[Case], *rest: Any) -> tuple[list[Any], list[Case]]:
+        orders.append([case.implementation for case in cases])
+        return [], cases
+
+    monkeypatch.setattr(runner, "run_cases", run)
+    mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
+    files = {mutant.implementation.__module__ for mutant in mutants}
+    for stop_after in (None, 60.0):
+        kills = run_mutants(mutants, 1, lambda result: None, stop_after)
+        assert [kill.name for kill in kills] == [mutant.name for mutant in mutants]
+    whole, hurried = ([name for name in order if name.startswith("mutants/")] for order in orders)
+    assert whole == [f"mutants/{mutant.name}" for mutant in mutants] != hurried
+    first = [registry.load_mutant(name).implementation.__module__ for name in hurried[: len(files)]]
+    assert set(first) == files and sorted(hurried) == sorted(whole)
 
 
 def test_mutants_of_one_trigger_share_their_parents_case() -> None:
