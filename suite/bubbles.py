@@ -50,8 +50,8 @@ NOTE = (
 #: Beside what was measured with fewer cores than ranks.
 SHARED = "*"
 SHARED_NOTE = (
-    f"{SHARED} {{ranks}} ranks, {{cores}} core(s): clocks run on while a rank waits for a core; "
-    "read the column before."
+    f"Where {SHARED} stands: {{ranks}} ranks, {{cores}} core(s); clocks run on while a rank waits "
+    "for a core, so read the column before."
 )
 
 
