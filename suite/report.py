@@ -226,7 +226,8 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
         name = case["implementation"] + (f"+{case['label']}" if case.get("label") else "")
         policy = case.get("precision") or {}
         precision = ", ".join(f"{k} {v}" for k, v in policy.items()) or case["dtype"]
-        limit = figures["ratio_limit"]
+        theory, limit = figures["ratio_theory"], figures["ratio_limit"]
+        most = "shard ranks" if limit is None else _ratio(limit)
         row = (
             name,
             case["optimizer"]["name"],
@@ -237,8 +238,8 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
             f"{figures['bytes_whole']:,}",
             _ratio(figures["ratio_measured"]) + (FAILS if told["status"] == "fail" else ""),
             "-" if figures["ratio_promised"] is None else _ratio(figures["ratio_promised"]),
-            f"{_ratio(figures['ratio_theory'])} = {figures['ratio_theory']}",
-            "shard ranks" if limit is None else _ratio(limit),
+            "-" if theory is None else f"{_ratio(theory)} = {theory}",
+            "-" if theory is None else most,
         )
         found.setdefault((name, row[1], row[2], world_of(case), *row[5:]), row)
     return [row for _, row in sorted(found.items(), key=lambda item: item[0][:4])]

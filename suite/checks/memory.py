@@ -183,6 +183,9 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
     promised = None if unjudged else promise.total()
     shards = promise.plan.size("shard")
     limit = accounting.ratio(type(promise), None) if shards > 1 else Fraction(1)
+    # Stages and split layers are no equal shares of the model.
+    whole_layers = all(promise.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
+    theory = accounting.ratio(type(promise), shards) if whole_layers else None
     return {
         "strategy": promise.strategy,
         "source": promise.source,
@@ -193,7 +196,7 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
         "not_judged": unjudged,
         "ratio_measured": str(Fraction(whole, max(totals) or 1)),
         "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
-        "ratio_theory": str(accounting.ratio(type(promise), shards)),
+        "ratio_theory": None if theory is None else str(theory),
         "ratio_limit": None if limit is None else str(limit),
         "resident": resident,
         "peaks": peaks,
