@@ -464,6 +464,7 @@ SYSTEMS: Sequence[System] = (
         only=_natively_split,
         sizes=_natively_shared,
         workloads=_LAYERED,
+        lanes=("fp64", "fp64", "native"),
         chance=0.25,
     ),
     System(

@@ -25,7 +25,8 @@ threads the first one switches it on, the last one off.
 
 Cost: ``torch_tensor_parallel.payload_bytes``.
 Numbers: sums over ranks in the backend's order; ``RowwiseParallel`` divides its bias by the ranks
-and adds it on each, so that it is rounded where they are no power of two.
+and adds it on each, so that it is rounded where they are no power of two.  The softmax of
+``loss_parallel`` is another formula than torch's own: other bits even on one rank.
 Left out: data axes (``pytorch/hybrid`` has them), several KV heads' worth of ranks to one KV head.
 """
 
