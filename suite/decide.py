@@ -26,8 +26,9 @@ NATIVE_ONLY = "pass (native only)"
 UNEQUAL = "unequal_micro_batches"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
-#: The options that a refusal names, by their outermost names.
+#: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
+_AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
 
 
 def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
@@ -64,11 +65,7 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         found = [schedule.not_run(account.misclaimed)]
         return _expected(case, *verdict_of(found), found)
     cause = root_cause(outcomes)
-    if (
-        cause is not None
-        and cause.error_type == "Refused"
-        and is_about_options(case, cause.message)
-    ):
+    if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _expected(case, "refused", cause.message)
     if cause is not None:
         return _expected(case, *_broken(cause, outcomes))
@@ -163,16 +160,17 @@ def declared_away(case: Case, claims: Mapping[str, Any], missing: str) -> str:
 def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
     if "refuses" not in case.expect:
         message = outcomes[0].message
-        if is_about_options(case, message):
+        if is_about_input(case, message):
             return _expected(case, "refused", message)
         return _expected(case, "fail", f"refuses without having declared it: {message}")
     outcome = judge_errors(str(case.expect["refuses"]), outcomes)
     return _expected(case, *verdict_of([outcome]), [outcome])
 
 
-def is_about_options(case: Case, message: str) -> bool:
-    """Whether a refusal names an option that the scenario gives: then that is at fault."""
-    return any(name in case.options for name in _OPTION.findall(message))
+def is_about_input(case: Case, message: str) -> bool:
+    """Whether a refusal names what is at fault: an option that the scenario gives, or an axis."""
+    named = any(name in case.options for name in _OPTION.findall(message))
+    return named or _AXIS.search(message) is not None
 
 
 #: A frame of a formatted traceback.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from impls.plain import Plain
-from suite.contract import Batch, Kind, Observe, Piece, StepResult
+from suite.contract import Batch, Kind, Observe, Piece, Refused, StepResult
 
 
 class NanLoss(Plain):
@@ -68,6 +68,16 @@ class WrongDtype(_Changed):
 class RaisesInStep(Plain):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         raise ZeroDivisionError("the bucket has no elements")
+
+
+class RefusesForNoReason(Plain):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        raise Refused("not today")
+
+
+class RefusesTheAxis(Plain):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        raise Refused("more than one rank on the axis 'replicate', please")
 
 
 class ObservesNothing(Plain):

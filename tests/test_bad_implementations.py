@@ -29,6 +29,8 @@ EXPECTED = {
     "bad_implementations:ReturnsNonsense": ("fail", "StepResult"),
     "bad_implementations:ClaimsTooMuch": ("fail", "lacks"),
     "bad_implementations:UnknownStrategy": ("fail", "unknown strategy 'dpd'"),
+    "bad_implementations:RefusesForNoReason": ("fail", "Refused: not today"),
+    "bad_implementations:RefusesTheAxis": ("refused", "one rank on the axis 'replicate'"),
     "plain": ("pass", ""),
 }
 

@@ -150,7 +150,9 @@ class Hybrid(Pipelining):
         """Rank 0's values everywhere."""
         self.mesh, self.data = mesh, tuple(axis for axis in DATA_AXES if axis in mesh.axes)
         if self.data == ("replicate",):
-            raise Refused("fully_shard replicates beside shards: give the mesh shard: 1")
+            raise Refused(
+                "fully_shard replicates beside shards: add the axis 'shard' (of one rank, say)"
+            )
         if self.spec.scaler is not None:
             raise Refused("a loss scale: torch's scaler agrees over one mesh, stages have several")
         self.splits = "tensor" in mesh.axes

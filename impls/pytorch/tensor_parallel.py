@@ -119,7 +119,8 @@ class PyTorchTensorParallel(Adapter):
         if lacking:
             raise Refused(
                 f"tensor parallelism splits 'embed.token', 'head' and the layers between; this "
-                f"{type(module).__name__} has no {', '.join(sorted(lacking))}"
+                f"{type(module).__name__} has no {', '.join(sorted(lacking))}, so that "
+                "nothing can be split over the axis 'tensor'"
             )
         return found
 
