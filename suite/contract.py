@@ -47,7 +47,9 @@ Observe = Callable[[Point], None]
 class Refused(ValueError):
     """An implementation says no: an option, a mesh or a workload outside what it can do.
 
-    Raise it from ``setup`` (or ``step``) with a sentence that names the option and its value.
+    Raise it from ``setup`` (or ``step``) with a sentence that names the option and its value
+    (``option 'split' = [2, 2]``) or the axis of the mesh (``axis 'tensor'``): then the case ends
+    with the verdict ``refused``, any other refusal that was not declared fails.
     """
 
 

@@ -263,7 +263,8 @@ def test_schedules_equal_the_oracle() -> None:
         ]
     )
     verdicts = [result["verdict"] for result in results]
-    assert verdicts == ["pass"] * 4 + ["fail"], told(results)
+    assert verdicts == ["pass"] * 4 + ["skip"], told(results)
+    assert "equal bits are not promised" in results[4]["reason"]
     assert all(compared(r) > 100 for r in results[:4])
 
 

@@ -314,10 +314,11 @@ class DeepSpeedPipeline(Implementation):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
         left = copy_pieces(self.local_state(kind), pieces)
-        if left and kind != "optimizer":
+        if kind == "optimizer":
+            make_slots(self.torch_optimizer, left)
+            left = copy_pieces(self.local_state(kind), left)
+        if left:
             raise Refused(f"the stage of this rank holds no {kind} {left[0].name!r}")
-        make_slots(self.torch_optimizer, left)
-        copy_pieces(self.local_state(kind), left)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors, on every rank; they travel as objects."""

@@ -57,7 +57,7 @@ from impls.pytorch.tensor_styles import (
 )
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.stages import cut
-from impls.reference.parts.state import broadcast_tensors, copy_pieces, load_state, named_state
+from impls.reference.parts.state import broadcast_tensors, load_state, named_state
 from impls.reference.parts.units import Wrap
 from suite.comm import Mesh
 from suite.contract import (
@@ -303,18 +303,6 @@ class Hybrid(Pipelining):
             if axis != "pipe" and isinstance(placed.get(axis, Replicate()), Replicate):
                 number = number * size + self.mesh.coordinate[axis]
         return number
-
-    @torch.no_grad()
-    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
-        for piece in pieces if kind == "optimizer" else ():
-            name, _, slot = piece.name.rpartition(".")
-            if name in self.trainable and slot not in self.optimizer.state[self.trainable[name]]:
-                like = piece.tensor if slot == "step" else self.trainable[name].detach()
-                self.optimizer.state[self.trainable[name]][slot] = torch.zeros_like(like)
-        left = copy_pieces(self.local_state(kind), pieces)
-        if left:
-            raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r} there")
 
     @torch.no_grad()
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
