@@ -470,6 +470,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 OTHERS = (
     *("ddp-", "plain", "relations", "nccl", "memory-ratios", "bubble"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
+    *("stress-tensor", "stress-pipeline", "stress-mesh"),
 )
 
 
