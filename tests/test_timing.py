@@ -299,6 +299,15 @@ def test_a_side_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None
     assert line["verdict"] == "crash" and "OverflowError: on purpose" in line["reason"]
 
 
+def test_a_side_that_refuses_the_model_is_a_precondition(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sides = ("reference/tensor", "pytorch/tensor_parallel")
+    done = shardproof("bench", *sides, *SMALL, "--world", "3", "--results", str(run))
+    assert done.returncode == 3, done.stdout + done.stderr
+    (line,) = read(run).benches
+    assert line["verdict"] == "precondition" and "which so many ranks cannot" in line["reason"]
+
+
 def test_ledgers_that_are_on_stop_a_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from suite.ledgers import phases
     from suite.timing import blocks
