@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,6 @@ from suite.contract import (
 )
 from suite.workloads import Workload, suggested_groups
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"bucket_bytes": 6_000, "first_bucket_bytes": 1_500}
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference/ddp": SMALL,
@@ -540,43 +538,3 @@ def test_weights_are_taken_as_they_are() -> None:
 
     for ratio in succeed(body, 2):
         assert ratio[ratio.isfinite()].eq(4.0).all()
-
-
-# ------------------------------------------------------------------------------- shape of the code
-
-
-def code_lines(path: Path) -> int:
-    """Lines that are neither blank, comment nor docstring."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            skipped |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(text.splitlines(), 1)
-    return sum(
-        bool(s.strip()) and not s.strip().startswith("#") and n not in skipped for n, s in lines
-    )
-
-
-def test_reference_strategies_stay_short() -> None:
-    for name in registry.names():
-        if name.startswith("reference/"):
-            path = ROOT / "impls" / name
-            files = list(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-            assert files and all(code_lines(file) < 250 for file in files), name
-
-
-def test_imports_point_down() -> None:
-    allowed = {"suite.contract", "suite.comm"}
-    for path in (ROOT / "impls").rglob("*.py"):
-        mutants = path.parent.name == "mutants"
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                if node.module.split(".")[0] == "suite":
-                    assert node.module in allowed | ({"suite.case"} if mutants else set()), path
-                if node.module.startswith("impls.") and path.parent.name == "reference":
-                    assert node.module.startswith("impls.reference."), path
-                    assert node.module.split(".")[2] in ("parts", "engine"), path

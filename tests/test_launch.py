@@ -441,7 +441,8 @@ def test_no_jobs() -> None:
 
 
 PARENT = """
-    import sys, threading
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     sys.path.insert(0, {here!r})
     from suite.launch.pool import Pool
     with Pool(2, ["launch_programs"]) as pool:
