@@ -49,7 +49,7 @@ slow: setup ## the tests that take long or need a container engine
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
 
-mutants: setup ## every planted fault against every check that should see it (3 minutes)
+mutants: setup ## every planted fault against every check that should see it
 	@$(BIN)/shardproof mutants -j $(JOBS)
 
 # Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
