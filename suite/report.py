@@ -236,13 +236,19 @@ def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
             figures["accounting"],
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
-            _ratio(figures["ratio_measured"]) + (FAILS if told["status"] == "fail" else ""),
-            "-" if figures["ratio_promised"] is None else _ratio(figures["ratio_promised"]),
+            _times_less(figures, "ratio_measured") + (FAILS if told["status"] == "fail" else ""),
+            "-" if figures["ratio_promised"] is None else _times_less(figures, "ratio_promised"),
             "-" if theory is None else f"{_ratio(theory)} = {theory}",
             "-" if theory is None else most,
         )
         found.setdefault((name, row[1], row[2], world_of(case), *row[5:]), row)
     return [row for _, row in sorted(found.items(), key=lambda item: item[0][:4])]
+
+
+def _times_less(figures: Result, name: str) -> str:
+    """A ratio to the whole copies; where all is on the host there is none."""
+    nothing = Fraction(figures[name]) == figures["bytes_whole"]
+    return "nothing held" if nothing else _ratio(figures[name])
 
 
 def _ratio(text: str) -> str:

@@ -15,6 +15,7 @@ from suite.checks import Outcome, engagement, memory, overlap, traffic
 from suite.formulas import CaseFacts
 from suite.ledgers.memory import MemoryLedger, summary
 from suite.promises import PROMISES, Promise
+from suite.report import MEASURED, memory_rows
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
@@ -230,6 +231,21 @@ def test_accounting_and_ratios_are_among_the_figures() -> None:
     assert told["ratio_theory"] == "4/3"
     assert told["ratio_measured"] == told["ratio_promised"]
     assert Fraction(told["bytes_whole"], told["bytes_held"]) == Fraction(told["ratio_measured"])
+
+
+def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
+    told = memory.decide(figures("zero1")).figures
+    whole = {"bytes_held": 0, "ratio_measured": str(told["bytes_whole"])}
+    case = {"implementation": "x", "mesh": {"shard": 2}, "optimizer": {"name": "sgd"}}
+    results = [
+        {
+            "case": case | {"dtype": "float32"},
+            "checks": [{"check": "memory", "status": "pass", "figures": told | changed}],
+        }
+        for changed in ({}, whole)
+    ]
+    cells = sorted(row[MEASURED] for row in memory_rows(results))
+    assert cells[1] == "nothing held" and cells[0].endswith("x")
 
 
 def test_traffic_names_the_axis_and_the_call() -> None:
