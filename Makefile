@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
 # Five minutes for ever: what does not fit is printed and recorded as left out.
 RUN_BUDGET ?= 3.5
-MUTANT_BUDGET ?= 1.5
+MUTANT_BUDGET ?= 1.2
 
 export OMP_NUM_THREADS ?= 1
 
