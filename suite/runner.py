@@ -172,8 +172,11 @@ class Workspace:
         base = workspace_base()
         sweep(base)
         self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        self._lock = (self._path / LOCK).open("w")
+        # Locked before it bears its name: another runner's sweep must never find it free.
+        fresh = self._path / f"{LOCK}.fresh"
+        self._lock = fresh.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(self._path / LOCK)
         return self._path
 
     def __exit__(self, *_: object) -> None:
