@@ -215,7 +215,10 @@ class DeepSpeedPipeline(Implementation):
         return Layer(self.part) if own else _elsewhere
 
     def traced(self, op: str, instruction: Callable[..., None]) -> Callable[..., None]:
-        """``instruction``, whose n-th call in a step is logged as ``op`` of micro-batch n."""
+        """``instruction``, whose n-th call in a step is logged as ``op`` of micro-batch n.
+
+        The engine does not say which one it takes: the log tells the order of F and BW only.
+        """
 
         def call(*args: Any, **options: Any) -> None:
             with self.trace(Action(op, self.comm.rank, self.done[op])):

@@ -262,14 +262,14 @@ class StageStaysWhole(ReferenceHybrid):
 
 
 @mutant(
-    "hybrid_layers_reduce_late",
-    zoo=("H13",),
-    summary="partial gradients of norms are reduced over the data axes before the tensor axis sums",
+    "hybrid_norms_stay_partial",
+    zoo=("T02",),
+    summary="gradients of norms are reduced over the data axes, never summed over the tensor axis",
     killed_by=("equivalence",),
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero1", "sequence_parallel": True},
 )
-class LayersReduceLate(ReferenceHybrid):
+class NormsStayPartial(ReferenceHybrid):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         found = super().transform(module, mesh, options)
         assert self.layers is not None

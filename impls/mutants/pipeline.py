@@ -339,25 +339,6 @@ class StagesStartFromTheirOwn(Stages):
 
 
 @mutant(
-    "pipeline_warm_up_not_clamped",
-    zoo=("P13",),
-    summary="a stage warms up with as many micro-batches as stages follow, be there so many or not",
-    killed_by=("schedule",),
-    workload=gpt(micro_batches=1),
-    mesh={"pipe": 3},
-)
-class WarmUpNotClamped(ReferencePipeline):
-    @classmethod
-    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        good = super().schedule(options, ranks, micro_batches)
-        orders = []
-        for rank in range(ranks):
-            more = [Action("F", rank, micro) for micro in range(micro_batches, ranks - 1 - rank)]
-            orders.append((*more, *good.computed(rank)))
-        return with_messages(replace(good, orders=tuple(orders)))
-
-
-@mutant(
     "pipeline_crosses_messages",
     zoo=("P14",),
     summary="with two chunks the first two messages of a rank go in the other order",
@@ -370,48 +351,8 @@ class CrossesMessages(ReferencePipeline):
         good = super().schedule(options, ranks, micro_batches)
         first = list(good.orders[0])
         one, other = (n for n, action in enumerate(first) if action.op == "SF" and n < 4)
-        first[one], first[other] = first[other], first[one]
+        first.insert(other, first.pop(one))
         return replace(good, orders=(tuple(first), *good.orders[1:]))
-
-
-@mutant(
-    "pipeline_last_stage_waits_for_the_second",
-    zoo=("P14",),
-    summary="the last stage begins with the second micro-batch; the others wait for the first",
-    killed_by=("schedule",),
-)
-class LastStageWaitsForTheSecond(ReferencePipeline):
-    @classmethod
-    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        good = super().schedule(options, ranks, micro_batches)
-        orders = [good.computed(rank) for rank in range(ranks)]
-        orders[-1] = (*orders[-1][2:], *orders[-1][:2])
-        return with_messages(replace(good, orders=tuple(orders)))
-
-
-@mutant(
-    "pipeline_forgets_last_weights",
-    zoo=("P04",),
-    summary="the schedule ends before the last gradients of weights",
-    killed_by=("schedule",),
-    options=SPLIT,
-)
-class ForgetsLastWeights(ReferencePipeline):
-    @classmethod
-    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        good = super().schedule(options, ranks, micro_batches)
-        return replace(good, orders=(good.orders[0][:-1], *good.orders[1:]))
-
-
-@mutant(
-    "pipeline_runs_another_schedule",
-    summary="1F1B is asked for and claimed, GPipe is run",
-    killed_by=("schedule",),
-)
-class RunsAnotherSchedule(ReferencePipeline):
-    def backward(self, batch: Batch) -> Tensor | None:
-        self.given = {"schedule": "gpipe"}
-        return super().backward(batch)
 
 
 @mutant(

@@ -260,6 +260,16 @@ class TellsAnother(Pipelining):
 
 
 @mutant(
+    "torch_pipeline_ignores_schedule",
+    summary="GPipe is told and run whatever the options say",
+    killed_by=("schedule",),
+)
+class IgnoresSchedule(TellsAnother):
+    def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
+        super().setup(build, state, optimizer, mesh, {**options, "schedule": "gpipe"})
+
+
+@mutant(
     "torch_pipeline_ignores_split",
     summary="units are cut evenly whatever the option split says",
     killed_by=("engagement", "memory", "schedule"),

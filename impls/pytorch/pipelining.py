@@ -454,7 +454,12 @@ class Pipelining(Implementation):
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Each rank its own file: nothing is gathered."""
         parts = {str(number): part.state_dict() for number, part in self.parts.items()}
-        state = {"parts": parts, "optimizer": self.optimizer.state_dict(), "extra": dict(extra)}
+        state = {
+            "parts": parts,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "extra": dict(extra),
+        }
         torch.save(state, path / f"pipe{self.comm.rank}.pt")
 
     def load(self, path: Path) -> Mapping[str, Any]:
@@ -463,6 +468,8 @@ class Pipelining(Implementation):
         for number, part in self.parts.items():
             part.load_state_dict(state["parts"][str(number)])
         self.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:  # empty where nothing is scaled
+            self.scaler.load_state_dict(state["scaler"])
         extra: Mapping[str, Any] = state["extra"]
         return extra
 

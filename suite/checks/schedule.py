@@ -35,7 +35,7 @@ systems.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -49,7 +49,7 @@ from suite.formulas import CaseFacts
 from suite.ledgers.memory import weighable
 from suite.promises.plan import Plan, shape_key
 from suite.promises.schedules import FORMS, Setting
-from suite.promises.stages import place_of, schedule_name, split_units
+from suite.promises.stages import CHUNKS, place_of, schedule_name, split_units
 from suite.schedules import Action, Schedule, Timeline, problems, simulate
 
 if TYPE_CHECKING:
@@ -165,13 +165,23 @@ def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
         ]
         same = orders == [schedule.computed(rank) for rank in range(ranks)]
         return "" if same else "claims another order than that of the option 'schedule'"
-    if name not in FORMS or strategy not in OWN:
-        return ""
-    if schedule.name != name:
-        return f"claims {schedule.name!r}, asked for {name!r}"
+    if name not in FORMS and name not in CHUNKS:
+        return ""  # a name of the system's own
     if schedule.place != place_of(options, ranks):
         return f"places stages on ranks {schedule.place}, {name} on {place_of(options, ranks)}"
+    if schedule.name != name and name in _textbook(strategy, ranks, schedule.micro_batches):
+        return f"claims {schedule.name!r}, asked for {name!r}"
     return ""
+
+
+def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
+    """Names that stand for the published schedule, and no other, in the options of ``strategy``.
+
+    Native systems give interleaved 1F1B and ZB-V orders of their own where they may.
+    """
+    if strategy in OWN:
+        return FORMS
+    return ("gpipe", "1f1b", *(() if micro_batches % ranks else ("interleaved",)))
 
 
 def _settings(schedule: Schedule) -> Iterator[Setting]:

@@ -134,7 +134,9 @@ FORMS: dict[str, ClosedForm] = {
         lambda s, rank: min(s.micro_batches, 2 * s.ranks - 1),
     ),
     "zb_v": ClosedForm(
-        f"{_ZERO_BUBBLE}, section 6",
+        # Section 6 gives 2p for many micro-batches; with few [derived]: the last stages of a rank
+        # come back after all m forwards, or rank + 1 of the second half are under way.
+        f"{_ZERO_BUBBLE}, section 6; below 2p [derived]",
         _v,
         _v_makespan,
         lambda s, rank: min(2 * s.micro_batches, s.micro_batches + 1 + rank, 2 * s.ranks),
