@@ -14,7 +14,7 @@ from test_promises import plan
 from suite.checks import Outcome, engagement, memory, overlap, traffic
 from suite.formulas import CaseFacts
 from suite.ledgers.memory import MemoryLedger, summary
-from suite.promises import PROMISES, Promise
+from suite.promises import PROMISES, Promise, Unpromised
 from suite.report import MEASURED, memory_rows
 
 STEPS = 3
@@ -258,6 +258,20 @@ def test_traffic_names_the_axis_and_the_call() -> None:
     outcome = traffic.decide(found)
     assert outcome.status == "fail"
     assert f"axis shard, {lost['operation']}" in outcome.message
+
+
+def test_there_is_no_ratio_where_the_textbook_promises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(_: Any) -> Any:
+        raise Unpromised("not here")
+
+    found = figures("zero3")
+    monkeypatch.setattr(PROMISES["zero3"], "textbook", "zero1")
+    assert traffic.decide(found).figures["textbook"] == "zero1"
+    monkeypatch.setattr(PROMISES["zero1"], "payload", silent)
+    outcome = traffic.decide(found)
+    assert outcome.status == "pass" and "textbook" not in outcome.figures
 
 
 def test_the_same_bytes_in_more_calls_fail() -> None:
