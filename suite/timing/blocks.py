@@ -64,24 +64,38 @@ def _ignore(point: Point) -> None:
 
 
 class Arm:
-    """One side on this rank: an implementation, its batches and its number of steps."""
+    """One side on this rank: an implementation, its batches and its number of steps.
 
-    def __init__(self, pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> None:
+    ``ranks`` (default: all) are those on the mesh ``axes``; arms are made by every rank all the
+    same, because groups are.  ``share`` is `(index, of)`: the share of the global batch that the
+    rank gets, where that does not follow from the mesh (a rank alone, with its share of many).
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        side: str,
+        axes: Mapping[str, int],
+        rank: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
         chosen = pair.side(side)
         cls = registry.load(chosen.implementation)
         capabilities = cls.capabilities(chosen.options)
         device = backends.BACKENDS[pair.backend].device
         joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
-        self.mesh = Mesh(axes, joint=joint, device=device)
+        self.mesh = Mesh(axes, joint=joint, device=device, ranks=ranks)
         self.workload = workloads.make(pair.workload, pair.dtype, "native")
-        ranks = range(pair.world)
-        workers = [r for r in ranks if cls.role(r, pair.world, chosen.options) == "worker"]
-        shares = data_shares(axes, ranks, workers)
-        self.coordinate = shares.get(rank)
-        self.batches = [
-            self._share(number, max(shares.values()) + 1, device) for number in range(BATCHES)
-        ]
-        lends = capabilities.initial_state == "everywhere" or rank == 0
+        members = range(pair.world) if ranks is None else ranks
+        workers = [r for r in members if cls.role(r, len(members), chosen.options) == "worker"]
+        shares = data_shares(axes, members, workers)
+        self.coordinate, of = shares.get(rank), max(shares.values()) + 1
+        if share is not None:
+            self.coordinate, of = share
+        self.batches = [self._share(number, of, device) for number in range(BATCHES)]
+        lends = capabilities.initial_state == "everywhere" or rank == members[0]
         self.state = self.workload.state() if lends else None
         self.build = self.workload.build_for(rank, self.coordinate or 0)
         self.pair, self.options, self.device = pair, chosen.options, device
