@@ -3,8 +3,10 @@
 ``stats``    pure functions: block ratios, intervals, permutation, verdicts
 ``plan``     what is compared: sides, pairs, their scenario files, the constants of the procedure
 ``blocks``   the rank program that times A B B A, and the one that looks at memory
+``pinning``  a core for every rank while the clock runs
 ``profile``  the rank program that says where a step's time goes
 ``nvml``     what NVIDIA's management library answers, recorded and played back, too
 ``telemetry``  resident memory and GPU figures while sides run, seen by a thread of the leader
 ``session``  launches on ranks, what they measured, and the evidence of it
+``alarms``   how often the procedure errs on this machine, measured once a release
 """

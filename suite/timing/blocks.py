@@ -8,9 +8,9 @@
 
 A step's time on a rank runs from the end of the step before (of the barrier for the first of a
 segment) to its own end; the suite takes the maximum over ranks.  There is no barrier inside a
-segment.  In both orders each side has one segment after itself and one after the other, so what a
-change of sides costs falls on both alike.  Ledgers are off, and that is asserted: they would be
-measured, too.
+segment, and each rank keeps to cores of its own where there are enough.  In both orders each side
+has one segment after itself and one after the other, so what a change of sides costs falls on both
+alike.  Ledgers are off, and that is asserted: they would be measured, too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from suite.contract import Batch, MicroBatch, Point, StepResult
 from suite.ledgers import phases, traffic
 from suite.ledgers.memory import MemoryLedger
 from suite.ledgers.memory.installed import active
+from suite.timing import pinning
 from suite.timing.plan import (
     SEGMENT_SECONDS,
     SEGMENT_STEPS,
@@ -148,6 +149,7 @@ def run(
     end of each block, so that a launch that is stopped leaves what it measured.
     """
     assert_nothing_is_recorded(pair.backend)
+    cores = pinning.pin(rank, pair.world, backends.BACKENDS[pair.backend].threads)
     control = Mesh({"replicate": pair.world}, device=backends.BACKENDS[pair.backend].device).comm(
         "replicate"
     )
@@ -174,6 +176,7 @@ def run(
         "segment_steps": steps,
         "warm_up": warm,
         "threads": torch.get_num_threads(),
+        "cores": cores,
         "coordinates": {side: arm.coordinate for side, arm in arms.items()},
         "targets": {side: _targets(arm) for side, arm in arms.items()},
     }

@@ -232,6 +232,7 @@ def result(measured: Measured) -> dict[str, Any]:
     if measured.records:
         first = measured.records[0]
         line["threads"] = first[0]["threads"]
+        line["cores"] = [record["cores"] for record in first]
         line["segment_steps"] = [records[0]["segment_steps"] for records in measured.records]
         line["targets_per_step"] = {
             side: sum(_by_coordinate(first, side, "targets")) for side in LETTERS

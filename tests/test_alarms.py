@@ -1,0 +1,110 @@
+"""How often comparisons err: what is counted, and ranks that keep to their cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from suite.timing import alarms, pinning
+
+
+def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> Any:
+    slow = kind == "slowed"
+    return {
+        "pair": {"a": {"implementation": alarms.SLOWED if slow else alarms.PARENT}},
+        "problem": None,
+        "verdict": verdict,
+        "ratio": (low * high) ** 0.5,
+        "low": low,
+        "high": high,
+        "half_width": 0.04,
+        "aa": {"low": aa[0], "high": aa[1], "half_width": 0.03},
+    }
+
+
+def test_sessions_give_the_comparisons_that_were_asked_for() -> None:
+    pairs = alarms.sessions(alike=100, slowed=30)
+    slowed = [pair for pair in pairs if pair.a.implementation == alarms.SLOWED]
+    assert len(slowed) == 30
+    assert 2 * (len(pairs) - len(slowed)) + len(slowed) == 100
+    assert len({pair.id for pair in pairs}) == len(pairs)
+    half = pairs[: len(pairs) // 2]
+    assert abs(sum(pair in slowed for pair in half) - 15) <= 1, "the kinds do not take turns"
+
+
+def test_an_interval_of_alike_code_that_excludes_one_is_an_alarm() -> None:
+    lines = [
+        _line("twin", 0.97, 1.04, (0.95, 1.05), "same"),
+        _line("twin", 1.01, 1.09, (0.95, 1.05), "small difference"),
+        _line("slowed", 1.05, 1.15, (0.90, 0.99), "slower"),
+        _line("slowed", 0.99, 1.15, (0.95, 1.05), "inconclusive"),
+    ]
+    told = alarms.count(lines)
+    assert (told["comparisons"], told["alarms"]) == (6, 2)
+    assert (told["slowed"], told["detected"]) == (2, 1)
+    assert told["verdicts"] == {"inconclusive": 1, "slower": 1}
+    low, high = told["alarms_interval"]
+    assert low < 2 / 6 < high
+
+
+@pytest.mark.parametrize(
+    ("false", "missed", "expected"), [(9, 3, True), (10, 3, False), (9, 4, False)]
+)
+def test_the_aims_are_those_of_the_issue(false: int, missed: int, expected: bool) -> None:
+    quiet = _line("twin", 0.97, 1.04, (0.95, 1.05), "same")
+    loud = _line("twin", 1.01, 1.09, (0.95, 1.05), "small difference")
+    slow = _line("slowed", 1.05, 1.15, (0.95, 1.05), "slower")
+    unseen = slow | {"verdict": "inconclusive"}
+    lines = [loud] * false + [quiet] * (35 - false) + [slow] * (30 - missed) + [unseen] * missed
+    assert alarms.held(alarms.count(lines)) is expected
+
+
+def test_too_few_comparisons_hold_nothing() -> None:
+    assert not alarms.held(alarms.count([_line("slowed", 1.05, 1.15, (0.95, 1.05), "slower")]))
+    assert alarms.sentences(alarms.count([])) == ["no session has figures yet"]
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_ranks_share_no_core(world: int) -> None:
+    cores = [3, 4, 7, 9, 11]
+    shares = [pinning.share(cores, rank, world) for rank in range(world)]
+    given = [core for own in shares for core in own]
+    assert len(set(given)) == len(given)
+    assert {len(own) for own in shares} == {len(cores) // world}
+
+
+def test_a_rank_of_threads_pins_itself_alone() -> None:
+    before, seen = os.sched_getaffinity(0), []
+
+    def rank() -> None:
+        pinning.pin(0, len(before), threads=True)
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    thread.join()
+    assert seen == [{min(before)}]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_rank_that_is_a_process_takes_its_threads_along() -> None:
+    program = """
+import os, threading
+from suite.timing import pinning
+over = threading.Event()
+thread = threading.Thread(target=over.wait)
+thread.start()
+own = pinning.pin(0, os.cpu_count(), threads=False)
+seen = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+over.set()
+assert seen == {tuple(own)}, (seen, own)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
