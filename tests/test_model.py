@@ -15,9 +15,10 @@ from suite.errors import SelectionError
 from suite.promises import PROMISES, Plan
 from suite.promises.base import Unpromised
 from suite.promises.plan import TensorPlan
-from suite.timing import costs, model
+from suite.timing import costs, curve, model
 from suite.timing.costs import COSTS, Cost, Fit, cost, fit
-from suite.timing.model import Call, Compute, predict
+from suite.timing.curve import Compute
+from suite.timing.model import Call, predict
 
 MIB = 2**20
 
@@ -254,8 +255,8 @@ def test_rows_of_the_ledger_become_calls() -> None:
 def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
     compute = Compute(0.0, 0.001, 0.004)
     base = plan("replicate", 2)
-    points = model.curve("ddp", base, "replicate", "weak", 16, compute, FITS, "gloo")
-    assert [p.world for p in points] == list(model.WORLDS) and points[-1].world == 1024
+    points = curve.modelled("ddp", base, "replicate", "weak", 16, compute, FITS, "gloo")
+    assert [p.world for p in points] == list(curve.WORLDS) and points[-1].world == 1024
     last = points[-1]
     seconds = 2 * 1023 * 10e-6 + 2 * 1023 / 1024 * 4 * 1524 * 1e-9
     assert last.prediction is not None
@@ -268,7 +269,7 @@ def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
 def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     compute = Compute(0.002, 0.001, 0.004)
     base = plan("replicate", 2)
-    points = model.curve("ddp", base, "replicate", "strong", 16, compute, FITS, "gloo")
+    points = curve.modelled("ddp", base, "replicate", "strong", 16, compute, FITS, "gloo")
     four = points[1]
     assert four.prediction is not None
     assert four.prediction.compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
@@ -281,19 +282,19 @@ def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
 def test_sharding_divides_the_update() -> None:
     compute = Compute(0.0, 0.001, 0.064)
     base = plan("shard", 2)
-    points = model.curve("zero1", base, "shard", "weak", 16, compute, FITS, "gloo", worlds=[4])
+    points = curve.modelled("zero1", base, "shard", "weak", 16, compute, FITS, "gloo", worlds=[4])
     (four,) = points
     assert four.prediction is not None
     assert four.prediction.compute_seconds == pytest.approx(0.016 + 0.016)
-    assert model.update_share(PROMISES["ddp"](plan("replicate", 4))) == 1.0
+    assert curve.update_share(PROMISES["ddp"](plan("replicate", 4))) == 1.0
 
 
 def test_a_pipeline_is_as_long_as_its_bubble() -> None:
     eight = plan("pipe", 3, micro_batches=(8,), options={"schedule": "1f1b"})
-    assert model.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
-    assert model.pipeline_stretch(plan("replicate", 3)) == 1.0
+    assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
+    assert curve.pipeline_stretch(plan("replicate", 3)) == 1.0
     with pytest.raises(Unpromised, match="3 units cannot fill the stages of 4 ranks"):
-        model.plan_at(eight, "pipe", 4)
+        curve.plan_at(eight, "pipe", 4)
 
 
 def test_compute_goes_through_what_was_measured() -> None:
@@ -312,7 +313,7 @@ def test_compute_goes_through_what_was_measured() -> None:
 
 def test_what_cannot_be_cut_stands_in_the_curve_with_its_reason() -> None:
     compute = Compute(0.0, 0.001, 0.0)
-    (point,) = model.curve(
+    (point,) = curve.modelled(
         "nothing", plan("replicate", 2), "replicate", "weak", 4, compute, FITS, "gloo", worlds=[2]
     )
     assert (point.efficiency, point.problem) == (None, "nothing has no formulas")

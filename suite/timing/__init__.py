@@ -9,4 +9,8 @@
 ``telemetry``  resident memory and GPU figures while sides run, seen by a thread of the leader
 ``session``  launches on ranks, what they measured, and the evidence of it
 ``alarms``   how often the procedure errs on this machine, measured once a release
+``costs``    the alpha-beta model: cost formulas of collectives, fits of alpha and beta
+``model``    a step predicted from calls, compute and fits; the scorecard
+``curve``    modelled efficiency at worlds that no machine here has
+``probes``   what a rank measures for them
 """
