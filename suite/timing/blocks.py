@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 from suite import backends, registry, workloads
 from suite.case import DATA_AXES, data_shares
 from suite.comm import Comm, Mesh
-from suite.contract import Batch, MicroBatch, Point, StepResult
+from suite.contract import Batch, MicroBatch, Observe, Point, StepResult
 from suite.ledgers import phases, traffic
 from suite.ledgers.memory import MemoryLedger
 from suite.ledgers.memory.installed import active
@@ -64,6 +64,12 @@ def _ignore(point: Point) -> None:
     """Nobody observes while the clock runs."""
 
 
+def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = None) -> Mesh:
+    """The mesh of an arm; every rank makes it, those that are not on it too."""
+    joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
+    return Mesh(axes, joint=joint, device=device, ranks=ranks)
+
+
 class Arm:
     """One side on this rank: an implementation, its batches and its number of steps.
 
@@ -86,8 +92,7 @@ class Arm:
         cls = registry.load(chosen.implementation)
         capabilities = cls.capabilities(chosen.options)
         device = backends.BACKENDS[pair.backend].device
-        joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
-        self.mesh = Mesh(axes, joint=joint, device=device, ranks=ranks)
+        self.mesh = mesh_of(axes, device, ranks)
         self.workload = workloads.make(pair.workload, pair.dtype, "native")
         members = range(pair.world) if ranks is None else ranks
         workers = [r for r in members if cls.role(r, len(members), chosen.options) == "worker"]
@@ -110,11 +115,11 @@ class Arm:
         )
         self.state = None
 
-    def step(self) -> StepResult:
+    def step(self, observe: Observe = _ignore) -> StepResult:
         """The next optimizer step; over when the device has done it."""
         batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
         self.steps += 1
-        result = self.implementation.step(batch, _ignore)
+        result = self.implementation.step(batch, observe)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return result

@@ -28,6 +28,7 @@ the whole output of an all-gather, the whole input of a reduce-scatter, else the
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -260,3 +261,60 @@ def fits_of(
         operation: fit(operation, first[operation], ranks, times, busy)
         for operation, times, busy in measured
     }
+
+
+# ------------------------------------------------------------------------- from ranks' records
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the probes of all ranks found, together and at once.
+
+    ``flop_rate`` (FLOP/s, ``None``: not probed) and ``byte_rate`` (bytes/s of a copy, read and
+    written) are those of the slowest rank; ``times`` are seconds by operation and payload bytes.
+    """
+
+    backend: str
+    ranks: int
+    fits: Mapping[str, Fit]
+    times: Mapping[str, Mapping[int, float]]
+    flop_rate: float | None
+    byte_rate: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        times = {op: {str(n): t for n, t in by.items()} for op, by in self.times.items()}
+        fits = {operation: found.to_dict() for operation, found in self.fits.items()}
+        return asdict(self) | {"fits": fits, "times": times}
+
+
+def machine(backend: str, records: Sequence[Mapping[str, Any]]) -> Machine:
+    """Fits and rates from what :meth:`suite.timing.probes.Probes.record` gave on every rank.
+
+    A call is over when the slowest rank has it; of several sweeps the median counts.
+    """
+    ranks = len(records)
+    times: dict[str, dict[int, float]] = {}
+    for rows in zip(*(record["collectives"] for record in records), strict=True):
+        operation, payload, _ = rows[0]
+        sweeps = zip(*(seconds for _, _, seconds in rows), strict=True)
+        times.setdefault(operation, {})[payload] = statistics.median(map(max, sweeps))
+    measured = [(op, by, _busy(backend, op, records)) for op, by in times.items()]
+    flops = [min(rates) for rates in zip(*(r["flop_rates"] for r in records), strict=True)]
+    copies = [min(rates) for rates in zip(*(r["byte_rates"] for r in records), strict=True)]
+    return Machine(
+        backend,
+        ranks,
+        fits_of(backend, ranks, measured) if ranks > 1 else {},
+        times,
+        statistics.median(flops) if flops else None,
+        statistics.median(copies),
+    )
+
+
+def _busy(backend: str, operation: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
+    if backend == "in_memory":
+        return 1.0
+    wall, used = (math.fsum(r["used"][operation][i] for r in records) for i in (0, 1))
+    return used / wall if wall else 1.0

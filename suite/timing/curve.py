@@ -8,16 +8,20 @@ world each have what a measured one had: as many cores, and a link of that alpha
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from suite.case import Case
 from suite.promises import Plan, Promise, Unpromised, promise_of
 from suite.promises.schedules import FORMS, Setting
 from suite.promises.stages import schedule_name, stages_of
 from suite.promises.tensor import misfit
 from suite.timing.costs import Fit
-from suite.timing.model import Call, Overlap, Prediction, Unmodelled, predict, promised
+from suite.timing.model import Call, Overlap, Prediction, Unmodelled, predict, promised, slowest
+from suite.timing.plan import Pair
 
 Mode = Literal["strong", "weak"]
 #: Worlds of a modelled curve.
@@ -50,6 +54,17 @@ class Compute:
     def seconds(self, samples: float, split: float = 1.0, update_share: float = 1.0) -> float:
         """Of a rank that has so many samples, ``1/split`` of every layer, and updates a share."""
         return (self.fixed + self.per_sample * samples) / split + self.update * update_share
+
+
+def measured_compute(records: Sequence[Mapping[str, Any]], samples: int) -> Compute:
+    """Compute from what :class:`suite.timing.probes.Alone` measured on every rank with ``samples``
+    each: the slowest rank of each step, the median of steps.
+    """
+    gradients, steps = (
+        statistics.median(itertools.chain(*slowest([record[key] for record in records])))
+        for key in ("gradients", "steps")
+    )
+    return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
 def plan_at(plan: Plan, axis: str, ranks: int) -> Plan:
@@ -175,3 +190,25 @@ def modelled(
         efficiency = alone / (share * prediction.step_seconds)
         found.append(Modelled(world, efficiency, prediction))
     return found
+
+
+def plan_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> Plan:
+    """What formulas may know of ``side`` on the mesh ``axes`` (imports torch)."""
+    from suite.formulas import facts_of
+
+    chosen = pair.side(side)
+    case = Case(
+        id=pair.id,
+        scenario=pair.name,
+        implementation=chosen.implementation,
+        backend=pair.backend,
+        mesh=dict(axes),
+        workload=pair.workload,
+        optimizer=pair.optimizer,
+        lane="native",
+        checks=(),
+        options=chosen.options,
+        dtype=pair.dtype,
+        steps=1,
+    )
+    return facts_of(case).plan

@@ -298,3 +298,10 @@ def probed_compute(
     of each.
     """
     return flops / flop_rate + elements * UPDATE_BYTES[optimizer] / byte_rate
+
+
+def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Seconds by segment and step: the most over ``ranks``, for the slowest one sets the pace."""
+    return [
+        [max(step) for step in zip(*segments, strict=True)] for segments in zip(*ranks, strict=True)
+    ]

@@ -1,0 +1,269 @@
+"""What ranks measure for the model: their calls, their compute, and what is made of it.
+
+No test here asserts an absolute time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from local_ranks import threads
+
+from suite.ledgers import traffic
+from suite.promises import promise_of
+from suite.timing import costs, curve, fit, model, plan, probes
+
+#: Small enough that a step takes milliseconds; several buckets for the options below.
+PARAMS = {"width": 32, "heads": 4, "layers": 2, "seq": 8}
+SMALL_BUCKETS = {"first_bucket_bytes": 2**12, "bucket_bytes": 2**15}
+
+
+def pair(implementation: str, world: int, **options: Any) -> plan.Pair:
+    side = plan.Side(implementation, options)
+    return plan.Pair(
+        name="probe",
+        a=side,
+        b=side,
+        backend="in_memory",
+        world=world,
+        workload=plan.spec_of("charnames_gpt", "", PARAMS, 12, 1, 0),
+        optimizer=plan.default_optimizer("adamw"),
+    )
+
+
+def on_ranks(world: int, body: Any, ledgers: bool) -> list[Any]:
+    results, errors = threads(body, world, ledgers=ledgers)
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def totals(calls: list[model.Call]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Calls and bytes of one rank by operation and group, floats only."""
+    count, payload = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for call in calls:
+        if call.floating and call.count:
+            count[call.operation, call.ranks] += call.count
+            payload[call.operation, call.ranks] += call.count * call.bytes
+    return {key: (count[key], pytest.approx(payload[key])) for key in count}
+
+
+STRATEGIES = [
+    ("reference/naive_ddp", "naive_ddp", "replicate", {}),
+    ("reference/ddp", "ddp", "replicate", SMALL_BUCKETS),
+    ("reference/zero1", "zero1", "shard", {"bucket_bytes": 2**15}),
+    ("reference/zero2", "zero2", "shard", {"bucket_bytes": 2**15}),
+    ("reference/zero3", "zero3", "shard", {}),
+    ("reference/fsdp", "fsdp", "shard", {}),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("implementation", "strategy", "axis", "options"), STRATEGIES)
+def test_promised_calls_are_those_that_the_ledger_sees(
+    implementation: str, strategy: str, axis: str, options: dict[str, Any], world: int
+) -> None:
+    given, axes = pair(implementation, world, **options), {axis: world}
+    told = on_ranks(world, lambda rank, _: probes.watch(given, "a", axes, rank), ledgers=True)
+    seen = model.seen(told[0]["calls"])
+    base = curve.plan_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
+    promise = promise_of(strategy, curve.plan_at(base, axis, world))
+    assert promise is not None
+    expected = totals(model.promised(promise))
+    assert expected and totals(seen) == expected
+    # With what the ledger saw at this world nothing changes, and control calls come along.
+    completed = model.promised(promise, seen, world)
+    assert totals(completed) == expected
+    control = [call for call in seen if not call.floating]
+    assert [call for call in completed if not call.floating] == control
+
+
+def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
+    given, axes = pair("reference/tensor", 2), {"tensor": 2}
+    told = on_ranks(2, lambda rank, _: probes.watch(given, "a", axes, rank), ledgers=True)
+    promise = promise_of("tensor", curve.plan_of_side(given, "a", axes))
+    assert promise is not None
+    assert totals(model.seen(told[0]["calls"])) == totals(model.promised(promise))
+
+
+def test_flops_of_a_gpt_by_hand() -> None:
+    given = pair("reference/ddp", 2)
+    (told, _) = on_ranks(
+        2, lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), ledgers=True
+    )
+    samples, seq, width, vocab, layers = 6, 8, 32, 128, 2
+    weights = layers * 12 * width * width + width * vocab
+    # A product forward is two backward; scores and mixing are two products a head.
+    linear = 6 * samples * seq * weights
+    attention = 3 * layers * 2 * 2 * samples * seq * seq * width
+    assert told["flops"] == linear + attention
+    assert len(told["products"]) == probes.SHAPES
+    assert told["elements"] == layers * (12 * width**2 + 13 * width) + 2 * width + (
+        vocab * width + seq * width + vocab * width + vocab
+    )
+
+
+def test_a_step_is_watched_with_ledgers_on_only() -> None:
+    given = pair("reference/ddp", 2)
+    with pytest.raises(RuntimeError, match="ledgers on"):
+        on_ranks(2, lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), ledgers=False)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "axis"), [("reference/ddp", "replicate"), ("reference/zero3", "shard")]
+)
+def test_compute_is_measured_without_a_message_between_ranks(
+    implementation: str, axis: str
+) -> None:
+    given = pair(implementation, 3)
+
+    def body(rank: int, world: int) -> dict[str, Any]:
+        alone = probes.Alone(given, "a", {axis: 3}, rank)
+        ledger = traffic.current()
+        assert ledger is not None
+        begin = len(ledger.calls)
+        alone.segment(2)
+        alone.segment(2)
+        groups = {len(call.group) for call in ledger.calls[begin:]}
+        targets = sum(m.targets.shape[0] for m in alone.arm.batches[0].micro_batches)
+        alone.close()
+        return {
+            "groups": groups,
+            "samples": targets,
+            "steps": alone.steps,
+            "gradients": alone.gradients,
+        }
+
+    told = on_ranks(3, body, ledgers=True)
+    assert all(record["groups"] <= {1} for record in told)
+    assert [record["samples"] for record in told] == [4, 4, 4]  # its share of 12, not all
+    for record in told:
+        for steps, gradients in zip(record["steps"], record["gradients"], strict=True):
+            assert len(steps) == 2
+            assert all(0 < g < s for s, g in zip(steps, gradients, strict=True))
+    compute = curve.measured_compute(told, 4)
+    assert compute.update > 0 and compute.per_sample > 0
+    slow = [max(record["steps"][0][0] for record in told)]
+    assert model.slowest([record["steps"] for record in told])[0][0] == slow[0]
+
+
+OPERATIONS = tuple(op for op in costs.ALGORITHMS["gloo"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
+    from suite.comm import Mesh
+
+    sizes = {operation: [64, 4096] for operation in OPERATIONS}
+
+    def body(rank: int, _: int) -> dict[str, Any]:
+        comm = Mesh({"replicate": world}).comm("replicate")
+        prober = probes.Probes(comm, sizes, [((1, 4, 4, 4), 2), ((2, 3, 4, 5), 1)])
+        prober.sweep()
+        prober.sweep()
+        return prober.record()
+
+    records = on_ranks(world, body, ledgers=False)
+    found = costs.machine("in_memory", records)
+    assert set(found.fits) == set(OPERATIONS) and found.ranks == world
+    for operation, each in found.fits.items():
+        assert each.alpha >= 0 and each.beta >= 0 and each.alpha + each.beta > 0, operation
+        assert each.sizes == (64, 4096)
+    assert found.flop_rate is not None and found.flop_rate > 0 and found.byte_rate > 0
+    assert found.to_dict()["times"]["all_reduce"].keys() == {"64", "4096"}
+
+
+def test_an_operation_without_a_probe_is_named() -> None:
+    class Nowhere:
+        device, size, rank = "cpu", 2, 0
+
+    with pytest.raises(ValueError, match="no probe for 'gossip'"):
+        probes.Probes(Nowhere(), {"gossip": [8]}).sweep()  # type: ignore[arg-type]
+
+
+def test_a_machine_is_as_fast_as_its_slowest_rank_in_the_median_sweep() -> None:
+    def record(*seconds: float, used: float, flops: float) -> dict[str, Any]:
+        return {
+            "collectives": [["all_reduce", 1000, list(seconds)]],
+            "used": {"all_reduce": [2.0, used]},
+            "flop_rates": [flops, 5.0, 6.0],
+            "byte_rates": [3.0, 4.0, 100.0],
+        }
+
+    found = costs.machine(
+        "gloo",
+        [record(1.0, 2.0, 9.0, used=1.0, flops=9.0), record(3.0, 1.0, 1.0, used=2.0, flops=4.0)],
+    )
+    assert found.times == {"all_reduce": {1000: 3.0}}  # of 3, 2 and 9
+    assert (found.flop_rate, found.byte_rate) == (5.0, 4.0)
+    assert found.fits["all_reduce"].busy == pytest.approx(3.0 / 4.0)
+
+
+# ----------------------------------------------------------------- the tool, on made-up records
+
+
+def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, Any]:
+    """Records in which steps take ``factor`` times what compute and planted alpha, beta give."""
+    alpha, beta = 50e-6, 1e-9
+    ring = costs.cost("all_reduce", "ring", 2)
+    rows = [
+        {"operation": "all_reduce", "group": [0, 1], "payload_bytes": n, "floating": True}
+        for n in (300_000, 900_000)
+    ]
+    step = compute + sum(ring.seconds(row["payload_bytes"], alpha, beta) for row in rows)
+    wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
+    sides = len(fit.SIZES)
+    probe = {
+        "collectives": [
+            ["all_reduce", n, [ring.seconds(n, alpha, beta)] * rounds] for n in fit.LADDER
+        ],
+        "used": {"all_reduce": [1.0, 0.8]},
+        "flop_rates": [2e10],
+        "byte_rates": [1e10],
+    }
+    record = {
+        "cores": [0],
+        "alone": [[[compute * w] * 2 for w in wobble for _ in range(2)]] * sides,
+        "together": [[[factor * step * w] * 4 for w in wobble]] * sides,
+        "probes": probe,
+    }
+    watched = {"sides": [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides}
+    return {"watched": [watched, watched], "measured": [record, record]}
+
+
+@pytest.mark.parametrize(("factor", "held"), [(1.0, True), (1.10, True), (1.30, False)])
+def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
+    sides = fit.pairs("reference/ddp", "gloo", 2)
+    rows, found = fit.judge(sides, told_of(factor))
+    assert [row.held for row in rows] == [held] * len(fit.SIZES)
+    for row in rows:
+        assert row.error == pytest.approx(factor - 1, abs=0.02)
+        assert row.low <= row.error <= row.high
+        assert row.card.achieved_over_predicted == pytest.approx(1 / factor, rel=0.02)
+        assert row.card.achieved_over_probed is not None
+    assert found.fits["all_reduce"].residual < 1e-9
+    text = fit.markdown(rows, found, "about")
+    assert text.count("| NO |") == (0 if held else len(rows))
+    assert math.isclose(found.fits["all_reduce"].beta, 1e-9)
+
+
+def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
+    told = told_of(1.0)
+    told["watched"][0]["sides"][0]["calls"][0]["payload_bytes"] = fit.LADDER[3]
+    with pytest.raises(ValueError, match="probed at its own sizes"):
+        fit.judge(fit.pairs("reference/ddp", "gloo", 2), told)
+
+
+def test_sizes_are_named_after_their_parameters() -> None:
+    from suite import workloads
+
+    for given in fit.pairs("reference/ddp", "gloo", 2):
+        made = workloads.make(given.workload, "float32", "native")
+        count = sum(math.prod(shape) for shape in made.shapes.values())
+        assert given.name == f"{count / 1e6:.2g}m" or given.name == f"{count / 1e6:.0f}m"
+    assert len({name for name, _ in itertools.groupby(fit.SIZES)}) == 3
