@@ -5,17 +5,18 @@ No test here asserts an absolute time.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import json
 import math
 from collections import Counter
 from typing import Any
 
 import pytest
-from local_ranks import threads
+from local_ranks import succeed
 
 from suite.ledgers import traffic
 from suite.promises import promise_of
-from suite.timing import costs, curve, fit, model, plan, probes
+from suite.timing import costs, curve, fit, model, plan, probes, score
 
 #: Small enough that a step takes milliseconds; several buckets for the options below.
 PARAMS = {"width": 32, "heads": 4, "layers": 2, "seq": 8}
@@ -33,14 +34,6 @@ def pair(implementation: str, world: int, **options: Any) -> plan.Pair:
         workload=plan.spec_of("charnames_gpt", "", PARAMS, 12, 1, 0),
         optimizer=plan.default_optimizer("adamw"),
     )
-
-
-def on_ranks(world: int, body: Any, ledgers: bool) -> list[Any]:
-    results, errors = threads(body, world, ledgers=ledgers)
-    for error in errors:
-        if error is not None:
-            raise error
-    return results
 
 
 def totals(calls: list[model.Call]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -69,7 +62,7 @@ def test_promised_calls_are_those_that_the_ledger_sees(
     implementation: str, strategy: str, axis: str, options: dict[str, Any], world: int
 ) -> None:
     given, axes = pair(implementation, world, **options), {axis: world}
-    told = on_ranks(world, lambda rank, _: probes.watch(given, "a", axes, rank), ledgers=True)
+    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), world, ledgers=True)
     seen = model.seen(told[0]["calls"])
     base = curve.plan_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
     promise = promise_of(strategy, curve.plan_at(base, axis, world))
@@ -85,7 +78,7 @@ def test_promised_calls_are_those_that_the_ledger_sees(
 
 def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
     given, axes = pair("reference/tensor", 2), {"tensor": 2}
-    told = on_ranks(2, lambda rank, _: probes.watch(given, "a", axes, rank), ledgers=True)
+    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
     promise = promise_of("tensor", curve.plan_of_side(given, "a", axes))
     assert promise is not None
     assert totals(model.seen(told[0]["calls"])) == totals(model.promised(promise))
@@ -93,9 +86,8 @@ def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
 
 def test_flops_of_a_gpt_by_hand() -> None:
     given = pair("reference/ddp", 2)
-    (told, _) = on_ranks(
-        2, lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), ledgers=True
-    )
+    axes = {"replicate": 2}
+    (told, _) = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
     samples, seq, width, vocab, layers = 6, 8, 32, 128, 2
     weights = layers * 12 * width * width + width * vocab
     # A product forward is two backward; scores and mixing are two products a head.
@@ -111,7 +103,7 @@ def test_flops_of_a_gpt_by_hand() -> None:
 def test_a_step_is_watched_with_ledgers_on_only() -> None:
     given = pair("reference/ddp", 2)
     with pytest.raises(RuntimeError, match="ledgers on"):
-        on_ranks(2, lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), ledgers=False)
+        succeed(lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), 2, ledgers=False)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +131,7 @@ def test_compute_is_measured_without_a_message_between_ranks(
             "gradients": alone.gradients,
         }
 
-    told = on_ranks(3, body, ledgers=True)
+    told = succeed(body, 3, ledgers=True)
     assert all(record["groups"] <= {1} for record in told)
     assert [record["samples"] for record in told] == [4, 4, 4]  # its share of 12, not all
     for record in told:
@@ -168,7 +160,7 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
         prober.sweep()
         return prober.record()
 
-    records = on_ranks(world, body, ledgers=False)
+    records = succeed(body, world, ledgers=False)
     found = costs.machine("in_memory", records)
     assert set(found.fits) == set(OPERATIONS) and found.ranks == world
     for operation, each in found.fits.items():
@@ -226,44 +218,98 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, 
         "flop_rates": [2e10],
         "byte_rates": [1e10],
     }
+    alone = [[compute * w] * 2 for w in wobble for _ in range(2)]
     record = {
         "cores": [0],
-        "alone": [[[compute * w] * 2 for w in wobble for _ in range(2)]] * sides,
+        "alone": [{"steps": alone, "gradients": alone}] * sides,
         "together": [[[factor * step * w] * 4 for w in wobble]] * sides,
         "probes": probe,
     }
-    watched = {"sides": [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides}
+    watched = [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides
     return {"watched": [watched, watched], "measured": [record, record]}
 
 
 @pytest.mark.parametrize(("factor", "held"), [(1.0, True), (1.10, True), (1.30, False)])
 def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
-    sides = fit.pairs("reference/ddp", "gloo", 2)
-    rows, found = fit.judge(sides, told_of(factor))
-    assert [row.held for row in rows] == [held] * len(fit.SIZES)
+    given = fit.subjects("reference/ddp", "gloo", 2)
+    rows, found = fit.judge(given, told_of(factor))
+    assert [fit.held([row]) for row in rows] == [held] * len(fit.SIZES)
     for row in rows:
         assert row.error == pytest.approx(factor - 1, abs=0.02)
         assert row.low <= row.error <= row.high
         assert row.card.achieved_over_predicted == pytest.approx(1 / factor, rel=0.02)
         assert row.card.achieved_over_probed is not None
     assert found.fits["all_reduce"].residual < 1e-9
-    text = fit.markdown(rows, found, "about")
+    text = fit.markdown(given, rows, found)
     assert text.count("| NO |") == (0 if held else len(rows))
     assert math.isclose(found.fits["all_reduce"].beta, 1e-9)
 
 
 def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
     told = told_of(1.0)
-    told["watched"][0]["sides"][0]["calls"][0]["payload_bytes"] = fit.LADDER[3]
+    told["watched"][0][0]["calls"][0]["payload_bytes"] = fit.LADDER[3]
     with pytest.raises(ValueError, match="probed at its own sizes"):
-        fit.judge(fit.pairs("reference/ddp", "gloo", 2), told)
+        fit.judge(fit.subjects("reference/ddp", "gloo", 2), told)
 
 
 def test_sizes_are_named_after_their_parameters() -> None:
     from suite import workloads
 
-    for given in fit.pairs("reference/ddp", "gloo", 2):
-        made = workloads.make(given.workload, "float32", "native")
+    for given in fit.subjects("reference/ddp", "gloo", 2):
+        made = workloads.make(given.pair.workload, "float32", "native")
         count = sum(math.prod(shape) for shape in made.shapes.values())
-        assert given.name == f"{count / 1e6:.2g}m" or given.name == f"{count / 1e6:.0f}m"
-    assert len({name for name, _ in itertools.groupby(fit.SIZES)}) == 3
+        assert given.pair.name == f"{count / 1e6:.2g}m"
+    assert len(fit.SIZES) == 3
+
+
+def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
+    calls = [
+        model.Call("all_reduce", 2, 400),
+        model.Call("all_reduce", 2, 25 * 2**20),
+        model.Call("broadcast", 2, 2**16),
+        model.Call("send", 2, 4),
+    ]
+    found = score.ladder(calls)
+    assert found["all_reduce"][0] == 400 and found["all_reduce"][-1] == 25 * 2**20
+    assert len(found["all_reduce"]) == score.RUNGS
+    assert (found["broadcast"][0], found["broadcast"][-1]) == (2**12, 2**16)
+    assert found["send"] == [8]
+
+
+def test_ranks_that_break_are_told() -> None:
+    given = fit.subjects("reference/ddp", "in_memory", 2)[:1]
+    broken = dataclasses.replace(
+        given[0], pair=dataclasses.replace(given[0].pair, a=plan.Side("reference/ddp", {"x": 1}))
+    )
+    assert "x" in score.launch([broken], 2)["problem"]
+
+
+def test_a_score_on_real_ranks() -> None:
+    """Threads, a tiny model: figures exist, add up, and survive JSON."""
+    subject = score.Subject(pair("reference/ddp", 2, **SMALL_BUCKETS), "a", {"replicate": 2})
+    again = score.Subject.from_dict(json.loads(json.dumps(subject.to_dict())))
+    told = score.launch([again], 2)
+    (scored,), found = score.judge([subject], told, memory=[(3e6, 2e6)])
+    made = scored.prediction
+    assert made.overlap == "none"
+    assert made.step_seconds == made.compute_seconds + made.communication_seconds
+    assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
+    assert scored.measured_seconds > 0 and math.isfinite(scored.error)
+    assert scored.card.memory_over_formula == 1.5
+    assert scored.to_dict()["scorecard"]["achieved_over_predicted"] == pytest.approx(
+        made.step_seconds / scored.measured_seconds
+    )
+    assert found.flop_rate is not None
+    (point,) = curve.modelled(
+        "ddp",
+        curve.plan_of_side(subject.pair, "a", subject.axes),
+        "replicate",
+        "weak",
+        6,
+        scored.compute,
+        found.fits,
+        "in_memory",
+        known=scored.calls,
+        worlds=[1024],
+    )
+    assert point.efficiency is not None and 0 < point.efficiency < 1

@@ -13,4 +13,6 @@
 ``model``    a step predicted from calls, compute and fits; the scorecard
 ``curve``    modelled efficiency at worlds that no machine here has
 ``probes``   what a rank measures for them
+``score``    a step measured beside its prediction
+``fit``      whether the prediction holds on this machine, measured once a release
 """

@@ -152,6 +152,13 @@ class Probes:
             self.flop_rates.append(self._flop_rate())
         self.byte_rates.append(self._byte_rate())
 
+    def forget(self) -> None:
+        """Drop what was measured so far: it was warm-up."""
+        self.seconds.clear()
+        self.used.clear()
+        self.flop_rates.clear()
+        self.byte_rates.clear()
+
     def record(self) -> dict[str, Any]:
         """What all sweeps found; JSON-ready, read by :func:`suite.timing.costs.machine`."""
         return {
@@ -299,6 +306,11 @@ class Alone:
         #: Seconds to the gradients and of whole steps, by segment.
         self.gradients: list[list[float]] = []
         self.steps: list[list[float]] = []
+
+    def forget(self) -> None:
+        """Drop what was measured so far: it was warm-up."""
+        self.gradients.clear()
+        self.steps.clear()
 
     def segment(self, count: int) -> None:
         """``count`` steps back to back."""
