@@ -265,13 +265,17 @@ class Probes:
     def _seconds(self, action: Callable[[], object]) -> float:
         """Mean seconds of ``action``, over at least :data:`RATE_SECONDS`."""
         action()
-        self._done()
-        began, count = time.perf_counter(), 0
-        while count < 2 or time.perf_counter() - began < RATE_SECONDS:
-            action()
+        count = 1
+        while True:
             self._done()
-            count += 1
-        return (time.perf_counter() - began) / count
+            began = time.perf_counter()
+            for _ in range(count):
+                action()
+            self._done()
+            seconds = time.perf_counter() - began
+            if seconds >= RATE_SECONDS:
+                return seconds / count
+            count *= 2
 
     def _done(self) -> None:
         if self.device == "cuda":
