@@ -123,7 +123,7 @@ def test_compute_is_measured_without_a_message_between_ranks(
         alone.segment(2)
         groups = {len(call.group) for call in ledger.calls[begin:]}
         targets = sum(m.targets.shape[0] for m in alone.arm.batches[0].micro_batches)
-        alone.close()
+        alone.arm.close()
         return {
             "groups": groups,
             "samples": targets,
@@ -225,7 +225,7 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, 
         "together": [[[factor * step * w] * 4 for w in wobble]] * sides,
         "probes": probe,
     }
-    watched = [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides
+    watched = {"sides": [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides}
     return {"watched": [watched, watched], "measured": [record, record]}
 
 
@@ -247,7 +247,7 @@ def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> Non
 
 def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
     told = told_of(1.0)
-    told["watched"][0][0]["calls"][0]["payload_bytes"] = fit.LADDER[3]
+    told["watched"][0]["sides"][0]["calls"][0]["payload_bytes"] = fit.LADDER[3]
     with pytest.raises(ValueError, match="probed at its own sizes"):
         fit.judge(fit.subjects("reference/ddp", "gloo", 2), told)
 

@@ -136,7 +136,7 @@ COSTS: dict[tuple[str, str], Callable[[int], Cost]] = {
     },
 }
 
-_RINGS = {
+_RINGS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring",),
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
@@ -148,13 +148,14 @@ _RINGS = {
     "barrier": ("tree",),
     "send": ("message",),
 }
+_FOLD: tuple[str, ...] = ("fold",)
 #: Backend -> operation -> what it may be carried out by; of several the cheapest counts.
 ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
     # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
     "gloo": _RINGS | {"reduce_scatter": ("all-reduce ring",), "reduce": ("ring and gather",)},
     # tuning.cc takes the faster one for each size.
     "nccl": _RINGS | {"all_reduce": ("ring", "double tree")},
-    "in_memory": dict.fromkeys(_RINGS, ("fold",)) | {"send": ("message",)},
+    "in_memory": dict.fromkeys(_RINGS, _FOLD) | {"send": ("message",)},
 }
 
 

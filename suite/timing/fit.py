@@ -26,6 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "5.1m": {"width": 288, "heads": 9, "layers": 5, "seq": 32},
     "16m": {"width": 512, "heads": 8, "layers": 5, "seq": 32},
 }
+#: Samples of a step, few: communication has a share of it that shows.
+BATCH = 4
 #: Payload bytes of the probes.
 LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 ROUNDS = 10
@@ -46,7 +48,7 @@ def subjects(implementation: str, backend: str, world: int) -> list[score.Subjec
             b=side,
             backend=backend,
             world=world,
-            workload=plan.spec_of("charnames_gpt", "", params, 16, 1, 0),
+            workload=plan.spec_of("charnames_gpt", "", params, BATCH, 1, 0),
             optimizer=plan.default_optimizer("adamw"),
             size=name,
         )
@@ -154,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     scores, found = judge(given, told)
     text = (
-        f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, 16 samples of "
-        f"32 tokens, {chosen.rounds} rounds in {time.monotonic() - began:.0f} s; "
+        f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
+        f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds in {time.monotonic() - began:.0f} s; "
         f"{platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}.\n\n"
     ) + markdown(given, scores, found)
     print(text, end="")

@@ -336,10 +336,6 @@ class Alone:
         self.gradients.append(gradients)
         self.steps.append(steps)
 
-    def close(self) -> None:
-        """End the implementation."""
-        self.arm.close()
-
     def _done(self) -> None:
         if self.arm.device == "cuda":
             torch.cuda.synchronize()

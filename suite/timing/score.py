@@ -84,17 +84,18 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
     first, workdir = subjects[0].pair, Path(payload["workdir"])
     told: dict[str, Any] = {}
 
-    def watched(rank: int, world: int) -> list[dict[str, Any]]:
-        return [probes.watch(s.pair, s.side, s.axes, rank) for s in subjects]
+    def watched(rank: int, world: int) -> dict[str, Any]:
+        return {"sides": [probes.watch(s.pair, s.side, s.axes, rank) for s in subjects]}
 
     def measured(rank: int, world: int) -> dict[str, Any]:
-        seen = told["watched"][0]
+        seen = told["watched"][0]["sides"]
         calls = [call for each in seen for call in model.seen(each["calls"])]
         sizes = payload.get("ladder") or ladder(calls)
         known = {op: sizes[op] for op in sorted(model.sizes(calls)) if op in sizes}
         return measure(subjects, known, seen[-1]["products"], payload["rounds"], rank)
 
-    for name, program, ledgers in (("watched", watched, True), ("measured", measured, False)):
+    programs = (("watched", watched, True), ("measured", measured, False))
+    for name, program, ledgers in programs:
         folder = workdir / name
         folder.mkdir(parents=True)
         outcomes = run_ranks(
@@ -178,8 +179,8 @@ def measure(
             control.barrier()
             single.segment(STEPS)
         prober.sweep()
-    for each in (*alone, *together):
-        each.close()
+    for arm in (*(single.arm for single in alone), *together):
+        arm.close()
     blocks.assert_nothing_is_recorded(backend)
     return {
         "rank": rank,
@@ -240,7 +241,7 @@ def judge(
     cores = len(records[0]["cores"]) or None
     scores = []
     for number, subject in enumerate(subjects):
-        watched = told["watched"][0][number]
+        watched = told["watched"][0]["sides"][number]
         calls = model.seen(watched["calls"])
         alone = model.slowest([r["alone"][number]["steps"] for r in records])
         # Two segments alone around the one together: a round.
@@ -260,6 +261,7 @@ def judge(
             for steps, each in zip(together, rounds, strict=True)
         ]
         estimate = stats.estimate(logs)
+        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
         held = memory[number] if memory else None
         scores.append(
             Score(
@@ -267,7 +269,9 @@ def judge(
                 measured,
                 whole,
                 curve.measured_compute([r["alone"][number] for r in records], _samples(subject)),
-                *(math.expm1(value) for value in (estimate.mean, estimate.low, estimate.high)),
+                error,
+                low,
+                high,
                 model.scorecard(
                     measured,
                     whole,
