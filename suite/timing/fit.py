@@ -157,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores, found = judge(given, told)
     text = (
         f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
-        f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds in {time.monotonic() - began:.0f} s; "
+        f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds, "
+        f"{time.monotonic() - began:.0f} s; "
         f"{platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}.\n\n"
     ) + markdown(given, scores, found)
     print(text, end="")
