@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,20 @@ def held(scores: Sequence[score.Score]) -> bool:
 
 
 def markdown(
-    given: Sequence[score.Subject], scores: Sequence[score.Score], found: costs.Machine
+    given: Sequence[score.Subject],
+    scores: Sequence[score.Score],
+    found: costs.Machine,
+    about: str = "",
 ) -> str:
     """The tables of the evidence."""
     lines = [
+        "# Does the alpha-beta prediction hold?",
+        "",
+        "Written by `python -m suite.timing.fit`; how: [docs/model.md](../../docs/model.md). Models",
+        "of three sizes train side by side; none of their messages has a probed size (the tool",
+        "refuses), none of their steps is in the fit. Limit: 15 %.",
+        "",
+        *([about, ""] if about else []),
         "| model | calls, bytes a step | compute ms | communication ms (alpha + beta) | "
         "predicted ms (bounds) | measured ms | measured / predicted - 1 [95 %] | within 15 % |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -155,12 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the ranks broke: {told['problem']}", file=sys.stderr)
         return 1
     scores, found = judge(given, told)
-    text = (
+    about = (
         f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
         f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds, "
         f"{time.monotonic() - began:.0f} s; "
-        f"{platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}.\n\n"
-    ) + markdown(given, scores, found)
+        f"torch {version('torch')}, {platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}."
+    )
+    text = markdown(given, scores, found, about)
     print(text, end="")
     if chosen.out:
         chosen.out.write_text(text)
