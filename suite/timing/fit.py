@@ -88,9 +88,9 @@ def markdown(
     lines = [
         "# Does the alpha-beta prediction hold?",
         "",
-        "Written by `python -m suite.timing.fit`; how: [docs/model.md](../../docs/model.md). Models",
-        "of three sizes train side by side; none of their messages has a probed size (the tool",
-        "refuses), none of their steps is in the fit. Limit: 15 %.",
+        "Written by `python -m suite.timing.fit`; how: [docs/model.md](../../docs/model.md).",
+        "Models of three sizes train side by side; none of their messages has a probed size (the",
+        "tool refuses), none of their steps is in the fit. Limit: 15 %.",
         "",
         *([about, ""] if about else []),
         "| model | calls, bytes a step | compute ms | communication ms (alpha + beta) | "
@@ -170,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
         f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds, "
         f"{time.monotonic() - began:.0f} s; "
-        f"torch {version('torch')}, {platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}."
+        f"torch {version('torch')}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"load average before {load:.1f}."
     )
     text = markdown(given, scores, found, about)
     print(text, end="")
