@@ -10,11 +10,13 @@ STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
 # Five minutes for ever: what does not fit is printed and recorded as left out.
 RUN_BUDGET ?= 3.5
 MUTANT_BUDGET ?= 1.2
+# Minutes of `make peers`, with the machine left alone.
+PEERS_BUDGET ?= 16
 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test slow conformance mutants cluster image report lint format clean
+.PHONY: help setup bench peers test slow conformance mutants cluster image report lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +47,12 @@ test: setup ## tests of the judge itself, with one planted fault a file and a ch
 
 slow: setup ## the tests that take long or need a container engine
 	@$(BIN)/pytest tests -m slow
+
+peers: setup ## reference strategies beside their native peers, into the README (15 minutes, leave the machine alone)
+	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
+	$(BIN)/shardproof bench peers --budget $(PEERS_BUDGET) --results $$run; code=$$?; \
+	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
+	$(BIN)/shardproof report $$run --into README.md
 
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,16 @@ import typer
 
 from suite import verdicts
 from suite.errors import Problem, SelectionError, nearest
+from suite.timing.tables import HEADINGS, cells, details, lost, markdown
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from suite.results import Durations
     from suite.timing.plan import Pair
+    from suite.timing.timetable import Timetable
+
+__all__ = ["HEADINGS", "cells", "details", "exit_code", "markdown", "register", "show"]
 
 Line = Mapping[str, Any]
 
@@ -104,8 +109,13 @@ def bench(
         bool, typer.Option("--profile", help="afterwards: where a step's time goes, by phase")
     ] = False,
     no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="leave out the passes that weigh peak memory")
+        bool,
+        typer.Option("--no-memory", help="leave out the passes of each side alone: bytes, energy"),
     ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MINUTES", min=0.01, help="leave out what does not fit"),
+    ] = None,
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="S", min=1, help="seconds of a launch, at most")
     ] = 900.0,
@@ -124,6 +134,7 @@ def bench(
     shardproof bench reference/ddp pytorch/ddp --option-b gradient_as_bucket_view=true
     shardproof bench                                   every pair in scenarios/speed
     shardproof bench data-parallel -k zero3 --profile  one of them, and where its time goes
+    shardproof bench peers --budget 15                 what fits into a quarter of an hour
 
     Ratios are A over B, from medians of blocks, with the 95 % interval of a paired t on their logs;
     p is that of the exact sign-flip permutation. A/A: A beside its twin, what this machine leaves
@@ -135,12 +146,19 @@ def bench(
     small difference   certain, but smaller than the margin
     inconclusive       neither; the smallest effect that could be seen stands beside it
 
+    Of many comparisons some differ by chance: "in this report" says which differences stand beside
+    all others (Holm); one that does not is inconclusive there. What does not fit into --budget, by
+    past durations, is left out, printed and recorded; no comparison is cut short.
+
     Exit codes: 0 decided (slower is no failure unless --fail-on slower), 1 a crash, a hang or sides
     that do not train the same, 2 bad input, 3 inconclusive or nothing timed.
     """
-    from suite.timing import plan
+    from suite import execute
+    from suite.results import Durations
+    from suite.timing import plan, timetable
     from suite.timing.session import Bench
 
+    began = time.monotonic()
     if names is not None and _are_implementations(names):
         pairs = [
             plan.Pair(
@@ -198,12 +216,17 @@ def bench(
     if profile and any(pair.backend == "in_memory" for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
+    root = results.parent if results is not None else execute.RESULTS
+    durations = Durations(root / "durations.json")
+    planned = timetable.plan(pairs, durations, budget, not no_memory, profile)
     if dry_run:
-        for pair in pairs:
+        for pair in planned.chosen:
             typer.echo(pair.id)
+        typer.echo(told_of(planned), err=True)
         return
+    asked_for = _Asked(began, budget, not no_memory, profile, frozenset(fail_on or ()))
     with Bench() as session:
-        code = _execute(session, pairs, results, not no_memory, profile, set(fail_on or ()))
+        code = _execute(session, planned, asked_for, durations, results)
     raise typer.Exit(code)
 
 
@@ -236,52 +259,99 @@ def _chosen(pairs: list[Pair], expression: str) -> list[Pair]:
     return chosen
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """How to time: ``budget`` in minutes from ``began`` on, passes of a side ``alone``,
+    ``profile``, and what fails.
+    """
+
+    began: float
+    budget: float | None
+    alone: bool
+    profile: bool
+    fail_on: frozenset[FailOn]
+
+
+def told_of(planned: Timetable) -> str:
+    """What a timetable holds, in words."""
+    left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
+    return f"{len(planned.chosen)} comparisons, about {planned.seconds:.0f} s{left_out}"
+
+
 def _execute(
-    session: Any,
-    pairs: Sequence[Pair],
-    results: Path | None,
-    weigh: bool,
-    profile: bool,
-    fail_on: set[FailOn],
+    session: Any, planned: Timetable, asked: _Asked, durations: Durations, results: Path | None
 ) -> int:
     from suite import execute
-    from suite.timing.session import keep
+    from suite.results import read
+    from suite.timing import timetable
+    from suite.timing.session import keep, keep_report
 
     console = execute.make_console()
+    pairs = [*planned.chosen, *planned.left_out]
     measured = session.examine(pairs)
     lines: list[dict[str, Any]] = []
+    late: list[Pair] = []
+
+    def fits(pair: Pair) -> bool:
+        if asked.budget is None:
+            return True
+        expected = timetable.estimates(pairs, durations, asked.alone, asked.profile)[pair.id]
+        return time.monotonic() - asked.began + expected <= asked.budget * 60
+
     with execute.open_folder(results) as folder:
 
         def body(interrupts: execute.Interrupts) -> int:
             folder.plan_benches([pair.id for pair in pairs])
+            known = {line["id"] for line in read(folder.path).benches}
+            if asked.budget is not None:
+                execute.tell(console, told_of(planned))
             for number, item in enumerate(measured, 1):
                 pair = item.pair
+                if item.problem is None and not fits(pair):
+                    late.append(pair)
+                    if pair.id not in known:  # figures of an earlier invocation stay
+                        why = f"no room in a budget of {asked.budget:g} minutes"
+                        folder.leave_out_bench(pair.to_dict(), why)
+                    continue
                 said = f"{number}/{len(pairs)} {pair.a.implementation} v {pair.b.implementation}"
+                started = time.monotonic()
                 try:
                     if item.problem is None:
-                        with _Blocks(console, said, pair.blocks) as shown:
-                            session.time(item, shown.tell)
-                            if weigh and item.problem is None:
-                                shown.say("memory")
-                                session.memory(item)
-                            if profile and item.problem is None:
-                                shown.say("profile")
-                                session.profile(item)
+                        _time(session, item, asked, _Blocks(console, said, pair.blocks))
                 finally:
                     if item.rows or item.problem:  # also after Ctrl-C: whole blocks can be judged
                         with interrupts.held():
                             lines.append(keep(folder, item))
+                if item.problem is None:
+                    name = timetable.name_of(pair, asked.alone, asked.profile)
+                    durations.note(name, time.monotonic() - started)
+            keep_report(folder)
             show(lines, console)
-            return exit_code(lines, fail_on)
+            for pair in late:
+                execute.tell(console, f"left out by the budget: {pair.id}")
+            return exit_code(lines, asked.fail_on)
 
         def interrupted() -> None:
+            keep_report(folder)
             show(lines, console)
             execute.tell(console, f"stopped: {len(lines)} of {len(pairs)} comparisons have figures")
 
-        return execute.guarded(folder, console, body, interrupted, lambda: None)
+        return execute.guarded(folder, console, body, interrupted, durations.save)
 
 
-def exit_code(lines: Sequence[Line], fail_on: set[FailOn]) -> int:
+def _time(session: Any, item: Any, asked: _Asked, blocks: _Blocks) -> None:
+    """All passes of one comparison."""
+    with blocks as shown:
+        session.time(item, shown.tell)
+        if asked.alone and item.problem is None:
+            shown.say("each side alone")
+            session.alone(item)
+        if asked.profile and item.problem is None:
+            shown.say("profile")
+            session.profile(item)
+
+
+def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     """1 something broke, 3 something is open, 0 all decided."""
     told = [line["verdict"] for line in lines]
     slower = FailOn.slower in fail_on and "slower" in told
@@ -345,121 +415,26 @@ class _Blocks:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-# ------------------------------------------------------------------------------------- tables
-
-HEADINGS = (
-    *("pair", "verdict", "A / B [95 %]", "p", "A/A [95 %]", "margin"),
-    *("A ms", "B ms", "A tokens/s", "B tokens/s", "peak A / B", "goal"),
-)
-
-
-def cells(line: Line) -> tuple[str, ...]:
-    """The texts of :data:`HEADINGS`."""
-    pair, same, seconds = line["pair"], line.get("aa"), line.get("median_seconds", {})
-    name = f"{pair['a']['implementation']} v {pair['b']['implementation']}"
-    rates = line.get("targets_per_second", {})
-    p = line.get("p")
-    met = line.get("goal_met")
-    return (
-        name,
-        line["verdict"],
-        _interval(line) if "ratio" in line else "-",
-        "-" if p is None else f"{p:.2g}{'' if line['p_exact'] else ' (drawn)'}",
-        "-" if not same else f"{_interval(same)} +-{same['half_width']:.1%}",
-        f"{line['margin']:.1%}" if "margin" in line else "-",
-        *(f"{1e3 * seconds[s]:.1f}" if s in seconds else "-" for s in ("a", "b")),
-        *(f"{rates[s]:,.0f}" if s in rates else "-" for s in ("a", "b")),
-        _memory(line.get("memory")),
-        "-" if met is None else f"{'met' if met else 'missed'} ({pair['goal']:.2f})",
-    )
-
-
-def _interval(found: Mapping[str, Any]) -> str:
-    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
-
-
-def _memory(told: Mapping[str, Any] | None) -> str:
-    if told is None or "problem" in told:
-        return "-"
-    advisory = "" if told["kind"] == "ledger" else " resident, advisory"
-    mib = " / ".join(f"{told[side] / 2**20:.1f}" for side in ("a", "b"))
-    return f"{mib} MiB = {told['ratio']:.3f}{advisory}"
-
-
-def details(line: Line) -> list[str]:
-    """Below the table: what was compared, and what to make of it."""
-    pair = line["pair"]
-    workload = pair["workload"]
-    size = f" {pair['size']}" if pair["size"] else ""
-    per_step = line.get("targets_per_step", {}).get("a")
-    tokens = "" if per_step is None else f", {per_step} targets a step"
-    told = [
-        line["id"],
-        f"    {workload['name']}{size}, {workload['micro_batches']} micro-batches{tokens}, "
-        f"{pair['optimizer']['name']} foreach=False, {pair['dtype']}, {pair['world']} ranks",
-    ]
-    for letter in ("a", "b"):
-        side, mesh = pair[letter], line["meshes"].get(letter) or {}
-        shape = " x ".join(f"{axis}={n}" for axis, n in mesh.items())
-        options = ", ".join(f"{k}={v}" for k, v in side["options"].items()) or "as it comes"
-        told.append(f"    {letter.upper()}  {side['implementation']} ({shape}): {options}")
-    if line.get("reason"):
-        told.append(f"    {line['verdict']}: {line['reason']}")
-    if "ratio" in line:
-        told.append(
-            f"    {line['blocks']} blocks over {line['launches']} launches in "
-            f"{line['seconds']:.0f} s; effects from {line['smallest_effect']:.1%} on can be seen"
-        )
-    same, differ = line.get("aa"), line.get("launches_differ_p")
-    if same:
-        told.append(
-            f"    A/A: SD of a block {same['sd']:.3f}; a half-width of 5 % takes "
-            f"{same['blocks_needed']} blocks here"
-        )
-    if same and (same["low"] > 1 or same["high"] < 1):
-        told.append("    caution: A differs from its own twin here: take no verdict from this run")
-    if differ is not None and differ < 0.01:
-        told.append(f"    caution: launches differ (p {differ:.1g}), the interval is too narrow")
-    if line.get("memory") and "problem" in line["memory"]:
-        told.append(f"    no memory figures: {line['memory']['problem']}")
-    return told + _profile(line.get("profile"))
-
-
-def _profile(told: Mapping[str, Any] | None) -> list[str]:
-    if told is None:
-        return []
-    if "problem" in told:
-        return [f"    no profile: {told['problem']}"]
-    lines = ["    ms of a mean step, slowest rank     A        B"]
-    notes = {"blocked": "  of it without a core", "threads": "  CPU of other threads, beside it"}
-    for phase in told["a"]:
-        both = f"{told['a'][phase]:10.1f} {told['b'][phase]:8.1f}"
-        lines.append(f"      {phase:24} {both}{notes.get(phase, '')}")
-    return lines
-
-
 def show(lines: Sequence[Line], console: Console) -> None:
     """The table, and what belongs to each row."""
     from rich.table import Table
     from rich.text import Text
 
     from suite import execute
+    from suite.timing import stats
 
     if not lines:
         return
+    report = stats.family(lines)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in HEADINGS:
         table.add_column(heading, no_wrap=heading == "pair")
     for line in lines:
         red = line["verdict"] in ("slower", "crash", "hang", "fail")
-        table.add_row(*(Text(cell, style="red" if red else "") for cell in cells(line)))
+        table.add_row(*(Text(cell, style="red" if red else "") for cell in cells(line, report)))
     console.print(table)
     for line in lines:
         for text in details(line):
             execute.tell(console, text)
-
-
-def markdown(lines: Sequence[Line]) -> str:
-    """The table as Markdown."""
-    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(cells(line) for line in lines)]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    if (told := lost(lines, report)) is not None:
+        execute.tell(console, told)

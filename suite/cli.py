@@ -352,9 +352,7 @@ def report(
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
     into: Annotated[
         Path | None,
-        typer.Option(
-            "--into", metavar="FILE", help="put the Markdown between FILE's results markers"
-        ),
+        typer.Option("--into", metavar="FILE", help="put the Markdown between FILE's markers"),
     ] = None,
 ) -> None:
     """Show a run again.
@@ -367,13 +365,19 @@ def report(
     from suite import execute
     from suite import report as reports
     from suite.results import find_run, read
+    from suite.timing import peers
 
     found = read(find_run(run, execute.RESULTS))
     if into is not None:
         if form is Format.html:
             raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
-        reports.insert(reports.markdown(found), into)
-        typer.echo(f"{into}: table of run {found.path.name}")
+        beside = bool(peers.lines_of(found))
+        if found.cases or not beside:
+            reports.insert(reports.markdown(found), into)
+            typer.echo(f"{into}: table of run {found.path.name}")
+        if beside:
+            peers.insert(found, into)
+            typer.echo(f"{into}: reference beside native systems, run {found.path.name}")
     elif form is Format.markdown:
         typer.echo(reports.markdown(found), nl=False)
         if found.benches:

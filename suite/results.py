@@ -36,7 +36,7 @@ from suite.records import Manifest, append_line, write
 from suite.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
-LineKind = Literal["case", "mutant case", "kill", "bench", "left out"]
+LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "left out"]
 
 FORMAT = 1
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
@@ -141,6 +141,10 @@ class RunFolder:
         """Record a case that was selected and not run."""
         self.add({"id": case.id, "case": case.to_dict(), "reason": reason}, "left out")
 
+    def leave_out_bench(self, pair: Mapping[str, Any], reason: str) -> None:
+        """Record a comparison that was planned and not timed; ``pair`` in its JSON form."""
+        self.add({"id": pair["id"], "pair": pair, "reason": reason}, "left out")
+
     def close(self, exit_code: int | None) -> None:
         """Note how the invocation ended; calling it again changes nothing."""
         if self._closed:
@@ -194,7 +198,7 @@ def read(path: Path) -> Run:
             Problem("no run", "name a folder under results/ that holds run.json", str(path))
         )
     last: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in _lines(path / "cases.jsonl"):
+    for line in lines(path):
         key = ("kill", line.get("name", "")) if line["kind"] == "kill" else ("", line.get("id", ""))
         last[key] = line
     run = Run(path, header)
@@ -233,6 +237,11 @@ def standard(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def lines(run: Path) -> Iterable[dict[str, Any]]:
+    """Every line of ``cases.jsonl`` in the folder ``run``, in the order they were written."""
+    return _lines(run / "cases.jsonl")
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:

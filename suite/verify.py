@@ -21,7 +21,7 @@ from suite.case import Case
 from suite.decide import decide
 from suite.kills import Pair, judge_kill, parent_case
 from suite.records import Manifest, RecordError
-from suite.results import Run, read, standard
+from suite.results import Run, lines, read, standard
 from suite.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
@@ -61,6 +61,7 @@ def verify(path: Path) -> Verified:
         problems += _killed_again(line, results)
     for line in run.benches:
         problems += _timed_again(path, line)
+    problems += _reported_again(path)
     return Verified(
         len(results), len(run.kills), len(run.left_out), problems, benches=len(run.benches)
     )
@@ -156,6 +157,28 @@ def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
         problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
     if problem is not None:
         yield f"{path / 'cases.jsonl'}: {problem}"
+
+
+def _reported_again(path: Path) -> Iterator[str]:
+    """Adjust the comparisons that stood before each report for one another again."""
+    from suite.timing import stats
+
+    so_far: dict[str, dict[str, Any]] = {}
+    for line in lines(path):
+        if line["kind"] == "bench":
+            so_far[line["id"]] = line
+        if line["kind"] != "bench report":
+            continue
+        try:
+            again = json.loads(json.dumps(standard(stats.family(so_far.values()))))
+            told = line["comparisons"]
+        except (KeyError, TypeError, ValueError) as error:
+            yield f"{path / 'cases.jsonl'}: the report over comparisons cannot be made: {error!r}"
+            return
+        for name in sorted({*again, *told}):
+            if again.get(name) != told.get(name):
+                where = f"{path / 'cases.jsonl'}: {name} in the report over all comparisons"
+                yield f"{where}: they give {_short(again.get(name))}, not {_short(told.get(name))}"
 
 
 def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:

@@ -262,6 +262,16 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert line["blocks"] == 4 and line["launches"] == 1 and line["aa"]["blocks"] == 4
     assert line["memory"]["kind"] == "ledger" and line["targets_per_step"] == {"a": 256, "b": 256}
     assert "reference/ddp v pytorch/ddp" in done.stdout and "tokens/s" in done.stdout
+    assert "in this" in done.stdout and "of a core" in done.stdout
+    for side in ("a", "b"):
+        seconds = line["median_seconds"][side]
+        assert line["samples_per_second"][side] == pytest.approx(16 / seconds)
+        assert line["targets_per_second"][side] == pytest.approx(256 / seconds)
+    told = line["telemetry"]
+    assert told["launches"]["resident_bytes"] > 2**20 and told["launches"]["gpus"] == []
+    assert told["no_gpu"] == f"{backend} computes on the CPU"
+    assert set(told["sides"]) == (set() if backend == "in_memory" else {"a", "b"})
+    assert all(side["resident_bytes"] > 0 for side in told["sides"].values())
     rows = session.load_times(run / line["times"])
     assert {row["rank"] for row in rows} == {0, 1}
     found = verify(run)

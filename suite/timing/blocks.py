@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import resource
 import statistics
 import sys
@@ -38,7 +39,7 @@ from suite.contract import Batch, MicroBatch, Observe, Point, StepResult
 from suite.ledgers import phases, traffic
 from suite.ledgers.memory import MemoryLedger
 from suite.ledgers.memory.installed import active
-from suite.timing import pinning
+from suite.timing import nvml, pinning, telemetry
 from suite.timing.plan import (
     SEGMENT_SECONDS,
     SEGMENT_STEPS,
@@ -154,6 +155,7 @@ def run(
     end of each block, so that a launch that is stopped leaves what it measured.
     """
     assert_nothing_is_recorded(pair.backend)
+    telemetry.say_who(workdir, os.getpid())
     cores = pinning.pin(rank, pair.world, backends.BACKENDS[pair.backend].threads)
     control = Mesh({"replicate": pair.world}, device=backends.BACKENDS[pair.backend].device).comm(
         "replicate"
@@ -182,6 +184,7 @@ def run(
         "warm_up": warm,
         "threads": torch.get_num_threads(),
         "cores": cores,
+        "pci": _pci(pair.backend),
         "coordinates": {side: arm.coordinate for side, arm in arms.items()},
         "targets": {side: _targets(arm) for side, arm in arms.items()},
     }
@@ -269,32 +272,72 @@ class _Writer:
         self._rows.clear()
 
 
-# ------------------------------------------------------------------------------------ memory
+# --------------------------------------------------------------------------- one side alone
 
 
 def memory(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
-    """The most bytes that a step of ``side`` holds on this rank, set-up's included.
-
-    On threads the memory ledger counts them exactly (``ledger``).  In a process of its own it is
-    the growth of resident memory since before the set-up (``resident``), allocators, groups and
-    libraries included: advisory.
-    """
+    """The most bytes that a step of ``side`` holds on this rank, a thread: the ledger's count."""
     arm = Arm(pair, side, axes, rank)
-    if backends.BACKENDS[pair.backend].threads:
-        moment = {"phase": "setup"}
-        with MemoryLedger(lambda: moment["phase"]) as ledger:
-            arm.set_up()
-            for step in range(MEMORY_STEPS):
-                moment["phase"], ledger.step = "step", step
-                arm.step()
-        found = {"ledger": ledger.log.peak("step", MEMORY_STEPS - 1).bytes}
-    else:
-        before = psutil.Process().memory_info().rss
+    moment = {"phase": "setup"}
+    with MemoryLedger(lambda: moment["phase"]) as ledger:
         arm.set_up()
-        for _ in range(MEMORY_STEPS):
+        for step in range(MEMORY_STEPS):
+            moment["phase"], ledger.step = "step", step
             arm.step()
-        scale = 1 if sys.platform == "darwin" else 1 << 10
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-        found = {"resident": peak - before}
     arm.close()
-    return {"rank": rank, **found}
+    return {"rank": rank, "ledger": ledger.log.peak("step", MEMORY_STEPS - 1).bytes}
+
+
+def alone(
+    pair: Pair, side: str, axes: Mapping[str, int], rank: int, workdir: Path
+) -> dict[str, Any]:
+    """What ``side`` takes of this rank, a process of its own; see ``telemetry.of_side``.
+
+    ``resident`` is the growth of resident memory since before the set-up, allocators, groups and
+    libraries included.  With a GPU steps go on for ``telemetry.ALONE_SECONDS``, so that energy has
+    something to be divided by; nobody times them.
+    """
+    telemetry.say_who(workdir, os.getpid())
+    on_gpu = backends.BACKENDS[pair.backend].device == "cuda"
+    arm = Arm(pair, side, axes, rank)
+    before = psutil.Process().memory_info().rss
+    arm.set_up()
+    for _ in range(MEMORY_STEPS):
+        arm.step()
+    began = time.monotonic()
+    steps = _steps_alone(pair, arm) if on_gpu else 0
+    ended = time.monotonic()
+    scale = 1 if sys.platform == "darwin" else 1 << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    arm.close()
+    return {
+        "rank": rank,
+        "resident": peak - before,
+        "allocator": nvml.allocator() if on_gpu else None,
+        "pci": _pci(pair.backend),
+        "began": began,
+        "ended": ended,
+        "steps": steps,
+    }
+
+
+def _steps_alone(pair: Pair, arm: Arm) -> int:
+    """Run steps for a while, as many on every rank; how many."""
+    device = backends.BACKENDS[pair.backend].device
+    control = Mesh({"replicate": pair.world}, device=device).comm("replicate")
+    steps = 0
+    over = False
+    began = time.monotonic()
+    while not over:
+        for _ in range(SEGMENT_STEPS):
+            arm.step()
+        steps += SEGMENT_STEPS
+        over = _agree(time.monotonic() - began >= telemetry.ALONE_SECONDS, control)
+    return steps
+
+
+def _pci(backend: str) -> dict[str, int] | None:
+    """Where this rank's GPU is, if it computes on one and torch tells."""
+    if backends.BACKENDS[backend].device != "cuda":
+        return None
+    return nvml.pci_of(torch.cuda.get_device_properties(torch.cuda.current_device()))

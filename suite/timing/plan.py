@@ -257,6 +257,8 @@ class PairModel(Model):
     name: Label = Field(description="names the pair in ids and tables")
     a: SideField = Field(description="the side that is judged")
     b: SideField = Field(description="the side that it is compared with")
+    world: int | None = Field(None, ge=1, le=1024, description="instead of the file's")
+    micro_batches: int | None = Field(None, ge=1, le=64, description="instead of the file's")
 
 
 class WorkloadModel(Model):
@@ -318,9 +320,14 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
         a=Side(**item.a.model_dump()),
         b=Side(**item.b.model_dump()),
         backend=model.backend,
-        world=model.world,
+        world=item.world or model.world,
         workload=spec_of(
-            work.name, work.size, work.params, work.global_batch, work.micro_batches, work.seed
+            work.name,
+            work.size,
+            work.params,
+            work.global_batch,
+            item.micro_batches or work.micro_batches,
+            work.seed,
         ),
         optimizer=default_optimizer(model.optimizer),
         dtype=model.dtype,

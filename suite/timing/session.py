@@ -5,6 +5,7 @@ The command line calls :class:`Bench`; the functions at the end run in leaders.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import threading
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from suite import results
+from suite.backends import BACKENDS
 from suite.case import split
 from suite.launch.pool import Pool
 from suite.runner import JUDGING_SECONDS, Workspace
-from suite.timing import stats
+from suite.timing import nvml, stats, telemetry
 from suite.timing.plan import LOSS_TOLERANCE, Pair, natural_mesh
 
 #: Verdicts that say that there is nothing to compare; the others are those of ``stats.verdict``.
@@ -36,6 +38,7 @@ class Measured:
     """What a comparison has measured so far; complete or not, it can be judged.
 
     ``records`` are what ranks returned, one list a launch; ``problem`` is (verdict, sentence).
+    ``seen`` belongs to the launches, ``sides`` are passes of one side alone.
     """
 
     pair: Pair
@@ -44,6 +47,11 @@ class Measured:
     records: list[list[dict[str, Any]]] = field(default_factory=list)
     memory: dict[str, Any] | None = None
     profile: dict[str, Any] | None = None
+    seen: telemetry.Seen = field(default_factory=telemetry.Seen)
+    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Why there are no figures of GPUs.
+    no_gpu: str = ""
+    on_threads: bool = False
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
 
@@ -51,8 +59,9 @@ class Measured:
 class Bench:
     """Runs comparisons, one launch at a time; leaving the ``with`` block ends every process."""
 
-    def __init__(self) -> None:
+    def __init__(self, api: Any = None) -> None:
         self._space = Workspace()
+        self._asked, self._api, self._no_gpu = api, None, ""
         self._pool = Pool(1, preload=("suite.timing.session",))
         self._made = 0
 
@@ -63,10 +72,13 @@ class Bench:
         except BaseException:
             self._space.__exit__()
             raise
+        self._api, self._no_gpu = nvml.start(self._asked)
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
+            if self._api is not None:
+                nvml.stop(self._api)
             self._pool.__exit__()
         finally:
             self._space.__exit__()
@@ -95,6 +107,7 @@ class Bench:
                     measured.problem = ("precondition", f"{side.implementation}: {why}")
                     break
                 measured.meshes[letter] = dict(side.mesh) or natural_mesh(say["axes"], pair.world)
+                measured.on_threads = say["threads"] and (letter == "a" or measured.on_threads)
             measured.meshes["twin"] = measured.meshes.get("a", {})
             found.append(measured)
         return found
@@ -107,10 +120,12 @@ class Bench:
             workdir = self._folder()
             more = {"launch": launch, "blocks": list(range(first, first + count))}
             first += count
+            sampler = self._sampler(measured, workdir)
             try:
-                with _Watch(workdir, on_blocks, done):
+                with _Watch(workdir, on_blocks, done), sampler:
                     told = self._lead("time_sides", pair, workdir, measured.meshes | more)
             finally:
+                measured.seen.add(sampler.seen)
                 measured.rows += read_times(workdir)
                 measured.seconds = time.monotonic() - began
             if "problem" in told:
@@ -120,25 +135,36 @@ class Bench:
             done += count
             on_blocks(done)
 
-    def memory(self, measured: Measured) -> None:
-        """Peak bytes side by side, in passes of their own that nobody times."""
+    def alone(self, measured: Measured) -> None:
+        """Each side in passes of its own that nobody times: bytes, and what a GPU tells."""
         pair = measured.pair
-        both = {}
+        if not BACKENDS[pair.backend].threads:
+            for letter in LETTERS:
+                workdir = self._folder()
+                with self._sampler(measured, workdir) as sampler:
+                    told = self._lead("run_alone", pair, workdir, _side(measured, letter), 300.0)
+                if "problem" in told:
+                    measured.sides[letter] = {"problem": told["problem"][1]}
+                else:
+                    measured.sides[letter] = telemetry.of_side(sampler.seen, told["records"])
+        measured.memory = self._ledger(measured) if measured.on_threads else _resident(measured)
+
+    def _ledger(self, measured: Measured) -> dict[str, Any]:
+        """Peak bytes of a step on threads, where they are counted exactly."""
+        worst: dict[str, int] = {}
         for letter in LETTERS:
-            more = {"side": letter, "mesh": measured.meshes[letter]}
-            told = self._lead("weigh_side", pair, self._folder(), more, 300.0)
+            side = _side(measured, letter)
+            told = self._lead("weigh_side", measured.pair, self._folder(), side, 300.0)
             if "problem" in told:
-                measured.memory = {"problem": told["problem"][1]}
-                return
-            both[letter] = told
-        kind = "ledger" if all("ledger" in r for t in both.values() for r in t["records"]) else None
-        kind = kind or "resident"
-        peaks = {letter: [r.get(kind) for r in told["records"]] for letter, told in both.items()}
-        if any(value is None for values in peaks.values() for value in values):
-            measured.memory = {"problem": "one side can run on threads and the other cannot"}
-            return
-        worst = {letter: max(values) for letter, values in peaks.items()}
-        measured.memory = {"kind": kind, **worst, "ratio": worst["a"] / worst["b"]}
+                return {"problem": told["problem"][1]}
+            worst[letter] = max(record["ledger"] for record in told["records"])
+        return {"kind": "ledger", **worst, "ratio": worst["a"] / worst["b"]}
+
+    def _sampler(self, measured: Measured, workdir: Path) -> telemetry.Sampler:
+        """Who looks at the ranks of ``workdir``, and at GPUs if these compute there."""
+        on_gpu = BACKENDS[measured.pair.backend].device == "cuda"
+        measured.no_gpu = self._no_gpu if on_gpu else f"{measured.pair.backend} computes on the CPU"
+        return telemetry.Sampler(lambda: telemetry.pids_in(workdir), self._api if on_gpu else None)
 
     def profile(self, measured: Measured) -> None:
         """Where a mean step's time goes, by side."""
@@ -178,6 +204,21 @@ class Bench:
         lines = [line for line in ended.output.splitlines() if line.strip()]
         why = "ran out of time" if ended.timed_out else lines[-1] if lines else "left no word"
         return {"problem": ("hang" if ended.timed_out else "crash", f"the leader {why}")}
+
+
+def _side(measured: Measured, letter: str) -> dict[str, Any]:
+    return {"side": letter, "mesh": measured.meshes[letter]}
+
+
+def _resident(measured: Measured) -> dict[str, Any]:
+    """Resident memory that each side added on its worst rank: advisory."""
+    if not measured.sides:
+        return {"problem": "one side cannot run on threads, where bytes are counted"}
+    for side in measured.sides.values():
+        if "resident_bytes" not in side:
+            return {"problem": side["problem"]}
+    told = {letter: int(side["resident_bytes"]) for letter, side in measured.sides.items()}
+    return {"kind": "resident", **told, "ratio": told["a"] / told["b"]}
 
 
 class _Watch:
@@ -227,6 +268,7 @@ def result(measured: Measured) -> dict[str, Any]:
         "losses": losses(measured),
         "memory": measured.memory,
         "profile": measured.profile,
+        "telemetry": _telemetry(measured),
         "problem": None if measured.problem is None else list(measured.problem),
     }
     if measured.records:
@@ -257,7 +299,27 @@ def conclude(line: Mapping[str, Any], rows: Sequence[stats.Row]) -> dict[str, An
     rates = {}
     for side, seconds in judged.get("median_seconds", {}).items():
         rates[side] = line["targets_per_step"][side] / seconds if "targets_per_step" in line else 0
-    return {**judged, "reason": reason, "goal_met": met, "targets_per_second": rates}
+    samples = line["pair"]["workload"]["global_batch"]
+    return {
+        **judged,
+        "reason": reason,
+        "goal_met": met,
+        "targets_per_second": rates,
+        "samples_per_second": {
+            side: samples / seconds for side, seconds in judged.get("median_seconds", {}).items()
+        },
+    }
+
+
+def _telemetry(measured: Measured) -> dict[str, Any]:
+    """What was seen of memory and GPUs, in launches and of each side alone."""
+    seen = measured.seen
+    places = [r["pci"] for records in measured.records for r in records if r["pci"] is not None]
+    return {
+        "launches": telemetry.summary(seen, places or None) if seen.samples else None,
+        "sides": measured.sides,
+        "no_gpu": measured.no_gpu or None,
+    }
 
 
 def losses(measured: Measured) -> dict[str, list[float]]:
@@ -325,7 +387,8 @@ def examine_sides(payload: dict[str, Any]) -> None:
             missing = f"does not train in {pair.dtype}, only in {', '.join(claims.dtypes)}"
         elif claims.max_world is not None and pair.world > claims.max_world:
             missing = f"runs on at most {claims.max_world} ranks"
-        told[letter] = {"axes": list(claims.axes), "missing": missing}
+        threads = "in_memory" in claims.backends
+        told[letter] = {"axes": list(claims.axes), "missing": missing, "threads": threads}
     _tell(payload, told)
 
 
@@ -347,21 +410,22 @@ def time_sides(payload: dict[str, Any]) -> None:
 
 
 def weigh_side(payload: dict[str, Any]) -> None:
-    """Memory of one side: on threads, which are counted exactly, if both sides run there."""
+    """Memory of one side on threads, which are counted exactly."""
     import dataclasses
 
-    from suite import registry
     from suite.timing import blocks
 
-    pair = Pair.from_dict(payload["pair"])
-    claims = [
-        registry.load(pair.side(letter).implementation).capabilities(pair.side(letter).options)
-        for letter in LETTERS
-    ]
-    if all("in_memory" in claim.backends for claim in claims):
-        pair = dataclasses.replace(pair, backend="in_memory")
-    program = _of_side(blocks.memory, pair, payload)
-    _on_ranks(payload, pair, pair.backend, program)
+    pair = dataclasses.replace(Pair.from_dict(payload["pair"]), backend="in_memory")
+    _on_ranks(payload, pair, pair.backend, _of_side(blocks.memory, pair, payload))
+
+
+def run_alone(payload: dict[str, Any]) -> None:
+    """One side on its own ranks, untimed."""
+    from suite.timing import blocks
+
+    pair, workdir = Pair.from_dict(payload["pair"]), Path(payload["workdir"])
+    program = functools.partial(blocks.alone, workdir=workdir)
+    _on_ranks(payload, pair, pair.backend, _of_side(program, pair, payload))
 
 
 def profile_side(payload: dict[str, Any]) -> None:
@@ -471,11 +535,22 @@ def keep(folder: results.RunFolder, measured: Measured) -> dict[str, Any]:
     return line
 
 
+def keep_report(folder: results.RunFolder) -> None:
+    """Write what stands of all comparisons in the folder when they are shown together."""
+    told = stats.family(results.read(folder.path).benches)
+    if told:
+        folder.add({"id": "report", "comparisons": told}, "bench report")
+
+
+#: Figures that runs of earlier versions do not have.
+_LATER = ("samples_per_second",)
+
+
 def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
     """What a stored comparison gives otherwise when it is judged again (``None``: the same)."""
     rows = load_times(run / line["times"]) if line.get("times") else []
     again = json.loads(json.dumps(results.standard(conclude(line, rows))))
     for key, value in again.items():
-        if line.get(key) != value:
+        if line.get(key) != value and (key in line or key not in _LATER):
             return f"{line['id']}: the raw times give {key} {value!r}, not {line.get(key)!r}"
     return None

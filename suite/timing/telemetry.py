@@ -128,8 +128,9 @@ class Sampler:
         total = None
         for pid in set(self._pids()):
             try:
-                process = self._known.setdefault(pid, psutil.Process(pid))
-                total = (total or 0) + int(process.memory_info().rss)
+                if pid not in self._known:
+                    self._known[pid] = psutil.Process(pid)
+                total = (total or 0) + int(self._known[pid].memory_info().rss)
             except psutil.Error:
                 continue  # this rank has ended
         return total
@@ -312,15 +313,15 @@ def texts(told: Mapping[str, Any] | None) -> list[str]:
             share = cost["share_of_a_core"]
             lines.append(f"looking at this {cost['looks']} times took {share:.2%} of a core")
     lines += [_side_text(letter, side) for letter, side in sides.items()]
-    problems = {part["problem"] for part in (launches, *sides.values()) if part}
-    return lines + [f"telemetry: {problem}" for problem in sorted(problems - {None})]
+    looked = [part for part in (launches, *sides.values()) if part and "cost" in part]
+    problems = {part["problem"] for part in looked if part["problem"]}
+    return lines + [f"telemetry: {problem}" for problem in sorted(problems)]
 
 
 def _gpu_text(gpu: Mapping[str, Any]) -> str:
     parts = [f"GPU {gpu['gpu']} {gpu['name']}:"]
     for key, form in (
         ("utilisation_percent", "{:.0f} % busy,"),
-        ("memory_used_bytes", "{:,.0f} bytes used,"),
         ("power_watts", "{:.0f} W,"),
         ("sm_clock_mhz", "SM at {:.0f} MHz"),
         ("sm_clock_least_mhz", "(least {:.0f}),"),
@@ -328,6 +329,8 @@ def _gpu_text(gpu: Mapping[str, Any]) -> str:
     ):
         if gpu[key] is not None:
             parts.append(form.format(gpu[key]))
+    if gpu["memory_used_bytes"] is not None:
+        parts.insert(1, f"{gpu['memory_used_bytes'] / 2**20:,.0f} MiB used,")
     absent = "; ".join(f"no {figure}: {why}" for figure, why in gpu["missing"].items())
     return " ".join(parts).rstrip(",") + (f" ({absent})" if absent else "")
 
@@ -343,7 +346,7 @@ def _slowed(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _side_text(letter: str, side: Mapping[str, Any]) -> str:
-    if "problem" in side and "steps" not in side:
+    if "steps" not in side:
         return f"{letter.upper()} alone: no figures: {side['problem']}"
     parts = [f"{side['resident_bytes'] / 2**20:,.0f} MiB resident added, advisory"]
     if side["allocator"] is not None:

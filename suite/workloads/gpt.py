@@ -135,6 +135,7 @@ class CharnamesGPT(Family):
 
     sizes: ClassVar = {
         "1m": {"width": 128, "heads": 4, "layers": 5, "seq": 32},
+        "3m": {"width": 216, "heads": 12, "layers": 5, "seq": 32},
         "20m": {"width": 576, "heads": 9, "layers": 5, "seq": 32},
     }
 

@@ -1,0 +1,157 @@
+"""Every reference strategy beside its native peer: one table with intervals, for the README.
+
+    make peers     times scenarios/speed/peers.yaml and puts the table between the markers
+
+Pure functions of comparisons as a run holds them.  A is the reference; where it is not the faster
+one, the verdict says whether that is more than the margin.  Verdicts are those beside all other
+rows (:func:`suite.timing.stats.family`): a table of twenty finds a difference by chance in one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from suite.errors import Problem, SelectionError
+from suite.results import Run
+from suite.timing import stats
+from suite.timing.tables import Line, interval, markdown_table
+
+BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
+OURS = "reference"
+#: Families that are not somebody else's system.
+_NOT_NATIVE = (OURS, "plain", "mutants")
+HEADINGS = ("reference", "native peer", "verdict", "reference / native [95 %]", "margin", "peak")
+
+
+def lines_of(run: Run) -> list[Line]:
+    """The comparisons of a reference strategy with a native system, in the order of timing."""
+    return [line for line in run.benches if is_peers(line)]
+
+
+def is_peers(line: Line) -> bool:
+    """Whether A is ours and B somebody else's."""
+    a, b = (str(line["pair"][letter]["implementation"]) for letter in ("a", "b"))
+    return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_NATIVE
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The table as Markdown, and below it how to read it."""
+    told = [line for line in lines if is_peers(line)]
+    report = stats.family(told)
+    body = [
+        _row(line, report[line["id"]]["verdict"] if line["id"] in report else "") for line in told
+    ]
+    return f"{markdown_table(HEADINGS, body)}\n{_notes(told)}"
+
+
+def _row(line: Line, verdict: str) -> tuple[str, ...]:
+    return (
+        _side(line, "a"),
+        _side(line, "b"),
+        verdict or _broken(line),
+        interval(line) if "ratio" in line else "-",
+        f"{line['margin']:.1%}" if "margin" in line else "-",
+        _peak(line),
+    )
+
+
+def _side(line: Line, letter: str) -> str:
+    """Name, the options that tell one row from the next, and a mesh of several axes."""
+    side, mesh = line["pair"][letter], line["meshes"].get(letter) or {}
+    words = [
+        f"{key}" if value is True else f"{value}"
+        for key, value in side["options"].items()
+        if key in ("schedule", "sequence_parallel", "sharding_strategy", "data")
+        or (key == "reshard_after_forward" and value is False)
+    ]
+    shape = " x ".join(f"{axis} {n}" for axis, n in mesh.items())
+    words += [shape] if len(mesh) > 1 else []
+    return f"`{side['implementation']}`" + (f" ({', '.join(words)})" if words else "")
+
+
+def _broken(line: Line) -> str:
+    """What stands where there is nothing to compare, in one clause."""
+    return f"{line['verdict']}: {line['reason'].splitlines()[0][:120]}"
+
+
+def _peak(line: Line) -> str:
+    told = line.get("memory")
+    if not told or "problem" in told:
+        return "-"
+    return f"{told['ratio']:.3f}" + ("" if told["kind"] == "ledger" else " (advisory)")
+
+
+# ------------------------------------------------------------------------------------- a section
+
+
+def section(run: Run) -> str:
+    """The table of ``run`` with what was measured where, as it stands between the markers.
+
+    :raises SelectionError: no comparison of a reference strategy with a native system in it.
+    """
+    told = lines_of(run)
+    if not told:
+        remedy = "time them: shardproof bench peers"
+        raise SelectionError(Problem("no reference beside a native system", remedy, str(run.path)))
+    missing = [line for line in run.left_out if "pair" in line and is_peers(line)]
+    parts = [table(told)]
+    if missing:
+        names = ", ".join(f"{line['pair']['name']} ({line['reason']})" for line in missing)
+        parts.append(f"\nLeft out: {names}.\n")
+    last = run.header["invocations"][-1]
+    machine = last.get("fingerprint", {})
+    parts.append(
+        f"\nRun `{run.path.name}`: commit {str(last.get('commit') or 'unknown')[:12]}, torch "
+        f"{last['packages'].get('torch')}, Python {last['python']}, {machine.get('cpu')}, "
+        f"{machine.get('cores')} cores. Again: `make peers`.\n"
+    )
+    return "".join(parts)
+
+
+def _notes(lines: Sequence[Line]) -> str:
+    """How to read the table, with what is the same in all rows."""
+    told = [line for line in lines if "ratio" in line]
+    if not told:
+        return "Nothing was timed.\n"
+    first = told[0]["pair"]
+    work = first["workload"]
+    blocks = _span([line["blocks"] for line in told])
+    halves = [line["aa"]["half_width"] for line in told if line.get("aa")]
+    twins = (
+        f"; a side beside its own twin: +-{min(halves):.1%} to {max(halves):.1%}" if halves else ""
+    )
+    ranks = _span([line["pair"]["world"] for line in told])
+    return (
+        f"Above 1 the reference takes longer. {work['name']} {first['size']}, "
+        f"{first['optimizer']['name']}, {first['dtype']}, {ranks} {first['backend']} ranks, "
+        f"{blocks} blocks A B B A{twins}. Verdicts are those beside all other rows (Holm); `same` "
+        f"is certain to be within the margin. Peak: bytes of a step, reference over native.\n"
+    )
+
+
+def _span(values: Sequence[int]) -> str:
+    least, most = min(values), max(values)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def insert(run: Run, path: Path) -> None:
+    """Put the section of ``run`` between the markers in the file at ``path``.
+
+    :raises SelectionError: nothing to put there, no such file, or not exactly one pair of markers.
+    """
+    text = section(run)
+    try:
+        old = path.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or "cannot be read"
+        raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    if old.count(BEGIN) != 1 or len(pattern.findall(old)) != 1:
+        remedy = f"put one line {BEGIN} and below it one line {END} into it"
+        raise SelectionError(Problem("--into: no markers for peers", remedy, str(path)))
+    new = pattern.sub(lambda _: f"{BEGIN}\n{text.rstrip()}\n{END}", old)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(new, encoding="utf-8")
+    partial.replace(path)

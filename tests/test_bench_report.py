@@ -1,0 +1,398 @@
+"""Many comparisons in one report: Holm's adjustment, the tables, the table of peers, the timetable.
+
+Lines are made up as ``shardproof bench`` writes them; nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats as distributions
+from typer.testing import CliRunner
+
+from suite import bench_command, registry, results
+from suite.cli import app
+from suite.errors import SelectionError
+from suite.timing import peers, plan, session, stats, tables, timetable
+from suite.verify import verify
+
+ROOT = Path(__file__).parents[1]
+SD = 0.05
+
+
+def logs(mean: float, blocks: int = plan.BLOCKS, sd: float = SD) -> list[float]:
+    """Log ratios with exactly this mean and standard deviation."""
+    raw = np.linspace(-1, 1, blocks)
+    raw = raw / raw.std(ddof=1) * sd
+    return [float(value) for value in raw + mean]
+
+
+def line(name: str, mean: float, **more: Any) -> dict[str, Any]:
+    """A comparison whose A takes exp(``mean``) times as long."""
+    (pair,) = [p for p in plan.read(["peers"]) if p.name == name]
+    found = stats.estimate(logs(mean))
+    same = stats.estimate(logs(0.0))
+    told = {
+        "kind": "bench",
+        "id": pair.id,
+        "pair": pair.to_dict(),
+        "meshes": {"a": dict(pair.a.mesh), "b": dict(pair.b.mesh)},
+        "verdict": stats.verdict(found, stats.margin(same)),
+        "reason": "",
+        "blocks": found.blocks,
+        "launches": 3,
+        "seconds": 60.0,
+        "ratio": math.exp(found.mean),
+        "low": math.exp(found.low),
+        "high": math.exp(found.high),
+        "p": found.p,
+        "p_exact": found.exact,
+        "margin": 0.05,
+        "smallest_effect": 0.06,
+        "aa": {"ratio": 1.0, "low": 0.99, "high": 1.01, "half_width": 0.01, "sd": SD}
+        | {"blocks_needed": 9},
+        "median_seconds": {"a": 0.1, "b": 0.1},
+        "targets_per_step": {"a": 512, "b": 512},
+        "targets_per_second": {"a": 5120.0, "b": 5120.0},
+        "samples_per_second": {"a": 160.0, "b": 160.0},
+        "log": asdict(found),
+        "memory": {"kind": "ledger", "a": 2**20, "b": 2**20, "ratio": 1.0},
+        "profile": None,
+    }
+    return told | more
+
+
+# ---------------------------------------------------------------------------------------- Holm
+
+
+def test_holm_by_hand() -> None:
+    # 0.005 x 4, 0.01 x 3, 0.03 x 2; 0.04 x 1 is less than the one before it.
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
+    assert stats.holm([0.03]) == [0.03]
+    assert stats.holm([]) == []
+    assert stats.holm([0.02, 0.02, 0.02]) == pytest.approx([0.06, 0.06, 0.06])
+
+
+def step_down(ps: list[float], level: float) -> set[int]:
+    """Holm 1979 as written: the k-th smallest of m against level / (m - k + 1), until one stays."""
+    rejected: set[int] = set()
+    for place, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        if ps[index] > level / (len(ps) - place):
+            break
+        rejected.add(index)
+    return rejected
+
+
+def test_holm_rejects_what_the_procedure_rejects() -> None:
+    rng = np.random.default_rng(1)
+    for count, level in itertools.product((1, 2, 3, 7, 20), (0.01, 0.05, 0.2)):
+        for _ in range(50):
+            ps = [float(p) for p in rng.beta(0.4, 2, count)]
+            found = {i for i, p in enumerate(stats.holm(ps)) if p <= level}
+            assert found == step_down(ps, level)
+
+
+def test_the_p_that_counts_is_that_of_the_interval() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        sample = list(rng.normal(rng.normal(0, 0.03), SD, int(rng.integers(2, 30))))
+        found = stats.estimate(sample)
+        p = stats.difference_p(found)
+        assert (p < 0.05) == found.differs
+        assert p == pytest.approx(float(distributions.ttest_1samp(sample, 0).pvalue))
+    flat = stats.Estimate(4, 0.0, 0.0, 0.0, 0.0, None, True)
+    assert stats.difference_p(flat) == 1.0
+    assert stats.difference_p(replace(flat, mean=0.1)) == 0.0
+
+
+def test_alone_a_comparison_says_in_a_report_what_it_says() -> None:
+    for mean in (-0.2, -0.03, 0.0, 0.02, 0.2):
+        one = line("ddp", mean)
+        assert stats.family([one])[one["id"]]["verdict"] == one["verdict"]
+
+
+def test_a_difference_that_does_not_survive_is_inconclusive() -> None:
+    reach = stats.t_quantile(0.95, plan.BLOCKS - 1) * SD / math.sqrt(plan.BLOCKS)
+    names = [pair.name for pair in plan.read(["peers"])]
+    told = [line(names[0], max(0.06, 1.02 * reach))]
+    told[0] |= {"log": asdict(stats.estimate(logs(1.02 * reach))), "verdict": "small difference"}
+    assert stats.family(told)[told[0]["id"]]["verdict"] == "small difference"
+    told += [line(name, 0.0) for name in names[1:]]
+    found = stats.family(told)
+    assert found[told[0]["id"]]["verdict"] == "inconclusive"
+    assert found[told[0]["id"]]["p_holm"] == pytest.approx(found[told[0]["id"]]["p"] * len(names))
+    assert all(found[one["id"]]["verdict"] == "same" for one in told[1:])
+    text = tables.markdown(told)
+    assert "small difference" in text and "inconclusive" in text
+    assert "may be chance" in (tables.lost(told, found) or "")
+
+
+def test_what_broke_is_not_counted() -> None:
+    broken = line("zero1", 0.5, verdict="crash", reason="OverflowError")
+    del broken["log"]
+    found = stats.family([line("ddp", 0.2), broken, line("zero2", 0.3, verdict="fail")])
+    assert list(found) == [line("ddp", 0.2)["id"]]
+    assert found[next(iter(found))]["p"] == found[next(iter(found))]["p_holm"]
+
+
+def test_reports_of_alike_code_rarely_tell_a_difference() -> None:
+    """20 comparisons without a difference: one report in twenty, where every second would err."""
+    rng = np.random.default_rng(3)
+    reports, blocks = 400, 8
+    sample = rng.normal(0, 1, (reports, 20, blocks))
+    ps = distributions.ttest_1samp(sample, 0, axis=2).pvalue
+    erring = sum(min(stats.holm([float(p) for p in row])) < 0.05 for row in ps)
+    alone = sum(min(float(p) for p in row) < 0.05 for row in ps)
+    assert erring / reports <= 0.08 and alone / reports >= 0.5
+
+
+def test_an_effect_at_the_margin_is_found_as_often_as_said() -> None:
+    """Where the interval is narrow the margin is the hurdle, and the mean has to clear it."""
+    rng = np.random.default_rng(4)
+    least = stats.margin(None)
+    typical = stats.Estimate(plan.BLOCKS, 0, -1, 1, SD, None, True)
+    effect = stats.smallest_effect(typical, least)
+    drawn = [stats.estimate(list(rng.normal(effect, SD, plan.BLOCKS))) for _ in range(1000)]
+    seen = sum(stats.verdict(f, least) == "slower" for f in drawn) / 1000
+    assert 0.76 <= seen <= 0.85
+
+
+# ------------------------------------------------------------------------------------- evidence
+
+
+def written(path: Path, told: list[dict[str, Any]]) -> results.Run:
+    """A run folder with these comparisons and their report."""
+    with results.RunFolder(path, ["shardproof", "bench"]) as folder:
+        folder.plan_benches([one["id"] for one in told])
+        for one in told:
+            folder.add({k: v for k, v in one.items() if k != "kind"}, "bench")
+        session.keep_report(folder)
+        folder.close(0)
+    return results.read(path)
+
+
+def test_the_report_is_made_again_by_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "verify_line", lambda run, told: None)  # no raw times here
+    told = [line("ddp", 0.2), line("zero1", 0.0)]
+    written(tmp_path / "run", told)
+    assert not verify(tmp_path / "run").problems
+    with results.RunFolder(tmp_path / "run", ["shardproof", "bench"]) as folder:
+        wrong = stats.family([told[0]])  # as if nothing stood beside it
+        folder.add({"id": "report", "comparisons": wrong}, "bench report")
+        folder.close(0)
+    (first, *_) = verify(tmp_path / "run").problems
+    assert "in the report over all comparisons" in first
+
+
+def test_an_older_report_is_held_against_what_stood_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "verify_line", lambda run, told: None)
+    written(tmp_path / "run", [line("ddp", 0.2)])
+    written(tmp_path / "run", [line("ddp", 0.0), line("zero1", 0.0)])
+    assert not verify(tmp_path / "run").problems
+
+
+# ---------------------------------------------------------------------------------------- tables
+
+
+def test_tokens_and_samples_of_both_sides_are_told() -> None:
+    told = line("ddp", 0.1, samples_per_second={"a": 160.0, "b": 176.0})
+    told["targets_per_second"] = {"a": 5120.0, "b": 5632.0}
+    cells = dict(zip(tables.HEADINGS, tables.cells(told), strict=True))
+    assert cells["A a second"] == "5,120 tokens/s, 160.0 samples/s"
+    assert cells["B a second"] == "5,632 tokens/s, 176.0 samples/s"
+    classifier = told | {"targets_per_second": told["samples_per_second"]}
+    assert tables.rates(classifier, "a") == "160.0 samples/s"
+    older = {key: value for key, value in told.items() if key != "samples_per_second"}
+    assert tables.rates(older, "a") == "5,120 targets"
+
+
+def test_rates_come_from_medians_and_the_batch() -> None:
+    told = line("ddp", 0.0, losses={}, problem=None)
+    rows = []
+    orders = {"ab": "abba", "aa": "attta"}
+    for block, pair in itertools.product(range(4), orders):
+        order = ("a", "b", "b", "a") if pair == "ab" else ("a", "twin", "twin", "a")
+        for segment, side in enumerate(order):
+            where = {"launch": 0, "pair": pair, "block": block, "segment": segment, "rank": 0}
+            seconds = {"a": 0.2, "b": 0.1, "twin": 0.2}[side]
+            rows.append(where | {"side": side, "step": 0, "seconds": seconds})
+    found = session.conclude(told, rows)
+    assert found["samples_per_second"] == {"a": 16 / 0.2, "b": 16 / 0.1}
+    assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
+
+
+# ----------------------------------------------------------------------------------------- peers
+
+
+def test_every_reference_strategy_has_a_peer() -> None:
+    """In the file behind the README's table, and none is compared with its own family."""
+    pairs = plan.read(["peers"])
+    ours = {name for name in registry.names() if name.startswith("reference/")}
+    # The naive form of `ddp` teaches what `ddp` improves on: it is compared with that one.
+    assert {pair.a.implementation for pair in pairs} == ours - {"reference/naive_ddp"}
+    assert {pair.b.implementation.split("/")[0] for pair in pairs} == {"pytorch", "deepspeed"}
+    against = plan.read(["against-ddp"])
+    assert {p.b.implementation for p in against} == {"reference/ddp"}
+    assert {p.a.implementation for p in against} >= ours - {"reference/ddp"}
+    assert {p.world for p in pairs} == {2, 4}
+
+
+def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
+    told = [
+        line("ddp", 0.0),
+        line("sequence", -0.2),
+        line("hybrid", 0.3, meshes={side: {"pipe": 2, "shard": 2} for side in "ab"}),
+    ]
+    broken = line("zero1-deepspeed", 0.0, verdict="precondition", reason="package is not installed")
+    for key in ("log", "ratio", "margin", "memory"):
+        broken.pop(key)
+    with_ddp = line("zero1", 0.0)
+    with_ddp["pair"]["b"]["implementation"] = "reference/ddp"
+    written(tmp_path / "run", [*told, broken, with_ddp])
+    with results.RunFolder(tmp_path / "run", ["shardproof", "bench"]) as folder:
+        missing = next(p for p in plan.read(["peers"]) if p.name == "tensor")
+        folder.leave_out_bench(missing.to_dict(), "no room in a budget of 1 minutes")
+        folder.close(0)
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{peers.BEGIN}\nold\n{peers.END}\nbelow\n")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--into", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
+    rows = [row for row in text.splitlines() if row.startswith("| `reference/")]
+    assert len(rows) == 4 and "`reference/ddp` | `pytorch/ddp` | same" in rows[0]
+    assert "sequence_parallel" in rows[1] and "| faster |" in rows[1]
+    assert "pipe 2 x shard 2" in rows[2] and "1.350 [" in rows[2]
+    assert "precondition: package is not installed" in rows[3]
+    assert "Left out: tensor (no room" in text and "2 to 4 gloo ranks" in text
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--into", str(page)])
+    assert again.exit_code == 0 and page.read_text() == text
+
+
+def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    run = written(tmp_path / "run", [line("ddp", 0.0)])
+    with pytest.raises(SelectionError, match="no markers"):
+        peers.insert(run, page)
+    assert page.read_text() == "nothing\n"
+    own = line("ddp", 0.0)
+    own["pair"]["b"]["implementation"] = "reference/ddp"
+    with pytest.raises(SelectionError, match="shardproof bench peers"):
+        peers.section(written(tmp_path / "other", [own]))
+
+
+# -------------------------------------------------------------------------------------- timetable
+
+
+def known(tmp_path: Path, seconds: dict[str, float]) -> results.Durations:
+    found = results.Durations(tmp_path / "durations.json")
+    for name, value in seconds.items():
+        found.note(name, value)
+    return found
+
+
+def test_a_budget_chooses_by_past_durations(tmp_path: Path) -> None:
+    pairs = plan.read(["peers"])[:4]
+    seconds = dict(
+        zip((timetable.name_of(p, True, False) for p in pairs), (40, 50, 15, 30), strict=True)
+    )
+    durations = known(tmp_path, {k: float(v) for k, v in seconds.items()})
+    planned = timetable.plan(pairs, durations, 1.0)
+    assert [p.name for p in planned.chosen] == ["ddp", "zero2"]
+    assert [p.name for p in planned.left_out] == ["zero1", "zero3"] and planned.seconds == 55
+    assert timetable.plan(pairs, durations, None).left_out == []
+    assert timetable.plan(pairs, durations, 0.1).chosen == []
+
+
+def test_what_is_unknown_takes_as_long_as_its_like(tmp_path: Path) -> None:
+    first, second, *_ = plan.read(["peers"])
+    durations = known(tmp_path, {timetable.name_of(first, True, False): 33.0})
+    assert timetable.estimates([first, second], durations, True, False)[second.id] == 33.0
+    fewer = replace(first, blocks=6)  # another number of blocks is another comparison
+    assert timetable.estimates([fewer], durations, True, False)[fewer.id] != 33.0
+    guess = timetable.estimates([first], known(tmp_path / "none", {}), False, False)[first.id]
+    assert guess > first.blocks * 8 * plan.SEGMENT_SECONDS
+
+
+def test_a_dry_run_tells_the_plan(tmp_path: Path) -> None:
+    arguments = ["bench", "peers", "--dry-run", "--budget", "2", "--results", str(tmp_path / "r")]
+    done = CliRunner().invoke(app, arguments)
+    names = [text for text in done.stdout.splitlines() if text.startswith("bench::")]
+    assert done.exit_code == 0 and 0 < len(names) < len(plan.read(["peers"]))
+    assert "left out by the budget" in done.stderr and not (tmp_path / "r").exists()
+
+
+class _Clockwork:
+    """A session whose comparisons take as long as a clock says."""
+
+    def __init__(self, clock: list[float], each: float) -> None:
+        self.clock, self.each = clock, each
+
+    def examine(self, pairs: list[plan.Pair]) -> list[session.Measured]:
+        return [session.Measured(pair) for pair in pairs]
+
+    def time(self, item: session.Measured, tell: Any) -> None:
+        self.clock[0] += self.each
+        where = {"launch": 0, "pair": "ab", "rank": 0, "step": 0}
+        for block, (segment, side) in itertools.product(range(3), enumerate("abba")):
+            item.rows.append(
+                where | {"block": block, "segment": segment, "side": side, "seconds": 1}
+            )
+
+    def alone(self, item: session.Measured) -> None:
+        item.memory = {"problem": "not weighed here"}
+
+
+def test_what_does_not_fit_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guesses let two in; the clock shows that the second no longer fits."""
+    clock = [0.0]
+    monkeypatch.setattr(bench_command.time, "monotonic", lambda: clock[0])
+    pairs = plan.read(["peers"])[:3]
+    durations = known(tmp_path, {})
+    guess = timetable.estimates(pairs, durations, True, False)[pairs[0].id]
+    minutes = 2.5 * guess / 60
+    planned = timetable.plan(pairs, durations, minutes)
+    assert len(planned.chosen) == 2
+    asked = bench_command._Asked(0.0, minutes, True, False, frozenset())
+    run = tmp_path / "run"
+    code = bench_command._execute(_Clockwork(clock, 2 * guess), planned, asked, durations, run)
+    found = results.read(run)
+    assert [one["pair"]["name"] for one in found.benches] == ["ddp"] and code == 0
+    assert [one["pair"]["name"] for one in found.left_out] == ["zero1", "zero2"]
+    assert all("no room in a budget" in one["reason"] for one in found.left_out)
+    assert capsys.readouterr().out.count("left out by the budget: bench::") == 2
+    assert not [text for text in verify(run).problems if "missing" in text]
+    stored = json.loads((tmp_path / "durations.json").read_text())
+    assert stored == {timetable.name_of(pairs[0], True, False): [pytest.approx(2 * guess)]}
+
+    # Left out later, figures of before stay.
+    bench_command._execute(
+        _Clockwork(clock, 1.0), timetable.plan(pairs, durations, 0.01), asked, durations, run
+    )
+    assert [one["pair"]["name"] for one in results.read(run).benches] == ["ddp"]
+
+
+def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:
+    pairs = plan.read(["peers"])[:1]
+    durations = known(tmp_path, {})
+    asked = bench_command._Asked(0.0, 0.01, True, False, frozenset())
+    planned = timetable.plan(pairs, durations, 0.01)
+    code = bench_command._execute(
+        _Clockwork([0.0], 1.0), planned, asked, durations, tmp_path / "run"
+    )
+    assert code == 3 and not results.read(tmp_path / "run").benches
