@@ -13,7 +13,16 @@ import typer
 
 from suite import verdicts
 from suite.errors import Problem, SelectionError, nearest
-from suite.timing.tables import HEADINGS, cells, details, lost, markdown
+from suite.timing.tables import (
+    HEADINGS,
+    NARROW,
+    beside,
+    cells,
+    details,
+    lost,
+    markdown,
+    narrow,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -427,14 +436,15 @@ def show(lines: Sequence[Line], console: Console) -> None:
         return
     report = stats.family(lines)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in HEADINGS:
+    for heading in NARROW:
         table.add_column(heading, no_wrap=heading == "pair")
     for line in lines:
         red = line["verdict"] in ("slower", "crash", "hang", "fail")
-        table.add_row(*(Text(cell, style="red" if red else "") for cell in cells(line, report)))
+        table.add_row(*(Text(cell, style="red" if red else "") for cell in narrow(line, report)))
     console.print(table)
     for line in lines:
-        for text in details(line):
+        first, *rest = details(line)
+        for text in (first, *beside(line), *rest):
             execute.tell(console, text)
     if (told := lost(lines, report)) is not None:
         execute.tell(console, told)

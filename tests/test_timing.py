@@ -262,7 +262,7 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert line["blocks"] == 4 and line["launches"] == 1 and line["aa"]["blocks"] == 4
     assert line["memory"]["kind"] == "ledger" and line["targets_per_step"] == {"a": 256, "b": 256}
     assert "reference/ddp v pytorch/ddp" in done.stdout and "tokens/s" in done.stdout
-    assert "in this" in done.stdout and "of a core" in done.stdout
+    assert "in this report" in done.stdout and "of a core" in done.stdout
     for side in ("a", "b"):
         seconds = line["median_seconds"][side]
         assert line["samples_per_second"][side] == pytest.approx(16 / seconds)

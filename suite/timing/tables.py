@@ -41,6 +41,27 @@ def cells(line: Line, report: Report | None = None) -> tuple[str, ...]:
     )
 
 
+#: The columns of a terminal, which is narrower than a page; the others stand below it.
+NARROW = ("pair", "verdict", HEADINGS[2], "A / B [95 %]", "A/A [95 %]", "A ms", "B ms", "goal")
+
+
+def narrow(line: Line, report: Report | None = None) -> tuple[str, ...]:
+    """The texts of :data:`NARROW`."""
+    told = dict(zip(HEADINGS, cells(line, report), strict=True))
+    return tuple(told[heading] for heading in NARROW)
+
+
+def beside(line: Line) -> list[str]:
+    """What :func:`cells` has and :func:`narrow` has not, in lines."""
+    told = dict(zip(HEADINGS, cells(line), strict=True))
+    if "ratio" not in line:
+        return []
+    return [
+        f"    A {told['A a second']}; B {told['B a second']}",
+        f"    p {told['p']} by sign flips, margin {told['margin']}, peak {told['peak A / B']}",
+    ]
+
+
 def name(line: Line) -> str:
     """The pair's name, unless it was made on the command line, and both sides."""
     pair = line["pair"]
