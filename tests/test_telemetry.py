@@ -71,10 +71,6 @@ def seen_of(player: nvml.Player, count: int) -> telemetry.Seen:
 # ------------------------------------------------------------------------------------ recordings
 
 
-def test_a_recording_is_there() -> None:
-    assert RECORDINGS, f"no recording in {DATA}: python -m suite.timing.telemetry --record FILE"
-
-
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_a_real_gpu_answers_again(path: Path) -> None:
     """Every figure is a number in its unit's range, or has a reason."""

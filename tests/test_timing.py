@@ -347,3 +347,16 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "stopped" in rest
     (line,) = read(run).benches
     assert 0 < line["blocks"] < 400 and not verify(run).problems
+
+
+def test_losses_are_those_of_the_ranks_that_learn_them() -> None:
+    """Of a pipeline that is the last stage: sides that differ there do not train the same."""
+    pair = plan.read(["pipeline"])[0]
+
+    def record(coordinate: int, loss: float | None) -> dict[str, Any]:
+        warm = {"losses": [loss, loss]}
+        return {"coordinates": dict.fromkeys("ab", coordinate), "warm_up": {"a": warm, "b": warm}}
+
+    ranks = [record(0, None), record(0, 2.0), record(1, 3.0), record(1, 3.0)]
+    told = session.losses(session.Measured(pair, records=[ranks]))
+    assert told == {"a": [5.0, 5.0], "b": [5.0, 5.0]}

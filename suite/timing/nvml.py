@@ -147,8 +147,9 @@ def answers(
 def pci_of(properties: Any) -> dict[str, int] | None:
     """Where torch's GPU is, as NVML calls ``pci``; ``None`` where this torch does not tell."""
     names = {"domain": "pci_domain_id", "bus": "pci_bus_id", "device": "pci_device_id"}
-    found = {key: getattr(properties, name, None) for key, name in names.items()}
-    return None if None in found.values() else {key: int(v) for key, v in found.items()}
+    if not all(hasattr(properties, name) for name in names.values()):
+        return None
+    return {key: int(getattr(properties, name)) for key, name in names.items()}
 
 
 def allocator() -> dict[str, int]:

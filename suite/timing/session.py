@@ -326,14 +326,21 @@ def losses(measured: Measured) -> dict[str, list[float]]:
     """The global loss of each of the first steps, by side."""
     if not measured.records:
         return {}
-    found = {}
-    for side in LETTERS:
-        shares = [warm["losses"] for warm in _by_coordinate(measured.records[0], side, "warm_up")]
-        found[side] = [
-            math.fsum(share[step] for share in shares if share[step] is not None)
-            for step in range(len(shares[0]))
-        ]
-    return found
+    return {side: _losses(measured.records[0], side) for side in LETTERS}
+
+
+def _losses(records: Sequence[Mapping[str, Any]], side: str) -> list[float]:
+    """Sums over data coordinates; of each the share of the first rank that learns it."""
+    told: dict[int, list[list[float | None]]] = {}
+    for record in records:
+        coordinate = record["coordinates"][side]
+        if coordinate is not None:
+            told.setdefault(coordinate, []).append(record["warm_up"][side]["losses"])
+    steps = zip(*(zip(*ranks, strict=True) for ranks in told.values()), strict=True)
+    return [
+        math.fsum(next((v for v in ranks if v is not None), 0.0) for ranks in coordinates)
+        for coordinates in steps
+    ]
 
 
 def difference(told: Mapping[str, Sequence[float]], dtype: str) -> str | None:
