@@ -285,14 +285,17 @@ def test_ranks_that_break_are_told() -> None:
 
 
 def test_a_score_on_real_ranks() -> None:
-    """Threads, a tiny model: figures exist, add up, and survive JSON."""
-    subject = score.Subject(pair("reference/ddp", 2, **SMALL_BUCKETS), "a", {"replicate": 2})
+    """Two processes, a tiny model: figures exist, add up, and survive JSON."""
+    given = dataclasses.replace(pair("reference/ddp", 2, **SMALL_BUCKETS), backend="gloo")
+    subject = score.Subject(given, "a", {"replicate": 2})
     again = score.Subject.from_dict(json.loads(json.dumps(subject.to_dict())))
     told = score.launch([again], 2)
     (scored,), found = score.judge([subject], told, memory=[(3e6, 2e6)])
     made = scored.prediction
-    assert made.overlap == "none"
-    assert made.step_seconds == made.compute_seconds + made.communication_seconds
+    cores = len(told["measured"][0]["cores"]) or None
+    assert made.overlap == model.overlap_of("gloo", cores)[0]
+    assert made.compute_seconds <= made.low_seconds <= made.step_seconds <= made.high_seconds
+    assert made.high_seconds == made.compute_seconds + made.communication_seconds
     assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
     assert scored.measured_seconds > 0 and math.isfinite(scored.error)
     assert scored.card.memory_over_formula == 1.5
@@ -308,7 +311,7 @@ def test_a_score_on_real_ranks() -> None:
         6,
         scored.compute,
         found.fits,
-        "in_memory",
+        "gloo",
         known=scored.calls,
         worlds=[1024],
     )
