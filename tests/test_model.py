@@ -341,3 +341,12 @@ def test_probed_compute_by_hand() -> None:
     found = model.probed_compute(6e9, 1e6, "adamw", flop_rate=60e9, byte_rate=10e9)
     assert found == pytest.approx(0.1 + 28e6 / 10e9)
     assert model.probed_compute(0, 1e6, "sgd", 1.0, 10e9) == pytest.approx(20e6 / 10e9)
+
+
+def test_a_mesh_that_formulas_do_not_cover_gives_a_reason_and_no_figure() -> None:
+    """Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks."""
+    compute = Compute(0.0, 0.001, 0.004)
+    points = curve.modelled(
+        "torch_hybrid", plan("shard", 2), "shard", "weak", 4, compute, FITS, "gloo", worlds=[2]
+    )
+    assert points[0].efficiency is None and points[0].problem

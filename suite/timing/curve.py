@@ -87,7 +87,10 @@ def plan_at(plan: Plan, axis: str, ranks: int) -> Plan:
 
 
 def update_share(promise: Promise) -> float:
-    """Share of the trained elements that the busiest rank updates."""
+    """Share of the trained elements that the busiest rank updates.
+
+    :raises Unpromised: the promise does not tell what a rank holds on this mesh.
+    """
     plan = promise.plan
     whole = sum(t.numel for t in plan.trainable)
     some = dict.fromkeys([*range(min(plan.world, 8)), plan.world - 1])
@@ -96,6 +99,8 @@ def update_share(promise: Promise) -> float:
         local = promise.local(rank)
         held = local.optimizer or local.gradients or local.parameters
         own.append(sum(held.values()))
+    if whole and not max(own):
+        raise Unpromised(f"{promise.strategy} has no formula of what a rank updates on this mesh")
     return min(1.0, max(own) / whole) if whole else 1.0
 
 
@@ -184,6 +189,10 @@ def modelled(
             )
         except (Unpromised, Unmodelled) as error:
             found.append(Modelled(world, None, None, str(error)))
+            continue
+        except LookupError as error:  # shapes that a plan has on other meshes only
+            why = f"the formulas of {strategy} do not cover this mesh: {error}"
+            found.append(Modelled(world, None, None, why))
             continue
         alone = compute.seconds(samples)
         share = 1 if mode == "weak" and is_data else world
