@@ -53,7 +53,7 @@ def verify(path: Path) -> Verified:
     :raises SelectionError: there is no run.
     """
     run = read(path)
-    problems = [*_changed(path), *_missing(run)]
+    problems = [*changed(path), *_missing(run)]
     results = [*run.cases, *run.mutant_cases]
     for result in results:
         problems += _judged_again(path, result)
@@ -67,8 +67,8 @@ def verify(path: Path) -> Verified:
     )
 
 
-def _changed(path: Path) -> Iterator[str]:
-    """Files and lines that are not what the manifest says."""
+def changed(path: Path) -> Iterator[str]:
+    """Files and lines of the run in ``path`` that are not what its manifest says, as sentences."""
     try:
         sealed = Manifest(path).read()
     except RecordError as error:
@@ -193,7 +193,10 @@ def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Ite
     case = Case.from_dict(own["case"])
     parent = parent_case(case, line["parent"])
     mutant = SimpleNamespace(
-        name=line["name"], parent=line["parent"], killed_by=tuple(line["killed_by"])
+        name=line["name"],
+        parent=line["parent"],
+        killed_by=tuple(line["killed_by"]),
+        crash_says=line.get("crash_says", ""),
     )
     again = asdict(judge_kill(Pair(mutant, case, parent), own, by_id.get(parent.id)))
     if again["killed"] != line["killed"]:

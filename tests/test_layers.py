@@ -13,8 +13,8 @@ version contract comm schedules formulas promises errors case verdicts
 oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
 launch rank_program decide judge runner results records budget calibrate capability_matrix \
-gathered timing worker cluster verify resume junit doctor overhead
-cli report bubbles __main__ __init__ catalogue execute progress \
+bundle gathered timing worker cluster verify resume junit doctor overhead
+cli report badges bubbles __main__ __init__ catalogue execute progress \
 selection bench_command evidence_commands pytest_plugin proving
 """
 LAYERS: list[set[str]] = [set(line.split()) for line in _LAYERS.strip().splitlines()]
