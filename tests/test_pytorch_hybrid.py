@@ -10,10 +10,12 @@ import torch
 from local_ranks import succeed
 
 from suite import registry, workloads
-from suite.case import WorkloadSpec
+from suite.case import Case, WorkloadSpec
 from suite.comm import Mesh
 from suite.contract import KINDS, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
 from suite.evidence import assemble
+from suite.formulas import facts_of
+from suite.promises.hybrid_native import TorchHybrid
 from suite.workloads import Workload
 
 NAME = "pytorch/hybrid"
@@ -148,3 +150,100 @@ def test_a_fresh_instance_goes_on_from_local_pieces(axes: dict[str, int]) -> Non
                 assert torch.equal(one.tensor, two.tensor), one.name
 
     succeed(body, 4)
+
+
+# ------------------------------------------------------------------------------------- promises
+
+
+def promise(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
+    """Of two stages, two shards and two tensor ranks: 4 samples of 4 positions, each in a
+    micro-batch of its own, so two for each data coordinate; two blocks of width 8, fp64.
+    """
+    case = Case(
+        id="hand/counted",
+        scenario="hand",
+        implementation=NAME,
+        backend="in_memory",
+        mesh={"pipe": 2, "shard": 2, "tensor": 2},
+        workload=WorkloadSpec(
+            "charnames_gpt", params=SIZES | {"heads": 2}, global_batch=4, micro_batches=2
+        ),
+        optimizer=OptimizerSpec(clip_norm=clip),
+        lane="fp64",
+        checks=("traffic",),
+        steps=1,
+        options=options,
+    )
+    return TorchHybrid(facts_of(case).plan)
+
+
+def by_axis(told: TorchHybrid) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes and calls of a step."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for flow in told.flows():
+        assert isinstance(flow.calls, int)
+        total, calls = found.get((flow.axis, flow.operation), (0, 0))
+        found[flow.axis, flow.operation] = (total + int(flow.bytes), calls + flow.calls)
+    return found
+
+
+#: Elements of a block on one tensor rank: 4 norms' tensors, and halves of qkv, out, up and down.
+BLOCK = 4 * 8 + 12 * (8 + 1) + (8 * 4 + 8) + 16 * (8 + 1) + (8 * 16 + 8)
+#: What a stage has besides, of the first tensor rank and of the second, with the row that makes
+#: 49 of 97 rows even: embeddings; the last norm, the head and its bias.
+FIRST = (50 * 8 + 4 * 8, 48 * 8 + 4 * 8)
+LAST = (2 * 8 + 50 * (8 + 1), 2 * 8 + 48 * (8 + 1))
+#: Of a micro-batch: 1 sample of 4 positions.
+HIDDEN = 4 * 8 * 8
+
+
+def test_bytes_by_hand() -> None:
+    # All shards of 4 units on 2 tensor ranks, gathered once and reduced once by 2 ranks each.
+    sharded = 8 * (4 * BLOCK + sum(FIRST) + sum(LAST))
+    # 14 tensors in the first stage and 16 in the second: a norm of each, stacked.
+    norms = 8 * (14 + 16)
+    always = {
+        ("shard", "all_gather"): (sharded, 4 * 2 * 2),
+        ("shard", "reduce_scatter"): (sharded, 4 * 2 * 2),
+        # In the group of every pipe and tensor rank, in which 2 (N-1) n bytes are sent.
+        ("shard", "all_reduce"): (2 * 2 * norms, 8),
+        # One fp64 number in each of 4 groups.
+        ("pipe", "all_reduce"): (4 * 2 * 8, 8),
+        ("pipe", "recv"): (0, 16),
+    }
+    # Forward and backward, 4 micro-batches, 2 tensor ranks: 16 messages.  Every hidden state is
+    # summed 5 times forward and 5 times backward, by both ranks; logits have 98 columns.
+    assert by_axis(promise()) == always | {
+        ("pipe", "send"): (16 * HIDDEN, 16),
+        ("tensor", "all_reduce"): (4 * 10 * 2 * HIDDEN + 2 * 2 * norms, 4 * 10 * 2 + 8),
+        ("tensor", "all_gather"): (4 * 4 * 98 * 8, 4 * 2),
+    }
+    # Messages of half the positions; for each target a maximum, a sum and a logit; in both data
+    # coordinates' groups the terms of positions and of 5 norms' weights and biases.
+    terms = 8 * (4 * 8 + 10 * 8)
+    assert by_axis(promise(**BOTH)) == always | {
+        ("pipe", "send"): (16 * HIDDEN // 2, 16),
+        ("tensor", "all_gather"): (4 * 10 * HIDDEN, 4 * 10 * 2),
+        ("tensor", "reduce_scatter"): (4 * 10 * HIDDEN, 4 * 10 * 2),
+        ("tensor", "all_reduce"): (
+            2 * (4 * 3 * 4 * 8 + 2 * terms + 2 * norms),
+            4 * 3 * 2 + 11 * 2 * 2 + 8,
+        ),
+    }
+    assert {axis for axis, name in by_axis(promise(None)) if name == "all_reduce"} == {"tensor"}
+
+
+def test_held_bytes_by_hand() -> None:
+    told = promise()
+    for rank in range(8):
+        pipe, shard, tensor = rank // 4, rank // 2 % 2, rank % 2
+        padded = (BLOCK + (FIRST, LAST)[pipe][tensor]) // 2
+        # The second shard of 49 rows has 24: no bias of the head, and no row of 8.
+        own = padded - (8 + pipe if (shard, tensor) == (1, 0) else 0)
+        assert told.resident(rank, 0, 0) == {
+            "parameters": 8 * padded,
+            "masters": 0,
+            "gradients": 8 * padded,
+            "optimizer_state": 8 * own,
+        }
+        assert sum(told.local(rank).parameters.values()) == own
