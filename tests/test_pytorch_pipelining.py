@@ -136,7 +136,13 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
         *(("pipe", "all_reduce", 16), ("pipe", "all_reduce", 8)),
     }
     # Rank 0 has stages 0 (gives) and 3 (takes); rank 1 has stages 1 and 2, which do both.
-    assert [v.buffers(rank, 0) for rank in (0, 1)] == [4 * 3 * 2048, 4 * 6 * 2048]
+    between, within = (
+        [v.buffers(rank, 0, between_ranks) for rank in (0, 1)] for between_ranks in (True, False)
+    )
+    assert between == [4 * 3 * 2048] * 2
+    assert within == [0, 4 * 3 * 2048]
+    for rank in (0, 1):  # losses and norms beside, and nothing counted twice
+        assert v.at_rest(rank, 0) + v.left_over(rank, 0) < between[rank] + within[rank] + 200
     loop = promise("interleaved")
     assert loop.payload() == 3 * 2 * 4 * 2048
     assert v.textbook == "pipeline"

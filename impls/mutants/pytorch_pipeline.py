@@ -303,3 +303,23 @@ class EvaluatesInTraining(Pipelining):
 class KeepsOutputs(Pipelining):
     def run(self, window: Any, call: Any) -> list[Tensor]:
         return super().run(window, lambda *a, **told: call(*a, **told | {"return_outputs": True}))
+
+
+class KeepsGiven(Stage):
+    """It has a copy of what it gave, a hidden activation for every micro-batch."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        given = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self.given = getattr(self, "given", {}) | {fwd_chunk_id: given.detach().clone()}
+        return given
+
+
+@mutant(
+    "torch_pipeline_keeps_given",
+    zoo=("P19",),
+    summary="a stage keeps what it gave to the next one, as many bytes as it has buffers for",
+    killed_by=("memory",),
+)
+class HoldsGiven(Pipelining):
+    stage_type = KeepsGiven

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 from typing import ClassVar
 
 from suite.promises.base import Bytes, Flow, flow
@@ -40,21 +41,23 @@ class TorchPipelining(Pipeline):
         return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
 
     def at_rest(self, rank: int, step: int) -> int:
-        """The buffers, which have been in a message."""
-        return super().at_rest(rank, step) + self.buffers(rank, step)
+        """Buffers of what came from other ranks: each has been in a message."""
+        return super().at_rest(rank, step) + self.buffers(rank, step, between_ranks=True)
 
     def left_over(self, rank: int, step: int) -> int:
-        """Buffers again: what goes from stage to stage on one rank was in no message."""
-        return super().left_over(rank, step) + self.buffers(rank, step)
+        """What went from stage to stage on one rank, and was in no message."""
+        return super().left_over(rank, step) + self.buffers(rank, step, between_ranks=False)
 
-    def buffers(self, rank: int, step: int) -> int:
-        """Most bytes of the buffers of ``rank``, for every length and shape of a window so far.
+    def buffers(self, rank: int, step: int, between_ranks: bool) -> int:
+        """Most bytes of the buffers of ``rank``, for every length and shape of a window so far:
+        of those for what comes from another rank, or of those for what comes from this one.
 
         A micro-batch has one for what a stage receives, one for that one's gradient (which stays
         where backward was split) and one for the gradient of what the stage gives.
         """
-        plan = self.plan
-        item, last = ITEMSIZE[plan.trainable[0].dtype], len(self.stages.units) - 1
+        plan, place = self.plan, self.stages.place
+        item = ITEMSIZE[plan.trainable[0].dtype]
+        wanted = [(a != b) == between_ranks for a, b in pairwise(place)]  # by boundary
         seen = {
             (len(window), window[0])
             for shares in plan.inputs[: step + 1]
@@ -66,8 +69,9 @@ class TorchPipelining(Pipeline):
             hidden = plan.hidden[shape_key(shape)]
             for stage in self.stages.of(plan.coordinate(rank).get("pipe", 0)):
                 units = self.stages.units[stage]
-                elements = 2 * hidden[units.start - 1] if stage else 0
-                elements += hidden[units.stop - 1] if stage < last else 0
+                elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
+                if stage < len(wanted) and wanted[stage]:
+                    elements += hidden[units.stop - 1]
                 total += micro_batches * elements * item
         return total
 
