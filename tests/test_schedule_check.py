@@ -141,6 +141,31 @@ def test_what_is_claimed_and_done_passes(name: str, ranks: int) -> None:
     assert set(told[size]["closed"]) == {"span_bubble_over_ideal", "makespan_bubble_over_ideal"}
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "size", "unjudged"),
+    [
+        ("zb_v", 3, 4, True),
+        ("zb_v", 3, 5, False),
+        ("zb_v", 1, 1, False),
+        ("zb_h2", 3, 1, False),
+        ("interleaved", 2, 1, False),
+    ],
+)
+def test_a_pass_says_where_no_closed_form_was_held_against_the_bubble(
+    name: str, ranks: int, size: int, unjudged: bool
+) -> None:
+    found = check.decide(figures(name, ranks, (size,)))
+    assert found.status == "pass", found.message
+    assert found.message.startswith("bubble not judged: ") == unjudged == bool(found.message)
+    if unjudged:
+        assert f"'zb_v' is known with {size} micro-batches on {ranks} ranks" in found.message
+
+
+def test_orders_of_ones_own_have_no_closed_form() -> None:
+    own = replace(SCHEDULES["1f1b"](2, 4), name="mine")
+    assert check.bubble_unjudged(own) == "bubble not judged: no closed form of 'mine' is known"
+
+
 def test_both_bubbles_are_told_over_both_denominators() -> None:
     told = check.decide(figures("1f1b", 2, (4,))).figures["window of 4"]
     assert told["makespan_bubble_over_ideal"] == pytest.approx(1 / 4)

@@ -7,7 +7,7 @@ size (``Implementation.schedule``).  What is wrong with that fails without being
   breaks F before B before W, messages out of order, a deadlock, which is told as its cycle;
 * one that is not what its name says: what the options ask for is what is claimed; bubbles, played
   on a simulated clock, and micro-batches in flight equal the published closed forms
-  (:mod:`suite.promises.schedules`).
+  (:mod:`suite.promises.schedules`); where none is published the verdict says so.
 
 Then:
 
@@ -97,11 +97,12 @@ def decide(evidence: Figures) -> Outcome:
     if not evidence.schedules:
         return Outcome("schedule", "skip", _unclaimed(evidence), None, figures)
     figures["measured"] = measured(evidence, evidence.steps[-1])
+    told = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
     why_not = unweighed(evidence)
     if why_not:
         figures["activations"] = f"not judged: {why_not}"
-        return Outcome("schedule", "pass", "", None, figures)
-    return _weigh(evidence, figures)
+        return Outcome("schedule", "pass", told, None, figures)
+    return _weigh(evidence, figures, told)
 
 
 class NoSchedule(RuntimeError):
@@ -215,6 +216,20 @@ def _not_as_published(schedule: Schedule) -> str:
                 f"(counted for each chunk), the closed form gives {most} ({form.source})"
             )
     return ""
+
+
+def bubble_unjudged(schedule: Schedule) -> str:
+    """Why no closed form was held against the bubble of ``schedule``; empty: one was."""
+    form = FORMS.get(schedule.name)
+    if form is None:
+        return f"bubble not judged: no closed form of {schedule.name!r} is known"
+    for setting in _settings(schedule):
+        if form.span(setting) is not None or form.makespan(setting) is not None:
+            return ""
+    return (
+        f"bubble not judged: no closed form of {schedule.name!r} is known with "
+        f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks ({form.source})"
+    )
 
 
 def bubbles(schedule: Schedule, setting: Setting) -> dict[str, float]:
@@ -476,7 +491,7 @@ def measure(evidence: Evidence) -> Iterator[Row]:
             yield place | {"error": 0.0, "bound": float(size)}
 
 
-def _weigh(evidence: Figures, figures: dict[str, Any]) -> Outcome:
+def _weigh(evidence: Figures, figures: dict[str, Any], told_of_pass: str) -> Outcome:
     plan = _plan(evidence)
     assert plan is not None
     sizes = {
@@ -507,7 +522,7 @@ def _weigh(evidence: Figures, figures: dict[str, Any]) -> Outcome:
                 distance = float(abs(peak - bound))
                 worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
                 return Outcome("schedule", "fail", message, worst, figures)
-    return Outcome("schedule", "pass", "", None, figures)
+    return Outcome("schedule", "pass", told_of_pass, None, figures)
 
 
 def _peak(record: Mapping[str, Any], step: int) -> int:
