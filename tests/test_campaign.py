@@ -12,6 +12,7 @@ import pytest
 from impls.reference.parts.options import parse_options
 from impls.reference.parts.units import Wrap, plan_units
 from suite import campaign, execute, registry, workloads
+from suite.campaign import fits
 from suite.case import Case
 from suite.decide import declared_away, outside_profile
 from suite.errors import SelectionError
@@ -112,7 +113,7 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
 
 def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:
     ranks = {math.prod(mesh.values()) for system in campaign.SYSTEMS for mesh in system.meshes}
-    assert max(ranks) == campaign.LARGEST_GRID
+    assert max(ranks) == fits.LARGEST_GRID
     assert campaign.MOST_PROCESSES in ranks
     many = [case for case in drawn if case.world > campaign.MOST_PROCESSES]
     assert many
