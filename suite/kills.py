@@ -2,7 +2,8 @@
 
 A kill needs both halves.  A broken fixture fails clean code too, so a mutant's failure counts only
 beside the same case passing on its unpatched parent; a crash or hang counts only if the mutant says
-so.  A survivor is a failure of the suite.
+so, and the crash only with the words that it expects: another error may be the fixture's own.  A
+survivor is a failure of the suite.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Kill:
     lane: str
     margin: float | None
     seconds: float
+    crash_says: str = ""
 
 
 def pair(mutant: Any) -> Pair:
@@ -87,7 +89,7 @@ def parent_case(own: Case, parent: str) -> Case:
 def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     failing = _failing(own) if own else ()
-    why_not = ""
+    why_not, says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
     elif parent["verdict"] not in ("pass", "pass (native only)"):
@@ -104,6 +106,8 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
         elif silent:
             seen = f"; failing: {', '.join(failing)}" if failing else ""
             why_not = f"survives {', '.join(silent)}{seen} [{own['verdict']}: {own['reason']}]"
+        elif own["verdict"] == "crash" and says not in own["reason"]:
+            why_not = f"crashes, but does not say {says!r} [{own['reason']}]"
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -116,6 +120,7 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
         lane=pair.case.lane,
         margin=_margin(own) if own else None,
         seconds=own["seconds"] if own else 0.0,
+        crash_says=says,
     )
 
 

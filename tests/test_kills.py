@@ -45,6 +45,7 @@ def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None
     for mutant in mutants:
         assert mutant.killed_by and mutant.summary, mutant.name
         assert mutant.parent in registry.names(), mutant.name
+        assert bool(mutant.crash_says) == ("crash" in mutant.killed_by), mutant.name
 
 
 def _result(verdict: str = "pass", **statuses: str) -> dict[str, Any]:
@@ -94,6 +95,20 @@ def test_a_kill_needs_the_named_check_and_a_passing_parent() -> None:
 def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
     kill = _judge(own, parent)
     assert not kill.killed and says in kill.why_not
+
+
+def test_a_crash_counts_only_with_the_words_that_the_mutant_expects() -> None:
+    chosen = pair(registry.load_mutant("hybrid_reduces_after_every_window"))
+    clean, own = _result(equivalence="pass"), _result("crash")
+    own["reason"] = (
+        "rank 0 raised RuntimeError: 'a' received a gradient after its bucket had been sent"
+    )
+    killed = judge_kill(chosen, own, clean)
+    assert killed.killed and killed.crash_says in own["reason"]
+    own["reason"] = "rank 0 raised AttributeError: no 'given'"
+    other = judge_kill(chosen, own, clean)
+    assert not other.killed
+    assert "does not say 'received a gradient" in other.why_not and "no 'given'" in other.why_not
 
 
 def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: Any) -> None:

@@ -130,6 +130,7 @@ class DummyFirstStep(ReferenceDDP):
     zoo=("X01",),
     summary="ranks launch their buckets in different orders, of different sizes",
     killed_by=("crash",),
+    crash_says="does not match",
 )
 class BucketOrderByRank(DDP):
     def lay_out(self) -> None:
@@ -159,6 +160,7 @@ class ExchangesEqualBuckets(DDP):
     zoo=("X10",),
     summary="rank 1 fails in step 1, swallows the error and goes on to the next step",
     killed_by=("crash",),
+    crash_says="rank 1 early: it returned while rank 0",
 )
 class SwallowsException(ReferenceDDP):
     def step(self, batch: Batch, observe: Observe) -> StepResult:

@@ -21,7 +21,8 @@ class Mutant:
     """One planted fault and the case that shows it.
 
     Every check in ``killed_by`` must fail; the verdicts ``crash`` and ``hang`` may stand there
-    where the fault ends that way.  ``zoo`` are ids of collected faults that the mutant stands for.
+    where the fault ends that way; a crash counts if its reason holds ``crash_says``.
+    ``zoo`` are ids of collected faults that the mutant stands for.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Mutant:
     summary: str
     killed_by: tuple[str, ...]
     implementation: type[Implementation]
+    crash_says: str = ""
     zoo: tuple[str, ...] = ()
     workload: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("charnames_gpt"))
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)

@@ -165,6 +165,7 @@ class KeepsFirstChunks(FSDP):
     zoo=("F17",),
     summary="a rank looks at the first parameter of a shard that holds none",
     killed_by=("crash",),
+    crash_says="StopIteration",
     workload=gpt("one_element"),
     options={"wrap": {"units": ["blocks.0", "final.one_element"]}},
 )

@@ -155,6 +155,7 @@ class AddsNormsOfStages(ReferenceHybrid):
     zoo=("F23", "P01"),
     summary="the data axes reduce after every window what they had reduced before",
     killed_by=("crash",),
+    crash_says="received a gradient after its bucket had been sent",
     workload=replace(gpt(), windows=2),
     mesh={"pipe": 2, "replicate": 2},
 )
