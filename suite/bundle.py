@@ -420,7 +420,7 @@ class _Reader:
         raise SelectionError(Problem(what, remedy, value, str(self.archive)))
 
     def _take(self, size: int) -> bytes:
-        """exactly ``size`` bytes, or a refusal."""
+        """Exactly ``size`` bytes, or a refusal."""
         self._left -= size
         if self._left < 0:
             self.refuse("unpacks to more bytes than any run has for its size")
@@ -564,7 +564,7 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
         )
     except SelectionError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reader.refuse(f"has a damaged {LISTING}: {type(error).__name__}", str(error))
     if listing.run != run or len({member.name for member in listing.members}) != len(
         listing.members
@@ -596,15 +596,22 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
             verified = verify(found.folder)
         except SelectionError as error:  # its run.json is missing or damaged
             verified = Verified(0, 0, 0, [str(problem) for problem in error.problems])
-        told = [text.replace(str(found.folder), str(archive)) for text in verified.problems]
+        told = [
+            _printable(text.replace(str(found.folder), str(archive))) for text in verified.problems
+        ]
         problems = list(dict.fromkeys([*found.problems, *told]))
         return replace(verified, problems=problems), found.listing
+
+
+def _printable(text: str) -> str:
+    """``text`` without what would move a terminal's cursor: others wrote it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def notes(listing: Listing) -> Sequence[str]:
     """What to know of a bundle beside its verdicts."""
     told = [f"contents sha256:{listing.digest}"]
-    others = [version for version in listing.judged_by if version != VERSION]
+    others = [_printable(version) for version in listing.judged_by if version != VERSION]
     if others:
         told.append(
             f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "

@@ -562,6 +562,7 @@ def test_another_version_judges_with_a_note(packed: Path) -> None:
     _, listing = verify_archive(packed)
     assert len(notes(listing)) == 1
     [_, note] = notes(replace(listing, judged_by=("0.0.9", VERSION)))
+    assert "\x1b" not in notes(replace(listing, judged_by=("\x1b[2J",)))[1]
     assert "judged by shardproof 0.0.9" in note and f"again by {VERSION}" in note
 
 
