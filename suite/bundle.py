@@ -393,7 +393,7 @@ def _temporary() -> Iterator[Path]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -594,12 +594,11 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
     with unpacked(archive) as found:
         try:
             verified = verify(found.folder)
-        except SelectionError as error:  # its run.json is missing or damaged
-            verified = Verified(0, 0, 0, [str(problem) for problem in error.problems])
-        told = [
-            _printable(text.replace(str(found.folder), str(archive))) for text in verified.problems
-        ]
-        problems = list(dict.fromkeys([*found.problems, *told]))
+        except SelectionError:
+            told = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
+            verified = Verified(0, 0, 0, [told])
+        own = (text.replace(str(found.folder), str(archive)) for text in verified.problems)
+        problems = list(dict.fromkeys([*found.problems, *map(_printable, own)]))
         return replace(verified, problems=problems), found.listing
 
 

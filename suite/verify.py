@@ -77,8 +77,11 @@ def changed(path: Path) -> Iterator[str]:
     if not sealed:
         yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
         return
-    lines = (path / "cases.jsonl").read_bytes().split(b"\n")
+    is_there = (path / "cases.jsonl").is_file()
+    lines = (path / "cases.jsonl").read_bytes().split(b"\n") if is_there else [b""]
     ended = lines.pop()
+    if not is_there:
+        yield f"{path / 'cases.jsonl'}: missing"
     for number, line in enumerate(lines, 1):
         known = sealed.get(("cases.jsonl", number))
         if known is None:
@@ -89,7 +92,7 @@ def changed(path: Path) -> Iterator[str]:
         yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
     for file, place in sealed:
         if place is not None:
-            if place > len(lines):
+            if place > len(lines) and is_there:
                 yield f"{path / file}: line {place} is missing"
         elif not (path / file).is_file():
             yield f"{path / file}: missing"

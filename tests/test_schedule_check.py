@@ -148,7 +148,7 @@ def test_what_is_claimed_and_done_passes(name: str, ranks: int) -> None:
         ("zb_v", 3, 5, False),
         ("zb_v", 1, 1, False),
         ("zb_h2", 3, 1, False),
-        ("interleaved", 2, 1, False),
+        ("interleaved", 2, 2, False),
     ],
 )
 def test_a_pass_says_where_no_closed_form_was_held_against_the_bubble(

@@ -237,6 +237,7 @@ class SumsAgain(ReferenceHybrid):
     zoo=("T05",),
     summary="in a pipeline the last stage takes the loss of its own part of the vocabulary",
     killed_by=("crash",),
+    crash_says="is out of bounds",
     mesh={"pipe": 2, "tensor": 2},
 )
 class LossOfOwnPart(ReferenceHybrid):

@@ -165,6 +165,7 @@ class UsesActivationsEarly(Messages):
     "pipeline_one_form_for_all_lengths",
     summary="the shape of the first activation is taken for that of all",
     killed_by=("crash",),
+    crash_says="but rank 1 calls recv(from 0",
     workload=gpt("variable_lengths", "unequal_tokens"),
 )
 class OneFormForAllLengths(Executor):

@@ -236,6 +236,7 @@ class HeadNotSplit(PyTorchTensorParallel):
     "torch_tensor_backward_outside_loss_parallel",
     summary="backward runs outside of loss_parallel, as torch's documentation warns against",
     killed_by=("crash",),
+    crash_says="mixed torch.Tensor and DTensor",
     options={"loss_parallel": True},
 )
 class BackwardOutside(PyTorchTensorParallel):
