@@ -22,6 +22,8 @@ BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 OURS = "reference"
 #: Families that are not somebody else's system.
 _NOT_NATIVE = (OURS, "plain", "mutants")
+#: Options that tell one row from the next.
+_TELLING = ("schedule", "sequence_parallel", "sharding_strategy", "data")
 HEADINGS = ("reference", "native peer", "verdict", "reference / native [95 %]", "margin", "peak")
 
 
@@ -61,11 +63,12 @@ def _side(line: Line, letter: str) -> str:
     """Name, the options that tell one row from the next, and a mesh of several axes."""
     side, mesh = line["pair"][letter], line["meshes"].get(letter) or {}
     words = [
-        f"{key}" if value is True else f"{value}"
+        key if value is True else f"{value}"
         for key, value in side["options"].items()
-        if key in ("schedule", "sequence_parallel", "sharding_strategy", "data")
-        or (key == "reshard_after_forward" and value is False)
+        if key in _TELLING
     ]
+    if side["options"].get("reshard_after_forward") is False:
+        words.append("kept whole after forward")
     shape = " x ".join(f"{axis} {n}" for axis, n in mesh.items())
     words += [shape] if len(mesh) > 1 else []
     return f"`{side['implementation']}`" + (f" ({', '.join(words)})" if words else "")
