@@ -305,8 +305,10 @@ def _has_schedule(
 def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
     more()
     folder.close(code)
-    (folder.path / "report.html").write_text(report.html(read(folder.path)), encoding="utf-8")
-    folder.seal("report.html")
+    run = read(folder.path)
+    for name, told in (("report.html", report.html(run)), ("report.md", report.document(run))):
+        (folder.path / name).write_text(told, encoding="utf-8")
+        folder.seal(name)
 
 
 def make_console() -> Console:

@@ -175,6 +175,23 @@ def read(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: no readable record: {error}") from None
 
 
+def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of the sections ``names`` of the record in ``path``; what else it holds is not read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        there = set(pq.read_schema(path).names)
+        found = {}
+        for name in names:
+            columns = ["section", *(column for column in _COLUMNS[name] if column in there)]
+            table = pq.read_table(path, columns=columns, filters=[("section", "==", name)])
+            found[name] = table.drop_columns(["section"]).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise RecordError(f"{path}: no readable record: {error}") from None
+    return found
+
+
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

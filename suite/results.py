@@ -5,7 +5,7 @@
                      cases.jsonl     one line a case, kill or left-out case, on disk as it ends
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
                      times/          raw step times of comparisons (``shardproof bench``)
-                     report.html, junit.xml   written when an invocation ends
+                     report.html, report.md, junit.xml   written when an invocation ends
     results/durations.json        the last few durations of every case
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
@@ -36,7 +36,7 @@ from suite.records import Manifest, append_line, write
 from suite.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
-LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "left out"]
+LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
 
 FORMAT = 1
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
@@ -55,6 +55,7 @@ class Run:
     kills: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     benches: list[dict[str, Any]] = field(default_factory=list)
+    scalings: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RunFolder:
@@ -208,6 +209,7 @@ def read(path: Path) -> Run:
         "kill": run.kills,
         "left out": run.left_out,
         "bench": run.benches,
+        "scaling": run.scalings,
     }
     for line in last.values():
         if line["kind"] in lists:

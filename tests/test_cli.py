@@ -177,7 +177,14 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: P
     assert "= formula" in done.stdout
     [folder] = [path for path in (tmp_path / "results").iterdir() if path.is_dir()]
     assert f"evidence: {Path('results') / folder.name}" in done.stdout
-    files = {"run.json", "planned.jsonl", "cases.jsonl", "manifest.jsonl", "report.html"}
+    files = {
+        "run.json",
+        "planned.jsonl",
+        "cases.jsonl",
+        "manifest.jsonl",
+        "report.html",
+        "report.md",
+    }
     assert {path.name for path in folder.iterdir()} == files | {"junit.xml", "records"}
     run = read(folder)
     assert CASE in [line["id"] for line in run.cases]

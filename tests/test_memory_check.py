@@ -15,7 +15,7 @@ from suite.checks import Outcome, engagement, memory, overlap, traffic
 from suite.formulas import CaseFacts
 from suite.ledgers.memory import MemoryLedger, summary
 from suite.promises import PROMISES, Promise, Unpromised
-from suite.report import MEASURED, memory_rows
+from suite.report.memory import MEASURED, memory_rows
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")

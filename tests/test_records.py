@@ -139,7 +139,7 @@ def _seal_again(run: Path) -> None:
     kept = forged.read()
     (run / Manifest.NAME).unlink()
     for (file, number), digest in kept.items():
-        if file not in ("cases.jsonl", "report.html", "junit.xml"):
+        if file not in ("cases.jsonl", "report.html", "report.md", "junit.xml"):
             forged.seal(file, digest, number)
     for number, line in enumerate((run / "cases.jsonl").read_bytes().splitlines(), 1):
         forged.seal("cases.jsonl", hashlib.sha256(line).hexdigest(), number)

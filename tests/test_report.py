@@ -17,6 +17,8 @@ from suite.budget import plan
 from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
 from suite.errors import SelectionError
+from suite.report import kills, tables
+from suite.report.text import BEGIN, END
 from suite.results import Durations, RunFolder, find_run, fingerprint, read
 
 
@@ -147,7 +149,7 @@ def test_lines_are_standard_json_even_for_nan(tmp_path: Path) -> None:
 
     text = (tmp_path / "run" / "cases.jsonl").read_text()
     assert json.loads(text, parse_constant=forbid)["figures"] == {"x": "inf"}
-    [row] = report.rows(read(tmp_path / "run").cases)
+    [row] = tables.rows(read(tmp_path / "run").cases)
     assert row.error is not None
     assert math.isnan(row.error)
 
@@ -258,7 +260,7 @@ def test_durations_are_medians_of_the_last_runs(tmp_path: Path) -> None:
 
 
 def test_rows_show_the_worst_error_and_the_bytes(tmp_path: Path) -> None:
-    cells = [row.cells() for row in report.rows(read(fill(tmp_path / "run")).cases)]
+    cells = [row.cells() for row in tables.rows(read(fill(tmp_path / "run")).cases)]
     assert cells == [
         ("pytorch/ddp+view", "in_memory", "2", "1 skip", "-", "-", "0.25"),
         ("reference/ddp", "in_memory", "2", "1 pass", "1e-16 / 1e-12", "12 = formula", "0.25"),
@@ -268,22 +270,22 @@ def test_rows_show_the_worst_error_and_the_bytes(tmp_path: Path) -> None:
 
 def test_exact_fractions_are_compared_exactly() -> None:
     third = result(case("a"), sent="1/3", bytes_expected="1/3")
-    [row] = report.rows([third, third, third])
+    [row] = tables.rows([third, third, third])
     assert row.cells()[5] == "1 = formula"
     off = result(case("a"), sent="1000000000000000000001", bytes_expected="1000000000000000000000")
-    [row] = report.rows([off])
+    [row] = tables.rows([off])
     assert "formula" not in row.cells()[5]
 
 
 def test_native_bytes_stand_beside_the_textbooks() -> None:
     one = result(case("a"), sent="9", bytes_expected="9")
     told = {"check": "traffic", "figures": {"textbook": "zero1", "textbook_bytes": "6"}}
-    [row] = report.rows([one | {"checks": [told]}, one | {"checks": [told]}])
+    [row] = tables.rows([one | {"checks": [told]}, one | {"checks": [told]}])
     assert row.cells()[5] == "18 = formula (1.5 x zero1)"
 
 
 def test_the_kill_matrix_marks_named_other_and_silent_checks() -> None:
-    columns, lines = report.kill_matrix([kill(), kill("other", killed=False)])
+    columns, lines = kills.kill_matrix([kill(), kill("other", killed=False)])
     assert columns == ["equivalence", "replicas"]
     assert lines == [("fault", ["K", "x"]), ("other", ["!", "x"])]
 
@@ -294,11 +296,11 @@ def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:
     assert "2 judged (1 fail, 1 pass), 0 xfailed, 1 skipped, 1 left out." in text
     assert "Planted faults: 1 of 2 killed" in text
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         report.insert(text, readme)
-    assert readme.read_text() == f"before\n{report.BEGIN}\n{text.rstrip()}\n{report.END}\nafter\n"
-    for broken in ("nothing", f"{report.END}\n{report.BEGIN}", report.BEGIN * 2 + report.END):
+    assert readme.read_text() == f"before\n{BEGIN}\n{text.rstrip()}\n{END}\nafter\n"
+    for broken in ("nothing", f"{END}\n{BEGIN}", BEGIN * 2 + END):
         readme.write_text(broken)
         with pytest.raises(SelectionError, match="no markers"):
             report.insert(text, readme)
@@ -314,7 +316,7 @@ def test_html_is_self_contained_and_escapes(tmp_path: Path) -> None:
         folder.leave_out(case("left"), "no room")
         folder.add(kill(), "kill")
     page = report.html(read(path))
-    assert "<script" not in page
+    assert page.count("<script") == page.count("</script>") == 1
     assert "&lt;script&gt;" in page
     assert "http://" not in page
     assert "https://" not in page
@@ -326,7 +328,7 @@ def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", []) as folder:
         folder.close(3)
     run = read(tmp_path / "run")
-    assert "none" in report.html(run)
+    assert "Nothing was judged." in report.html(run)
     assert "0 judged" in report.markdown(run)
 
 

@@ -198,6 +198,22 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
         "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
         "ratio_theory": None if theory is None else str(theory),
         "ratio_limit": None if limit is None else str(limit),
+        "promised": {str(r["rank"]): _promised(evidence, promise, r) for r in evidence.records},
         "resident": resident,
         "peaks": peaks,
+    }
+
+
+def _promised(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes by tier and class that ``record``'s rank should hold after its last update."""
+    rank, last = record["rank"], evidence.steps[-1]
+    done = [s for s in evidence.steps if not record["steps"][s]["metrics"].get("skipped")]
+    updated = done[-1] if done else -1
+    device = promise.resident(rank, last, updated) | promise.passing(rank, "after_update", updated)
+    tiers = {"device": device, "host": promise.host(rank, last, updated)}
+    skip = promise.unjudged()
+    return {
+        tier: {kind: size for kind, size in classes.items() if size and kind not in skip}
+        for tier, classes in tiers.items()
+        if any(classes.values())
     }

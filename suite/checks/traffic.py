@@ -40,6 +40,7 @@ def decide(evidence: Figures) -> Outcome:
     figures = {
         "formula": formula,
         "bytes_sent": str(sent[-1]),
+        "sent": _found(flows_of(evidence, evidence.steps[-1])),
         "calls_per_step": len(step_calls(evidence, evidence.steps[-1], 0)),
         "setup_bytes": str(_setup_bytes(evidence)),
         "control_bytes": str(_control_bytes(evidence)),
@@ -158,6 +159,13 @@ def _rows(flows: Sequence[Flow]) -> list[dict[str, Any]]:
     return [
         {"axis": f.axis, "operation": f.operation, "calls": f.calls, "bytes": str(f.bytes)}
         for f in flows
+    ]
+
+
+def _found(flows: Flows) -> list[dict[str, Any]]:
+    return [
+        {"axis": axis, "operation": operation, "calls": calls, "bytes": str(total)}
+        for (axis, operation), (calls, total) in sorted(flows.items())
     ]
 
 

@@ -1,0 +1,25 @@
+"""A run, shown: on the terminal, as Markdown, and as one self-contained page.
+
+tables, memory, kills, matrix, limits, summary, environment   rows and sentences, pure
+svg, bars, curves, forest, timelines, heat                    drawings from the same rows
+terminal, text, page                                          the three forms
+"""
+
+from suite.report.page import html
+from suite.report.tables import closing, medians, skips
+from suite.report.terminal import show, show_bubbles, show_kills, show_memory
+from suite.report.text import document, insert, markdown
+
+__all__ = [
+    "closing",
+    "document",
+    "html",
+    "insert",
+    "markdown",
+    "medians",
+    "show",
+    "show_bubbles",
+    "show_kills",
+    "show_memory",
+    "skips",
+]

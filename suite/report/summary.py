@@ -1,0 +1,171 @@
+"""Did it hold?  One line, the figures behind it, and what broke with the command that reruns it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from suite import verdicts
+from suite.report import kills
+from suite.report.tables import Result
+from suite.results import Run
+
+State = Literal["held", "broke", "open"]
+#: Verdicts of timed comparisons and of scaling that say that something broke, or is open.
+BROKEN = ("crash", "hang", "fail")
+OPEN = ("inconclusive", "precondition", "undecidable")
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``sentence`` answers whether it held; ``details`` are shorter sentences behind it."""
+
+    state: State
+    sentence: str
+    details: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Break:
+    """Something that broke: ``kind`` is case, fault, comparison or scaling."""
+
+    kind: str
+    name: str
+    verdict: str
+    reason: str
+    rerun: str
+    line: Mapping[str, Any]
+
+    @property
+    def cause(self) -> str:
+        """The check that failed first, or else the verdict."""
+        checks = self.line.get("checks") or ()
+        failing = [told["check"] for told in checks if told["status"] == "fail"]
+        return failing[0] if failing else verdicts.kind(self.verdict)
+
+
+def breaks(run: Run) -> list[Break]:
+    """Everything that broke: cases by gravity, then survivors, comparisons and scaling."""
+    order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
+    red = [r for r in run.cases if verdicts.kind(r["verdict"]) in verdicts.RED]
+    red.sort(key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))
+    found = [Break("case", r["id"], r["verdict"], r["reason"], r.get("rerun", ""), r) for r in red]
+    for kill in kills.survivors(run.kills):
+        rerun = f"shardproof mutants --impl {shlex.quote(str(kill['name']))}"
+        found.append(Break("fault", kill["name"], "survives", kill["why_not"], rerun, kill))
+    for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
+        for told in lines:
+            if verdicts_head(told["verdict"]) in BROKEN:
+                reason = str(told.get("reason") or "")
+                found.append(Break(kind, told["id"], told["verdict"], reason, _again(run), told))
+    return found
+
+
+def verdicts_head(verdict: object) -> str:
+    """A verdict of a comparison without its cause."""
+    return str(verdict).split("(", 1)[0].strip()
+
+
+def _again(run: Run) -> str:
+    """The last command that timed something."""
+    commands = [told["command"] for told in run.header["invocations"] if "bench" in told["command"]]
+    return shlex.join(commands[-1]) if commands else ""
+
+
+def headline(run: Run) -> Headline:
+    """The one line at the top, from the worst of all that was judged."""
+    counts = verdicts.count(run.cases)
+    judged = sum(n for verdict, n in counts.items() if verdict != "skip")
+    red = sum(counts[verdict] for verdict in verdicts.RED)
+    undecided = sum(counts[verdict] for verdict in verdicts.OPEN)
+    planted = kills.judged(run.kills)
+    alive = kills.survivors(run.kills)
+    timed = [*run.benches, *run.scalings]
+    heads = Counter(verdicts_head(told["verdict"]) for told in timed)
+    fallen = sum(heads[word] for word in BROKEN)
+    unsure = sum(heads[word] for word in OPEN)
+    missing = unfinished(run)
+    broke = [
+        *([f"{red} of {judged} judged cases broke"] if red else []),
+        *([f"{len(alive)} of {len(planted)} planted faults survive"] if alive else []),
+        *([f"{fallen} of {len(timed)} timings broke"] if fallen else []),
+    ]
+    opened = [
+        *([f"{undecided} of {judged} cases are not decided"] if undecided else []),
+        *([f"{unsure} of {len(timed)} timings are not decided"] if unsure else []),
+        *([f"{len(missing)} planned ones have no result"] if missing else []),
+    ]
+    anything = judged or planted or timed
+    details = tuple(_details(run, counts))
+    if broke:
+        return Headline("broke", _sentence("It did not hold", [*broke, *opened]), details)
+    if opened:
+        return Headline("open", _sentence("Not decided", opened), details)
+    if not anything:
+        return Headline("open", "Nothing was judged.", details)
+    held = [
+        *([f"{judged} judged {_plural('case', judged)}"] if judged else []),
+        *([f"{len(planted)} planted {_plural('fault', len(planted))}"] if planted else []),
+        *([f"{len(timed)} {_plural('timing', len(timed))}"] if timed else []),
+    ]
+    return Headline("held", f"It held: {', '.join(held)}, nothing broke.", details)
+
+
+def _sentence(start: str, parts: list[str]) -> str:
+    return f"{start}: {', '.join(parts)}."
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
+    if run.cases or run.left_out:
+        yield verdicts.summary(counts, len(run.left_out)) + "."
+    if run.kills:
+        told = kills.judged(run.kills)
+        killed = len(told) - len(kills.survivors(run.kills))
+        late = len(run.kills) - len(told)
+        more = f", {late} left out" if late else ""
+        yield f"Planted faults: {killed} of {len(told)} killed by their named check{more}."
+    for what, lines in (("Comparisons of times", run.benches), ("Scaling", run.scalings)):
+        if lines:
+            heads = Counter(verdicts_head(told["verdict"]) for told in lines)
+            yield f"{what}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
+
+
+def unfinished(run: Run) -> list[str]:
+    """Planned cases, faults and comparisons without a line: a kill came before them."""
+    there = {str(told["id"]) for told in (*run.cases, *run.mutant_cases, *run.left_out)}
+    there |= {str(told["id"]) for told in (*run.benches, *run.scalings)}
+    names = {str(kill["name"]) for kill in run.kills}
+    found: dict[str, None] = {}
+    for invocation in run.header["invocations"]:
+        ended = invocation.get("exit_code") is not None
+        late = [name for name in invocation.get("kills", ()) if name not in names]
+        # Cases of faults that a budget kept from running are told by the fault.
+        planned = () if invocation.get("kills") and ended else invocation.get("planned", ())
+        timed = invocation.get("benches", ())
+        found |= dict.fromkeys(n for n in (*planned, *timed) if n not in there)
+        found |= dict.fromkeys(late)
+    return list(found)
+
+
+def by_cause(found: list[Break]) -> list[tuple[str, str, int]]:
+    """(implementation, what failed first, how often) of broken cases, most frequent first."""
+    counts = Counter(
+        (str(item.line["case"]["implementation"]), item.cause)
+        for item in found
+        if item.kind == "case"
+    )
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [(implementation, cause, times) for (implementation, cause), times in ordered]
+
+
+def cases_by_gravity(results: list[dict[str, Any]]) -> list[Result]:
+    """Gravest first, then by id."""
+    order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
+    return sorted(results, key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))

@@ -1,0 +1,131 @@
+"""Inline SVG: elements with escaped text, drawings with a name and a description, scales.
+
+Every drawing has ``role="img"`` with a title and a description, takes its colours from classes of
+the page's style sheet (so that they follow dark mode) and scales with its ``viewBox``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+
+def element(name: str, *content: object, **attributes: Any) -> Markup:
+    """One element; a trailing underscore of an attribute is dropped, inner ones become hyphens.
+
+    Attributes that are ``None`` are left out, numbers get two decimals at most, and ``content`` is
+    escaped unless it is :class:`Markup`.
+    """
+    told = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inner = "".join(escape(part) for part in content)
+    return Markup(f"<{name}{told}>{inner}</{name}>" if content else f"<{name}{told}/>")
+
+
+def number(value: object) -> object:
+    """Floats without needless digits."""
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return value
+
+
+def join(parts: Iterable[Markup]) -> Markup:
+    """Elements one after the other."""
+    return Markup("").join(parts)
+
+
+def drawing(
+    title: str,
+    description: str,
+    width: float,
+    height: float,
+    parts: Iterable[Markup],
+    class_: str = "",
+    stretch: bool = False,
+) -> Markup:
+    """A drawing of ``width`` x ``height`` units; ``stretch``: the width follows the space."""
+    return element(
+        "svg",
+        element("title", title),
+        element("desc", description),
+        *parts,
+        role="img",
+        aria_label=title,
+        viewBox=f"0 0 {number(float(width))} {number(float(height))}",
+        class_=class_ or None,
+        preserveAspectRatio="none" if stretch else None,
+    )
+
+
+def text(x: float, y: float, told: object, class_: str = "", anchor: str = "start") -> Markup:
+    """A label; ``anchor`` is start, middle or end."""
+    return element(
+        "text",
+        told,
+        x=float(x),
+        y=float(y),
+        class_=class_ or None,
+        text_anchor=None if anchor == "start" else anchor,
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    """A straight line."""
+    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+
+
+def rect(
+    x: float, y: float, width: float, height: float, class_: str, hint: str | None = None
+) -> Markup:
+    """A rectangle, with a hint that shows under the pointer."""
+    content = () if hint is None else (element("title", hint),)
+    return element(
+        "rect",
+        *content,
+        x=float(x),
+        y=float(y),
+        width=float(max(width, 0.0)),
+        height=float(height),
+        class_=class_,
+    )
+
+
+def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
+    """Straight lines through ``points``."""
+    told = " L".join(f"{number(float(x))} {number(float(y))}" for x, y in points)
+    return element("path", d=f"M{told}", class_=class_)
+
+
+def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Markup:
+    """A ``circle``, ``square`` or ``diamond`` around a point."""
+    if kind == "circle":
+        return element("circle", cx=float(x), cy=float(y), r=size, class_=class_)
+    if kind == "square":
+        return rect(x - size * 0.9, y - size * 0.9, size * 1.8, size * 1.8, class_)
+    corners = [(x, y - size * 1.25), (x + size * 1.25, y), (x, y + size * 1.25)]
+    return path([*corners, (x - size * 1.25, y), corners[0]], class_)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values between ``low`` and ``high`` to units; ``log``: equal ratios, equal distances."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(at)
+        part = (at - low) / (high - low) if high > low else 0.5
+        return self.start + part * (self.stop - self.start)

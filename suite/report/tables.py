@@ -1,0 +1,222 @@
+"""Rows of results: implementation x backend x world, with what each of them sent and how far off.
+
+All forms of a report are made from the same rows: counts of verdicts, the worst error against its
+bound, bytes sent against the formula (and how many times the textbook's they are, for native
+systems), and the median seconds of a case.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from suite import verdicts
+from suite.results import Run
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Cases of one implementation and backend, at one world size or at several."""
+
+    implementation: str
+    backend: str
+    worlds: tuple[int, ...]
+    counts: Counter[str]
+    error: float | None
+    bound: float | None
+    sent: Fraction | None
+    expected: Fraction | None
+    textbook: tuple[float, str]
+    seconds: float
+
+    @property
+    def red(self) -> bool:
+        """Whether a case broke."""
+        return any(self.counts[verdict] for verdict in verdicts.RED)
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts of :data:`HEADINGS`."""
+        return (
+            self.implementation,
+            self.backend,
+            _span(self.worlds),
+            counts_text(self.counts),
+            error_text(self.error, self.bound),
+            bytes_text(self.sent, self.expected) + _times(*self.textbook),
+            f"{self.seconds:.2f}",
+        )
+
+
+HEADINGS = (
+    "implementation",
+    "backend",
+    "world",
+    "verdicts",
+    "worst error / bound",
+    "bytes sent / formula",
+    "median s",
+)
+
+
+def rows(results: Iterable[Result], detailed: bool = True) -> list[Row]:
+    """One row per (implementation with options, backend, world), or (implementation, backend)."""
+    groups: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
+    for result in results:
+        case = result["case"]
+        name, world = case["implementation"], 0
+        if detailed:
+            name, world = name_of(case), world_of(case)
+        groups[name, case["backend"], world].append(result)
+    return [
+        _row(implementation, backend, members)
+        for (implementation, backend, _), members in sorted(groups.items())
+    ]
+
+
+def world_of(case: Mapping[str, Any]) -> int:
+    """Number of ranks of a case in its JSON form."""
+    return math.prod(case["mesh"].values())
+
+
+def name_of(case: Mapping[str, Any]) -> str:
+    """The implementation of a case in its JSON form, with the label of its options."""
+    label = case.get("label")
+    return case["implementation"] + (f"+{label}" if label else "")
+
+
+def figures_of(result: Result, check: str) -> Mapping[str, Any]:
+    """The figures of one check of a result; none where it was not asked."""
+    found = (told["figures"] for told in result["checks"] if told["check"] == check)
+    figures: Mapping[str, Any] = next(found, {})
+    return figures
+
+
+def _row(implementation: str, backend: str, members: Sequence[Result]) -> Row:
+    error = bound = None
+    for result in members:
+        if result.get("worst_error") is None or result.get("bound") is None:
+            continue
+        candidate = float(result["worst_error"]), float(result["bound"])
+        if error is None or share(*candidate) > share(error, bound or 0.0):
+            error, bound = candidate
+    counted = [r for r in members if r.get("bytes_sent") and r.get("bytes_expected")]
+    return Row(
+        implementation,
+        backend,
+        tuple(sorted({world_of(result["case"]) for result in members})),
+        verdicts.count(members),
+        error,
+        bound,
+        sum((Fraction(r["bytes_sent"]) for r in counted), Fraction(0)) if counted else None,
+        sum((Fraction(r["bytes_expected"]) for r in counted), Fraction(0)) if counted else None,
+        textbook(counted),
+        statistics.median(float(result["seconds"]) for result in members),
+    )
+
+
+def share(error: float, bound: float) -> float:
+    """How much of its bound an error uses; a bitwise bound is 0, any error beyond it infinite."""
+    if math.isnan(error):
+        return math.inf
+    return error / bound if bound else (math.inf if error else 0.0)
+
+
+def _span(worlds: Sequence[int]) -> str:
+    if len(worlds) > 2 and list(worlds) == list(range(worlds[0], worlds[-1] + 1)):
+        return f"{worlds[0]}-{worlds[-1]}"
+    return ", ".join(map(str, worlds))
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Verdicts that there are, gravest first."""
+    return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
+
+
+def error_text(error: float | None, bound: float | None) -> str:
+    """An error beside its bound; a bound of 0 asks for equal bits."""
+    if error is None or bound is None:
+        return "-"
+    if bound == 0:
+        return "equal bits" if error == 0 else f"{error:.2g} / equal bits"
+    return f"{error:.2g} / {bound:.0e}"
+
+
+def bytes_text(sent: Fraction | None, expected: Fraction | None) -> str:
+    """Bytes beside those of the formula."""
+    if sent is None or expected is None:
+        return "-"
+    if sent == expected:
+        return f"{whole(sent)} = formula"
+    factor = f" (x{float(sent / expected):.3g})" if expected else ""
+    return f"{whole(sent)} / {whole(expected)}{factor}"
+
+
+def textbook(members: Iterable[Result]) -> tuple[float, str]:
+    """How many times the textbook's bytes the ``members`` send that have one, and its name
+    (``""``: none does).
+    """
+    sent, wanted, name = Fraction(0), Fraction(0), ""
+    for result in members:
+        told = figures_of(result, "traffic")
+        if "textbook" in told:
+            sent += Fraction(result["bytes_sent"])
+            wanted += Fraction(told["textbook_bytes"])
+            name = told["textbook"]
+    return (float(sent / wanted), name) if wanted else (0.0, "")
+
+
+def _times(times: float, name: str) -> str:
+    return f" ({times:.3g} x {name})" if name else ""
+
+
+def whole(value: Fraction) -> str:
+    """A number of bytes, with decimals only where it is a fraction."""
+    return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
+
+
+def medians(results: Iterable[Result]) -> dict[str, float]:
+    """Median seconds of a judged case by backend."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        if verdicts.kind(result["verdict"]) != "skip":
+            seconds[result["case"]["backend"]].append(float(result["seconds"]))
+    return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
+
+
+#: Reasons of skipped cases that are told one by one.
+_SKIPS = 12
+
+
+def skips(results: Iterable[Result]) -> list[str]:
+    """Why cases were skipped: a line for each implementation and reason, most frequent first."""
+    counts: Counter[str] = Counter(
+        f"{result['case']['implementation']} {result['reason']}"
+        for result in results
+        if verdicts.kind(result["verdict"]) == "skip"
+    )
+    told = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
+    rest = len(counts) - len(told)
+    return [*told, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
+
+
+def closing(run: Run) -> str:
+    """Counts of all verdicts of the run, in words."""
+    return verdicts.summary(verdicts.count(run.cases), len(run.left_out))
+
+
+def provenance(run: Run) -> str:
+    """Which code ran, with what, where."""
+    last = run.header["invocations"][-1]
+    machine = last.get("fingerprint", {})
+    commit = str(last.get("commit") or "unknown")
+    return (
+        f"Run `{run.path.name}`: commit {commit[:12]}, torch {last['packages'].get('torch')}, "
+        f"Python {last['python']}, {machine.get('cpu')}, {machine.get('cores')} cores."
+    )

@@ -1,0 +1,199 @@
+"""A run as Markdown: the tables of the README, and ``report.md`` with all that the page tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from suite import bench_command, bubbles
+from suite.errors import Problem, SelectionError
+from suite.report import curves, kills, memory, summary, tables
+from suite.report.environment import environment
+from suite.report.limits import limits
+from suite.report.matrix import matrix
+from suite.results import Run
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+#: What broke is told in full for so many; the others stand in a table.
+TOLD = 50
+
+
+def markdown(run: Run) -> str:
+    """The README's tables: implementation x backend, options and worlds together; kill count."""
+    lines = _table(tables.HEADINGS, (row.cells() for row in tables.rows(run.cases, False)))
+    lines += ["", f"{tables.closing(run)}."]
+    rows = memory.memory_rows(run.cases)
+    if rows:
+        lines += ["", f"{memory.TITLE}:", "", *_table(memory.HEADINGS, rows)]
+        lines += ["", f"Accounting, in {memory.ACCOUNTING}."]
+    lines += _bubbles(run)
+    if run.kills:
+        killed = sum(bool(kill["killed"]) for kill in run.kills)
+        told = f"Planted faults: {killed} of {len(run.kills)} killed by their named check."
+        lines += ["", told]
+    lines += ["", tables.provenance(run)]
+    return "\n".join(lines) + "\n"
+
+
+def document(run: Run) -> str:
+    """``report.md``: what ``report.html`` tells, without its drawings."""
+    told = summary.headline(run)
+    lines = [f"# Shardproof: run {run.path.name}", "", f"**{told.sentence}**", ""]
+    lines += [f"- {_safe(detail)}" for detail in told.details]
+    lines += ["", _safe(tables.provenance(run))]
+    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits, _environment):
+        lines += section(run)
+    return "\n".join(lines) + "\n"
+
+
+def insert(text: str, path: Path) -> None:
+    """Replace what stands between the markers in the file at ``path``.
+
+    :raises SelectionError: no such file, or not exactly one pair of markers.
+    """
+    try:
+        old = path.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or "cannot be read"
+        raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    if old.count(BEGIN) != 1 or len(pattern.findall(old)) != 1:
+        remedy = f"put one line {BEGIN} and below it one line {END} into it"
+        raise SelectionError(Problem("--into: no markers", remedy, str(path)))
+    new = pattern.sub(lambda _: f"{BEGIN}\n{text.rstrip()}\n{END}", old)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(new, encoding="utf-8")
+    partial.replace(path)
+
+
+# ------------------------------------------------------------------------------------ sections
+
+
+def _broken(run: Run) -> Iterator[str]:
+    found = summary.breaks(run)
+    if not found:
+        return
+    yield from ("", "## What broke", "")
+    causes = summary.by_cause(found)
+    if len(found) > TOLD:
+        rows = [(name, cause, str(times)) for name, cause, times in causes]
+        yield from _table(("implementation", "failed first", "cases"), rows)
+        yield from ("", f"The first {TOLD} of {len(found)}:", "")
+    for item in found[:TOLD]:
+        yield f"- **{_safe(item.verdict)}** `{_code(item.name)}`"
+        yield from ("", "  ~~~~text")
+        yield from (f"  {line}" for line in item.reason.splitlines())
+        yield from (["  ~~~~"] if not item.rerun else ["", f"  {item.rerun}", "  ~~~~"])
+        yield ""
+
+
+def _matrix(run: Run) -> Iterator[str]:
+    found = matrix(run.cases, run.left_out)
+    if not found.rows:
+        return
+    yield from ("", "## Capabilities", "")
+    names = [name for name, _ in found.columns]
+    rows = [
+        (row.implementation, row.backend, *("" if c is None else c.text for c in row.cells))
+        for row in found.rows
+    ]
+    yield from _table(("implementation", "backend", *names), rows)
+    yield ""
+    yield from (f"- {name}: {says}" for name, says in found.columns)
+
+
+def _results(run: Run) -> Iterator[str]:
+    if not run.cases:
+        return
+    yield from ("", "## Implementation x backend x world", "")
+    yield from _table(tables.HEADINGS, (row.cells() for row in tables.rows(run.cases)))
+    rows = memory.memory_rows(run.cases)
+    if rows:
+        yield from ("", "## Memory", "", f"{memory.TITLE}:", "")
+        yield from _table(memory.HEADINGS, rows)
+        yield from ("", f"Accounting, in {memory.ACCOUNTING}.")
+    if bubbles.tables(run.cases):
+        yield from ("", "## Pipelines", *_bubbles(run))
+
+
+def _bubbles(run: Run) -> Iterator[str]:
+    for title, headings, cells, notes in bubbles.tables(run.cases):
+        yield from ("", f"{title}:", "", *_table(headings, cells))
+        for note in notes:
+            yield from ("", note)
+
+
+def _timed(run: Run) -> Iterator[str]:
+    if not run.benches:
+        return
+    yield from ("", "## Comparisons of times", "")
+    yield from _table(bench_command.HEADINGS, map(bench_command.cells, run.benches))
+    for line in run.benches:
+        yield from ("", "~~~~text", *bench_command.details(line), "~~~~")
+
+
+def _scaling(run: Run) -> Iterator[str]:
+    if run.scalings:
+        yield from ("", "## Scaling", "")
+        yield from _table(curves.HEADINGS, curves.rows(run.scalings))
+
+
+def _killed(run: Run) -> Iterator[str]:
+    told = kills.judged(run.kills)
+    if not told:
+        return
+    yield from ("", "## Planted faults", "")
+    columns, rows = kills.kill_matrix(told)
+    cells = [
+        (
+            name,
+            str(kill["parent"]),
+            "killed" if kill["killed"] else f"SURVIVES: {kill['why_not']}",
+            *marks,
+            str(kill["lane"]),
+            "-" if kill["margin"] is None else f"{float(kill['margin']):.1e}",
+        )
+        for kill, (name, marks) in zip(told, rows, strict=True)
+    ]
+    yield from _table(("fault", "parent", "verdict", *columns, "lane", "error / bound"), cells)
+    yield from ("", "; ".join(f"{mark} {says}" for mark, says in kills.MARKS.items() if mark) + ".")
+    yield from ("", f"{kills.kill_counts(told)}.")
+
+
+def _limits(run: Run) -> Iterator[str]:
+    yield from ("", "## What was not checked")
+    found = limits(run)
+    if not found:
+        yield from ("", "Nothing was left out, skipped or left open.")
+    for limit in found:
+        yield from ("", f"### {limit.title}", "", limit.why, "")
+        yield from _table(limit.headings, limit.rows)
+        if limit.rest:
+            yield from ("", f"And {limit.rest} more rows.")
+
+
+def _environment(run: Run) -> Iterator[str]:
+    headings, rows = environment(run)
+    yield from ("", "## What ran, and where", "")
+    yield from _table(("", *headings), ((name, *texts) for name, texts in rows))
+
+
+# --------------------------------------------------------------------------------------- forms
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_row(headings), _row(["---"] * len(headings)), *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_safe(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _safe(text: str) -> str:
+    """One line that no reader of Markdown takes for HTML."""
+    return " ".join(text.split()).replace("<", "&lt;")
+
+
+def _code(text: str) -> str:
+    return text.replace("`", "'")
