@@ -36,12 +36,15 @@ from suite.bundle import (
     unpacked,
     verify_archive,
 )
+from suite.case import WorkloadSpec
 from suite.cli import main
+from suite.contract import OptimizerSpec
 from suite.errors import SelectionError
 from suite.kills import pair
 from suite.registry import load_mutant
 from suite.results import Durations, RunFolder, read
 from suite.timing import session
+from suite.timing.plan import Pair, Side
 from suite.version import VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -57,10 +60,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunFolder(path, ["test"]) as folder:
         cases = plan([fault.parent, fault.case], durations, 1, None)
         assert execute.execute(folder, cases, 1, None, durations) == 1
-        line: dict[str, Any] = {"id": "speed", "problem": None, "losses": {}}
-        line["pair"] = {"dtype": "float32", "goal": None}
-        line |= session.conclude(line, [])
-        line["times"] = session.write_times(path, "speed", [])
+        side = Side("reference/ddp")
+        workload = WorkloadSpec("charnames_gpt")
+        sides = Pair("speed", side, side, "gloo", 2, workload, OptimizerSpec())
+        line = session.result(session.Measured(sides, problem=("precondition", "not today")))
+        line["times"] = session.write_times(path, sides.id, [])
         folder.seal(line["times"])
         folder.add(line, "bench")
     (path / "local" / "case0000").mkdir(parents=True)
