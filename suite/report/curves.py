@@ -20,7 +20,13 @@ Line = Mapping[str, Any]
 HEADINGS = (
     *("mode", "implementation", "backend", "ranks", "verdict"),
     *("efficiency against plain [95 %]", "against wrapped [95 %]", "modelled", "target"),
-    *("achieved / predicted", "exposed communication", "memory / formula", "reason"),
+    *(
+        "achieved / predicted",
+        "achieved / probed",
+        "exposed communication",
+        "memory / formula",
+        "reason",
+    ),
 )
 #: What a curve is against, its mark and its name.
 BASES = (("plain", "circle"), ("wrapped", "square"))
@@ -38,8 +44,13 @@ class Panel:
 
 def title_of(line: Line) -> str:
     """The system with the label of its options."""
-    label = line.get("label")
+    label = (line.get("cell") or {}).get("label")
     return str(line["implementation"]) + (f"+{label}" if label else "")
+
+
+def _scenario(line: Line) -> str:
+    """Two scenarios may scale one system: the name of its own, or else the mode."""
+    return str((line.get("cell") or {}).get("name") or line["mode"])
 
 
 def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
@@ -55,6 +66,7 @@ def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
                 _plain(_modelled(told), "{:.3f}"),
                 f"{float(told.get('target') or 0):.0%}",
                 _plain(score.get("achieved_over_predicted"), "{:.3f}"),
+                _plain(score.get("achieved_over_probed"), "{:.3f}"),
                 _plain(score.get("exposed_share"), "{:.1%}"),
                 _plain(score.get("memory_over_formula"), "{:.3f}"),
                 str(told.get("reason") or ""),
@@ -67,15 +79,15 @@ def panels(lines: Iterable[Line]) -> list[Panel]:
     """One panel for each mode, system and backend."""
     groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
     for told in lines:
-        groups[told["mode"], title_of(told), told["backend"]].append(told)
+        groups[_scenario(told), title_of(told), told["backend"]].append(told)
     return [
-        Panel(f"{name} on {backend}, {mode} scaling", _draw(mode, name, backend, members))
-        for (mode, name, backend), members in sorted(groups.items())
+        Panel(f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
+        for (scenario, name, backend), members in sorted(groups.items())
     ]
 
 
 def _key(told: Line) -> tuple[str, str, str, int]:
-    return told["mode"], title_of(told), told["backend"], told["world"]
+    return _scenario(told), title_of(told), told["backend"], told["world"]
 
 
 def _modelled(told: Line) -> float | None:
@@ -101,11 +113,13 @@ def _plain(value: Any, form: str) -> str:
     return "-" if value is None else form.format(float(value))
 
 
-def _draw(mode: str, name: str, backend: str, members: Sequence[Line]) -> Markup:
+def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Markup:
     ordered = sorted(members, key=lambda told: told["world"])
     worlds = [int(told["world"]) for told in ordered]
     points = [p for told in ordered for base, _ in BASES if (p := _measured(told, base))]
-    modelled = [(w, m) for w, t in zip(worlds, ordered, strict=True) if (m := _modelled(t))]
+    modelled = [
+        (w, m) for w, t in zip(worlds, ordered, strict=True) if (m := _modelled(t)) is not None
+    ]
     top = max([1.0, *(high for _, _, high in points), *(m for _, m in modelled)])
     top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
     x = svg.Scale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
@@ -127,7 +141,7 @@ def _draw(mode: str, name: str, backend: str, members: Sequence[Line]) -> Markup
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
             parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}"))
     return svg.drawing(
-        f"{mode.capitalize()} scaling of {name} on {backend}",
+        f"{scenario.capitalize()} scaling of {name} on {backend}",
         " ".join(_sentence(told) for told in ordered),
         _WIDTH,
         _HEIGHT,

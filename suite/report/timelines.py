@@ -216,11 +216,15 @@ def _strip(
 
     parts = []
     low, high = lane[0]["begin"], lane[-1]["end"]
+    beyond = min((row["begin"] for row in every if row["begin"] > high), default=None)
     for call in calls:
-        if call["rank"] != rank or not low <= call["issued"] <= high or not call["floating"]:
+        number = call["issued"]
+        if call["rank"] != rank or number < low or (beyond is not None and number >= beyond):
             continue
-        waited = call["issued"] if call["waited"] is None else min(call["waited"], high)
-        start, stop = x(when(call["issued"])), x(when(waited))
+        if not call["floating"] or call["phase"] not in ("forward", "backward"):
+            continue
+        waited = number if call["waited"] is None else call["waited"]
+        start, stop = x(when(number)), x(when(waited))
         hint = f"{call['operation']} along {call['axis']}, {call['payload_bytes']:,} bytes"
         width = max(stop - start, 1.6)
         parts.append(svg.rect(start, top + _BLOCK + 1.5, width, _STRIP, "a-call", hint))
