@@ -7,7 +7,7 @@ the formula: where all holds they are alike.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -118,7 +118,8 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result])
     expected = sum((Fraction(r["bytes_expected"]) for r in members), Fraction(0))
     if not sent and not expected:
         return None
-    measured, formula = Counter[str](), Counter[str]()
+    measured: dict[str, float] = defaultdict(float)
+    formula: dict[str, float] = defaultdict(float)
     times, book = textbook(members)
     for result in members:
         told = figures_of(result, "traffic")
@@ -129,7 +130,9 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result])
     parts = _pair(
         _scaled(measured, sent), _scaled(formula, expected), float(max(sent, expected)), "o"
     )
-    mix = ", ".join(f"{_plain(k)} {v / formula.total():.0%}" for k, v in _ordered(formula).items())
+    mix = ", ".join(
+        f"{_plain(k)} {v / sum(formula.values()):.0%}" for k, v in _ordered(formula).items()
+    )
     told_bytes = bytes_text(sent, expected)
     image = svg.drawing(
         f"Traffic of {name} on {backend}, {world} ranks",
