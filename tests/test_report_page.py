@@ -201,7 +201,7 @@ def test_efficiencies_beyond_one_stay_inside() -> None:
     [panel] = curves.panels([line])
     assert "160%" in panel.image
     for at in re.findall(r'cy="([-0-9.]+)"', panel.image):
-        assert 0 < float(at) < 210
+        assert 0 < float(at) < 240
 
 
 def test_comparisons_share_one_axis(full: Path) -> None:

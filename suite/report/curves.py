@@ -30,7 +30,7 @@ HEADINGS = (
 )
 #: What a curve is against, its mark and its name.
 BASES = (("plain", "circle"), ("wrapped", "square"))
-_WIDTH, _HEIGHT = 330.0, 210.0
+_WIDTH, _HEIGHT = 330.0, 240.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 
@@ -128,8 +128,8 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Ma
     parts = [*_axes(x, y, worlds, top), *_target(y, target)]
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
-        parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 3.2) for w, m in modelled]
-    for shift, (base, mark) in zip((-3.5, 3.5), BASES, strict=True):
+        parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
+    for shift, (base, mark) in zip((-4.0, 4.0), BASES, strict=True):
         for world, told in zip(worlds, ordered, strict=True):
             found = _measured(told, base)
             if found is None:
@@ -139,7 +139,7 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Ma
             hollow = " hollow" if told["verdict"] == "oversubscribed" else ""
             parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
-            parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}"))
+            parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
     return svg.drawing(
         f"{scenario.capitalize()} scaling of {name} on {backend}",
         " ".join(_sentence(told) for told in ordered),

@@ -98,6 +98,7 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
         _TOP + _ROW * len(shown) + 4,
         parts,
         "heat",
+        fixed=True,
     )
     note = f"Check {check}; {len(cells)} tensors compared, {len(beyond)} beyond their bound."
     if len(shown) < len(ordered):

@@ -102,7 +102,10 @@ def html(run: Run) -> str:
         tiles=_tiles(run),
         told=told[:TOLD],
         more_told=_by_implementation(told[TOLD:]),
-        causes=summary.by_cause([item.item for item in told]),
+        causes=[
+            (name, cause, f"{times:,}")
+            for name, cause, times in summary.by_cause([item.item for item in told])
+        ],
         maps_missing=_maps_missing(told),
         matrix=found,
         group_of={(group.implementation, group.backend): group.anchor for group in grouped},

@@ -49,8 +49,12 @@ def drawing(
     parts: Iterable[Markup],
     class_: str = "",
     stretch: bool = False,
+    fixed: bool = False,
 ) -> Markup:
-    """A drawing of ``width`` x ``height`` units; ``stretch``: the width follows the space."""
+    """A drawing of ``width`` x ``height`` units.
+
+    ``stretch``: the width alone follows the space; ``fixed``: a unit is a pixel.
+    """
     return element(
         "svg",
         element("title", title),
@@ -61,6 +65,8 @@ def drawing(
         viewBox=f"0 0 {number(float(width))} {number(float(height))}",
         class_=class_ or None,
         preserveAspectRatio="none" if stretch else None,
+        width=width if fixed else None,
+        height=height if fixed else None,
     )
 
 

@@ -2,8 +2,8 @@
 
 A lane for each rank with its computations of the last step (F forward, B gradient of the input,
 W gradient of the weights, BW both), the number of the micro-batch inside.  The strip below a lane
-tells its calls to process groups, from the issue to the wait: calls have no clock of their own but
-stand in the program's order, so that they lie between the computations around them.
+tells its calls to process groups, a tick at the issue and a bar to the wait: calls have no clock of
+their own but stand in the program's order, so they lie between the computations around them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,17 @@ def _chosen(results: Iterable[Result]) -> list[Result]:
             found[key] = result
     turns: Counter[str] = Counter()
     ordered = []
-    by_shape = sorted(found.items(), key=lambda item: (not _broke(item[1]), item[0]))
-    for key, result in by_shape:
+    for key, result in sorted(found.items(), key=lambda item: _telling(item[1])):
         ordered.append((not _broke(result), turns[key[0]], key, result))
         turns[key[0]] += 1
     return [result for *_, result in sorted(ordered, key=lambda item: item[:3])]
+
+
+def _telling(result: Result) -> tuple[bool, bool, int, int]:
+    """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
+    case = result["case"]
+    more = min(case["workload"]["micro_batches"], 16), min(case["mesh"]["pipe"], 4)
+    return *_rank(result), -more[0], -more[1]
 
 
 def _rank(result: Result) -> tuple[bool, bool]:
@@ -226,9 +232,9 @@ def _strip(
         waited = number if call["waited"] is None else call["waited"]
         start, stop = x(when(number)), x(when(waited))
         hint = f"{call['operation']} along {call['axis']}, {call['payload_bytes']:,} bytes"
-        width = max(stop - start, 1.6)
-        parts.append(svg.rect(start, top + _BLOCK + 1.5, width, _STRIP, "a-call", hint))
-    return parts[:BLOCKS]
+        parts.append(svg.rect(start, top + _BLOCK + 2, stop - start, _STRIP, "a-wait"))
+        parts.append(svg.rect(start, top + _BLOCK + 2, 2.0, _STRIP, "a-call", hint))
+    return parts[: 2 * BLOCKS]
 
 
 def _ticks(x: svg.Scale, seconds: float, bottom: float) -> list[Markup]:
