@@ -13,15 +13,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from suite import bench_command
 from suite.report import svg
+from suite.timing import stats
+from suite.timing import tables as times
 
 Line = Mapping[str, Any]
 #: Beyond these ratios an arrow stands.
 _LEAST, _MOST = 0.125, 8.0
 _WIDTH, _HEIGHT, _EDGE = 300.0, 34.0, 14.0
 _TICKS = (0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
-HEADINGS = bench_command.HEADINGS
+HEADINGS = times.HEADINGS
 RED = ("slower", "crash", "hang", "fail")
 
 
@@ -37,16 +38,21 @@ class Comparison:
 
 def comparisons(lines: Sequence[Line]) -> list[Comparison]:
     """Every comparison in the order in which they were timed."""
-    scale = _scale(lines)
+    scale, family = _scale(lines), stats.family(lines)
     return [
         Comparison(
             _draw(told, scale) if "ratio" in told else None,
-            bench_command.cells(told),
-            tuple(text.strip() for text in bench_command.details(told)),
+            times.cells(told, family),
+            tuple(text.strip() for text in times.details(told)),
             str(told["verdict"]),
         )
         for told in lines
     ]
+
+
+def lost(lines: Sequence[Line]) -> str:
+    """A sentence if a difference does not stand beside all others of the run."""
+    return times.lost(lines, stats.family(lines)) or ""
 
 
 def axis(lines: Sequence[Line]) -> Markup | None:

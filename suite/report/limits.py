@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from suite import capability_matrix, verdicts
-from suite.report import summary
+from suite.report import matrix, summary
 from suite.report.tables import Result
 from suite.results import Run
 
@@ -145,7 +145,7 @@ def _some(names: Sequence[str], most: int = 4) -> str:
 
 def _never_asked(run: Run) -> Limit:
     """Capabilities that some implementation was asked about, and this one on no backend."""
-    cells = capability_matrix.cells(run.cases, run.left_out)
+    cells = matrix.cells(run)
     names = sorted({cell.implementation for cell in cells})
     asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
     rows = []

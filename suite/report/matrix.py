@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from suite import capability_matrix
 from suite.capability_matrix import Cell
-from suite.report.tables import Result
+from suite.results import Run
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,14 @@ class Matrix:
     rows: tuple[MatrixRow, ...]
 
 
-def matrix(results: Iterable[Result], left_out: Iterable[Result]) -> Matrix:
+def cells(run: Run) -> list[Cell]:
+    """Every cell that a case of ``run`` says something about."""
+    return capability_matrix.cells(run.cases, [told for told in run.left_out if "case" in told])
+
+
+def matrix(run: Run) -> Matrix:
     """The matrix of all cases of a run."""
-    found = capability_matrix.cells(results, left_out)
+    found = cells(run)
     names = capability_matrix.columns(found)
     by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in found}
     places = sorted({(cell.implementation, cell.backend) for cell in found})

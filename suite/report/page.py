@@ -83,7 +83,7 @@ def html(run: Run) -> str:
     )
     jinja.filters["look"] = look
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    found = matrix(run.cases, run.left_out)
+    found = matrix(run)
     told = _told(run)
     anchors = {item.item.name: item.anchor for item in told}
     grouped = _groups(run.cases, [name for name, _ in found.columns], anchors)
@@ -130,6 +130,7 @@ def html(run: Run) -> str:
         comparison_headings=forest.HEADINGS,
         comparisons=forest.comparisons(run.benches),
         axis=forest.axis(run.benches),
+        lost=forest.lost(run.benches),
         kill_columns=columns,
         kills=list(zip(judged, marks, strict=True)),
         kill_marks=kills.MARKS,

@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from suite import bench_command, bubbles
+from suite import bubbles
 from suite.errors import Problem, SelectionError
 from suite.report import curves, kills, memory, summary, tables
 from suite.report.environment import environment
 from suite.report.limits import limits
 from suite.report.matrix import matrix
 from suite.results import Run
+from suite.timing import stats
+from suite.timing import tables as times
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: What broke is told in full for so many; the others stand in a table.
@@ -89,7 +91,7 @@ def _broken(run: Run) -> Iterator[str]:
 
 
 def _matrix(run: Run) -> Iterator[str]:
-    found = matrix(run.cases, run.left_out)
+    found = matrix(run)
     if not found.rows:
         return
     yield from ("", "## Capabilities", "")
@@ -128,9 +130,10 @@ def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
     yield from ("", "## Comparisons of times", "")
-    yield from _table(bench_command.HEADINGS, map(bench_command.cells, run.benches))
+    family = stats.family(run.benches)
+    yield from _table(times.HEADINGS, (times.cells(line, family) for line in run.benches))
     for line in run.benches:
-        yield from ("", "~~~~text", *bench_command.details(line), "~~~~")
+        yield from ("", "~~~~text", *times.details(line), "~~~~")
 
 
 def _scaling(run: Run) -> Iterator[str]:
