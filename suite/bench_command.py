@@ -52,15 +52,15 @@ class OptimizerChoice(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command(short_help="Time pairs of implementations, A B B A.")(bench)
+    app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench)
 
 
 def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="A B | FILE",
-            help="two implementations, or speed scenarios (default: scenarios/speed)",
+            metavar="A B | SCENARIO",
+            help="two implementations, or timed scenarios (default: all of scenarios/speed)",
         ),
     ] = None,
     expression: Annotated[
@@ -137,6 +137,7 @@ def bench(
     ] = False,
 ) -> None:
     """Is A faster than B here? Blocks of steps in the order A B B A, both alive in the same ranks.
+    What do more ranks gain? The same for one rank and N (docs/scaling.md).
 
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
@@ -144,6 +145,10 @@ def bench(
     shardproof bench                                   every pair in scenarios/speed
     shardproof bench data-parallel -k zero3 --profile  one of them, and where its time goes
     shardproof bench peers --budget 15                 what fits into a quarter of an hour
+    shardproof bench scaling                           strong and weak scaling
+    shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
+
+    SCENARIO: a file, a folder, a name (strong) or folder/name (scaling/strong) of scenarios/.
 
     Ratios are A over B, from medians of blocks, with the 95 % interval of a paired t on their logs;
     p is that of the exact sign-flip permutation. A/A: A beside its twin, what this machine leaves
@@ -155,12 +160,17 @@ def bench(
     small difference   certain, but smaller than the margin
     inconclusive       neither; the smallest effect that could be seen stands beside it
 
+    \b
+    holds, below       efficiency is certain to reach, or to miss, its target (80 %)
+    oversubscribed     more ranks than physical cores: not measured, a modelled figure beside it
+
     Of many comparisons some differ by chance: "in this report" says which differences stand beside
     all others (Holm); one that does not is inconclusive there. What does not fit into --budget, by
     past durations, is left out, printed and recorded; no comparison is cut short.
 
-    Exit codes: 0 decided (slower is no failure unless --fail-on slower), 1 a crash, a hang or sides
-    that do not train the same, 2 bad input, 3 inconclusive or nothing timed.
+    Exit codes: 0 decided (slower is no failure unless --fail-on slower, below none unless --fail-on
+    goal), 1 a crash, a hang or sides that do not train the same, 2 bad input, 3 inconclusive or
+    nothing timed.
     """
     from suite import execute
     from suite.results import Durations
@@ -168,6 +178,26 @@ def bench(
     from suite.timing.session import Bench
 
     began = time.monotonic()
+    of_pair = {
+        "--option-a": option_a,
+        "--option-b": option_b,
+        "--mesh-a": mesh_a,
+        "--mesh-b": mesh_b,
+        "--param": param,
+        "--size": size,
+    }
+    if names and not _are_implementations(names):
+        from suite import scaling_command
+
+        if paths := scaling_command.files(names):
+            mine = {"--profile": profile, "--no-memory": no_memory, "--goal": goal}
+            _refuse(of_pair | mine, "name two implementations, or a scenario of pairs")
+            found = scaling_command.cells(
+                paths, expression, backend, world, blocks, launches, deadline
+            )
+            below_fails = FailOn.goal in (fail_on or ())
+            code = scaling_command.run(found, results, below_fails, budget, dry_run)
+            raise typer.Exit(code)
     if names is not None and _are_implementations(names):
         pairs = [
             plan.Pair(
@@ -198,17 +228,7 @@ def bench(
             )
         ]
     else:
-        for option, given in (
-            ("--option-a", option_a),
-            ("--option-b", option_b),
-            ("--mesh-a", mesh_a),
-            ("--mesh-b", mesh_b),
-            ("--param", param),
-            ("--size", size),
-        ):
-            if given:
-                remedy = "write it into the speed scenario, or name two implementations"
-                raise SelectionError(Problem(f"{option} belongs to one pair", remedy, str(given)))
+        _refuse(of_pair, "write it into the speed scenario, or name two implementations")
         pairs = _chosen(plan.read(names or []), expression)
     changes: dict[str, Any] = {
         "blocks": blocks,
@@ -242,8 +262,10 @@ def bench(
 def _are_implementations(names: Sequence[str]) -> bool:
     """Whether ``names`` are a pair; one name alone is a speed scenario or a mistake."""
     from suite import registry
+    from suite.timing import plan
 
-    if all(name.endswith((".yaml", ".yml")) or Path(name).is_dir() for name in names):
+    timed = plan.known()
+    if all(n in timed or n.endswith((".yaml", ".yml")) or Path(n).is_dir() for n in names):
         return False
     known = registry.names()
     alike = [name for name in names if "/" in name or ":" in name or name in known]
@@ -255,6 +277,13 @@ def _are_implementations(names: Sequence[str]) -> bool:
     for name in names:
         registry.check(name)
     return True
+
+
+def _refuse(given: Mapping[str, Any], remedy: str) -> None:
+    """Raise for an option that was given and does not belong to what was named."""
+    for option, value in given.items():
+        if value:
+            raise SelectionError(Problem(f"{option} belongs to one pair", remedy, str(value)))
 
 
 def _chosen(pairs: list[Pair], expression: str) -> list[Pair]:
@@ -326,7 +355,7 @@ def _execute(
                 started = time.monotonic()
                 try:
                     if item.problem is None:
-                        _time(session, item, asked, _Blocks(console, said, pair.blocks))
+                        _time(session, item, asked, Blocks(console, said, pair.blocks))
                 finally:
                     if item.rows or item.problem:  # also after Ctrl-C: whole blocks can be judged
                         with interrupts.held():
@@ -348,7 +377,7 @@ def _execute(
         return execute.guarded(folder, console, body, interrupted, durations.save)
 
 
-def _time(session: Any, item: Any, asked: _Asked, blocks: _Blocks) -> None:
+def _time(session: Any, item: Any, asked: _Asked, blocks: Blocks) -> None:
     """All passes of one comparison."""
     with blocks as shown:
         session.time(item, shown.tell)
@@ -372,7 +401,7 @@ def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     return verdicts.HELD
 
 
-class _Blocks:
+class Blocks:
     """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
@@ -380,7 +409,7 @@ class _Blocks:
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
 
-    def __enter__(self) -> _Blocks:
+    def __enter__(self) -> Blocks:
         if self._console.is_terminal:
             from rich import progress
 

@@ -25,11 +25,18 @@ def backends() -> Entries:
 
 
 def scenarios() -> Entries:
-    """Scenarios of the default folder and why each exists."""
-    from suite.scenarios.load import default_folder, find
+    """Scenarios of the default folder and why each exists; timed ones as folder/name."""
+    from suite.scenarios import source
+    from suite.scenarios.load import default_folder, find, timed_files
 
-    files = find([str(default_folder())])
-    return [(file.name, " ".join(file.scenario.about.split())) for file in files]
+    folder = default_folder()
+    files = find([str(folder)])
+    judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
+    timed = []
+    for path in timed_files(folder):
+        about = " ".join(str(source.read(path).plain().get("about", "")).split())
+        timed.append((f"{path.parent.name}/{path.stem}", f"timed by `shardproof bench`: {about}"))
+    return judged + timed
 
 
 def mutants() -> Entries:

@@ -303,12 +303,13 @@ def list_(
 def check_scenario(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="scenario files")],
 ) -> None:
-    """Check scenario files: every fault with its file, line, value and remedy.
+    """Check scenario files, timed ones too: every fault with its file, line, value and remedy.
 
     \b
     shardproof check-scenario scenarios/conformance/*.yaml
+    shardproof check-scenario scenarios/scaling/strong.yaml
     """
-    from suite.scenarios.load import load, load_all
+    from suite.scenarios.load import load, load_all, timed
     from suite.scenarios.matrix import expand
     from suite.scenarios.vocabulary import installed
 
@@ -316,6 +317,9 @@ def check_scenario(
     good: list[Path] = []
     for path in files:
         try:
+            if kind := timed(path):
+                typer.echo(_timed(path, kind))
+                continue
             file = load(path)
             cases = expand(file, installed())
         except InputError as error:
@@ -332,16 +336,50 @@ def check_scenario(
         raise InputError(problems)
 
 
+def _timed(path: Path, kind: str) -> str:
+    """What a timed scenario without faults holds."""
+    if kind == "speed":
+        from suite.timing.plan import read
+
+        return f"{path}: {len(read([str(path)]))} pairs, for `shardproof bench`"
+    from suite.timing.scaling import plan
+
+    cells = plan.read([path])
+    return f"{path}: {cells[0].name}, {len(cells)} cells, for `shardproof bench`"
+
+
+class Shape(StrEnum):
+    """Shapes of scenario files."""
+
+    scenario = "scenario"
+    speed = "speed"
+    scaling = "scaling"
+
+
 @app.command()
-def schema() -> None:
+def schema(
+    shape: Annotated[
+        Shape, typer.Argument(metavar="SHAPE", help="scenario, or one for `bench`: speed, scaling")
+    ] = Shape.scenario,
+) -> None:
     """Print the JSON Schema of scenario files, for editors.
 
     \b
     shardproof schema > scenario.schema.json
+    shardproof schema scaling > scaling.schema.json
     """
-    from suite.scenarios.schema import json_schema
+    from suite.scenarios.schema import Model, Scenario, json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    model: type[Model] = Scenario
+    if shape is Shape.speed:
+        from suite.timing.plan import SpeedScenario
+
+        model = SpeedScenario
+    elif shape is Shape.scaling:
+        from suite.timing.scaling.plan import ScalingScenario
+
+        model = ScalingScenario
+    typer.echo(json.dumps(json_schema(model, shape.value), indent=2))
 
 
 @app.command()
@@ -362,7 +400,7 @@ def report(
     shardproof report 20260102-030405 --format markdown
     shardproof report --into README.md
     """
-    from suite import execute
+    from suite import execute, scaling_command
     from suite import report as reports
     from suite.results import find_run, read
     from suite.timing import peers
@@ -382,6 +420,8 @@ def report(
         typer.echo(reports.markdown(found), nl=False)
         if found.benches:
             typer.echo(bench_command.markdown(found.benches), nl=False)
+        if found.scalings:
+            typer.echo(scaling_command.markdown(found.scalings), nl=False)
     elif form is Format.html:
         typer.echo(reports.html(found), nl=False)
     else:
@@ -393,6 +433,7 @@ def report(
         if found.kills:
             reports.show_kills(found.kills, console.print)
         bench_command.show(found.benches, console)
+        scaling_command.show(found.scalings, console)
         execute.tell(console, reports.closing(found))
 
 

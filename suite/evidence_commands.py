@@ -51,7 +51,7 @@ def verify(run: RunArgument = None) -> None:
         typer.echo(text)
     if found.problems:
         raise typer.Exit(verdicts.BROKEN)
-    judged = found.cases + found.kills + found.benches
+    judged = found.cases + found.kills + found.benches + found.scalings
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 

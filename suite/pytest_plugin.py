@@ -37,13 +37,13 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Scenario files are YAML files in a folder ``scenarios`` or named on the command line."""
     if file_path.suffix not in (".yaml", ".yml") or file_path.name.startswith(("_", ".")):
         return None
-    from suite.scenarios.load import OTHER_SHAPES
-
-    if file_path.parent.name in OTHER_SHAPES:
-        return None  # timed pairs are no tests: `shardproof bench` runs them
     named = any(str(file_path) == str(Path(arg).resolve()) for arg in parent.config.args)
     if not named and "scenarios" not in file_path.parts:
         return None
+    from suite.scenarios.load import timed
+
+    if not named and timed(file_path):
+        return None  # no tests: `shardproof bench` runs them, and says so where one is named
     return ScenarioFile.from_parent(parent, path=file_path)
 
 

@@ -114,7 +114,7 @@ class RunFolder:
         self._write_header()
 
     def plan_benches(self, ids: Sequence[str]) -> None:
-        """Say which comparisons are about to be timed."""
+        """Say which comparisons or scaling cells are about to be timed."""
         self._invocation["benches"] = list(ids)
         self._write_header()
 

@@ -37,6 +37,7 @@ class Verified:
     left_out: int
     problems: list[str]
     benches: int = 0
+    scalings: int = 0
 
     def sentence(self) -> str:
         """One line for people."""
@@ -44,6 +45,7 @@ class Verified:
             return f"not verified: {len(self.problems)} problem(s)"
         kills = f", {self.kills} kills" if self.kills else ""
         kills += f", {self.benches} comparisons" if self.benches else ""
+        kills += f", {self.scalings} scaling cells" if self.scalings else ""
         return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
 
 
@@ -59,11 +61,16 @@ def verify(path: Path) -> Verified:
         problems += _judged_again(path, result)
     for line in run.kills:
         problems += _killed_again(line, results)
-    for line in run.benches:
+    for line in (*run.benches, *run.scalings):
         problems += _timed_again(path, line)
     problems += _reported_again(path)
     return Verified(
-        len(results), len(run.kills), len(run.left_out), problems, benches=len(run.benches)
+        len(results),
+        len(run.kills),
+        len(run.left_out),
+        problems,
+        benches=len(run.benches),
+        scalings=len(run.scalings),
     )
 
 
@@ -111,7 +118,7 @@ def _id(line: bytes) -> str:
 def _missing(run: Run) -> Iterator[str]:
     """Planned cases and kills that have no line."""
     there = {line["id"] for line in (*run.cases, *run.mutant_cases, *run.left_out)}
-    there |= {line["id"] for line in run.benches}
+    there |= {line["id"] for line in (*run.benches, *run.scalings)}
     kills = {line["name"] for line in run.kills}
     for invocation in run.header["invocations"]:
         ended = invocation.get("exit_code") is not None
@@ -151,11 +158,13 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
-    """Judge the raw times of a comparison."""
-    from suite.timing.session import verify_line
+    """Judge the raw times of a comparison, or of a scaling cell."""
+    from suite.timing import session
+    from suite.timing.scaling import session as scaling
 
+    kind = scaling if line["kind"] == "scaling" else session
     try:
-        problem = verify_line(path, line)
+        problem = kind.verify_line(path, line)
     except (RecordError, KeyError, TypeError, ValueError) as error:
         problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
     if problem is not None:

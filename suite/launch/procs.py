@@ -127,6 +127,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def physical_cores() -> int:
+    """Physical cores among those that this process may use: two threads of one core are one."""
+    found = set()
+    for number in os.sched_getaffinity(0):
+        place = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings")
+        try:
+            found.add(place.read_text().strip())
+        except OSError:  # not told here: what psutil counts, cut to what may be used
+            import psutil
+
+            return min(cores(), psutil.cpu_count(logical=False) or cores())
+    return len(found)
+
+
 def thread_count() -> int:
     """Number of threads of this process, those of native libraries included."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -14,14 +14,16 @@ from pydantic_core import ErrorDetails
 
 from suite.errors import Problem, ScenarioError, SelectionError, nearest
 from suite.scenarios.schema import Scenario
-from suite.scenarios.source import Node, parse, read
+from suite.scenarios.source import MAX_BYTES, Node, parse, read
 
 #: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
 
 Shape = typing.TypeVar("Shape", bound=BaseModel)
-#: Folders of ``scenarios/`` whose files have another shape (pairs for ``shardproof bench``).
-OTHER_SHAPES = ("speed",)
+#: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.
+_TIMED = re.compile(r"^(?:(pairs)|mode|worlds|implementations)[ \t]*:", re.MULTILINE)
+#: The key that only scenarios have.
+_JUDGED = re.compile(r"^matrix[ \t]*:", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,41 @@ class ScenarioFile:
 def load(path: Path) -> ScenarioFile:
     """Read one file.
 
-    :raises ScenarioError: with all faults of its first faulty stage (text, then shape).
+    :raises ScenarioError: with all faults of its first faulty stage (text, then shape), or for a
+        file that is timed (:func:`timed`).
     """
+    if kind := timed(path):
+        raise ScenarioError([_not_judged(path, f"a {kind} scenario")])
     return _validate(read(path), _shown(path))
+
+
+def timed(path: Path) -> str:
+    """``"speed"`` or ``"scaling"`` for a file that ``shardproof bench`` times, else ``""``.
+
+    What stands at the top level says so, whatever the file's folder: ``pairs:`` or ``mode:``, and
+    no ``matrix:``.  A file that cannot be read is left to who loads it.
+    """
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    found = _TIMED.search(text)
+    if found is None or _JUDGED.search(text):
+        return ""
+    return "speed" if found[1] else "scaling"
+
+
+def timed_files(folder: Path) -> list[Path]:
+    """The files below ``folder`` that are timed."""
+    return [path for path in _files_below(folder) if timed(path)]
+
+
+def _not_judged(path: Path, what: str) -> Problem:
+    shown = _shown(path)
+    return Problem(f"{what}: it is timed, not judged", f"run `shardproof bench {shown}`", shown)
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
@@ -113,12 +147,13 @@ def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
 def _paths(argument: str, root: Path) -> list[Path]:
     path = Path(argument)
     try:
-        if path.is_dir():
-            return _in_folder(path)
-        if path.exists() or path.suffix in (".yaml", ".yml") or path.parent != Path():
-            return [path]
+        is_folder, is_file = path.is_dir(), path.exists()
     except (OSError, ValueError):
         raise SelectionError(Problem("not a path", "name a file or folder", argument)) from None
+    if is_folder:
+        return _judged_in(path)
+    if is_file or path.suffix in (".yaml", ".yml"):
+        return [path]
     stems = {found.stem: found for found in _in_folder(root)}
     if argument in stems:
         return [stems[argument]]
@@ -126,7 +161,12 @@ def _paths(argument: str, root: Path) -> list[Path]:
         {found.name: found for found in root.iterdir() if found.is_dir()} if root.is_dir() else {}
     )
     if argument in folders:
-        return _in_folder(folders[argument])
+        return _judged_in(folders[argument])
+    for found in timed_files(root):
+        if argument in (found.stem, f"{found.parent.name}/{found.stem}"):
+            raise SelectionError(_not_judged(found, f"a {timed(found)} scenario"))
+    if path.parent != Path():
+        return [path]
     # The name inside a file may differ from the file's own.
     names: list[str] = []
     for found in stems.values():
@@ -141,14 +181,25 @@ def _paths(argument: str, root: Path) -> list[Path]:
     raise SelectionError(Problem("unknown scenario", remedy, argument))
 
 
+def _judged_in(folder: Path) -> list[Path]:
+    """The scenarios below a folder that was named; one with timed files only is a mistake."""
+    found = _in_folder(folder)
+    if not found and timed_files(folder):
+        raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
+    return found
+
+
 def _in_folder(folder: Path) -> list[Path]:
+    return [path for path in _files_below(folder) if not timed(path)]
+
+
+def _files_below(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
         if path.suffix in (".yaml", ".yml")
         and path.is_file()
         and not path.name.startswith((".", "_"))
-        and path.parent.name not in OTHER_SHAPES
     )
 
 

@@ -352,11 +352,11 @@ class Scenario(Model):
         return self
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a scenario file, for editors and other tools."""
-    schema = Scenario.model_json_schema(mode="validation")
+def json_schema(model: type[Model] = Scenario, name: str = "scenario") -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a file of this shape, for editors and other tools."""
+    schema = model.model_json_schema(mode="validation")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Shardproof scenario",
+        "title": f"Shardproof {name}",
         **{key: value for key, value in schema.items() if key != "title"},
     }

@@ -164,15 +164,15 @@ def run(
     for arm in arms.values():
         arm.set_up()
     with (workdir / f"times{rank}.jsonl").open("w", buffering=1) as file:
-        writer = _Writer(file, launch, rank)
-        warm = {side: _warm_up(arm, control, side, writer) for side, arm in arms.items()}
-        steps = _segment_steps(warm["a"]["seconds"], control)
+        writer = Writer(file, launch, rank)
+        warm = {side: warm_up(arm, control, side, writer) for side, arm in arms.items()}
+        steps = segment_steps(warm["a"]["seconds"], control)
         gc.collect()
         gc.freeze()  # what set-up made is not looked through again while the clock runs
         for block in blocks:
             for name, order in ORDERS.items():
                 for segment, side in enumerate(order):
-                    times = _segment(arms[side], control, steps)
+                    times = segment_times(arms[side], control, steps)
                     writer.add(name, block, segment, side, times)
                 writer.flush()
     assert_nothing_is_recorded(pair.backend)
@@ -186,7 +186,7 @@ def run(
         "cores": cores,
         "pci": _pci(pair.backend),
         "coordinates": {side: arm.coordinate for side, arm in arms.items()},
-        "targets": {side: _targets(arm) for side, arm in arms.items()},
+        "targets": {side: targets_of(arm) for side, arm in arms.items()},
     }
 
 
@@ -197,7 +197,7 @@ def assert_nothing_is_recorded(backend: str) -> None:
         raise RuntimeError("a ledger is on in a timed run: its cost would be measured")
 
 
-def _segment(arm: Arm, control: Comm, steps: int) -> list[float]:
+def segment_times(arm: Arm, control: Comm, steps: int) -> list[float]:
     """Seconds of each of ``steps`` steps on this rank."""
     control.barrier()
     ends = [time.perf_counter()]
@@ -207,7 +207,7 @@ def _segment(arm: Arm, control: Comm, steps: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def _warm_up(arm: Arm, control: Comm, side: str, writer: _Writer) -> dict[str, Any]:
+def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> dict[str, Any]:
     """Steps that do not count; their losses show whether the sides train the same."""
     losses: list[float | None] = []
     times: list[float] = []
@@ -226,7 +226,7 @@ def _warm_up(arm: Arm, control: Comm, side: str, writer: _Writer) -> dict[str, A
     return {"losses": losses[:WARM_LEAST], "seconds": statistics.median(times[2:])}
 
 
-def _segment_steps(seconds: float, control: Comm) -> int:
+def segment_steps(seconds: float, control: Comm) -> int:
     """Steps of a segment, the same on all ranks; ``seconds`` is one's time on this rank."""
     wanted = max(SEGMENT_STEPS, round(SEGMENT_SECONDS / seconds))
     told = torch.tensor([wanted], device=control.device)
@@ -240,12 +240,12 @@ def _agree(over: bool, control: Comm) -> bool:
     return bool(votes.item())
 
 
-def _targets(arm: Arm) -> int:
+def targets_of(arm: Arm) -> int:
     """Targets (tokens, or samples of a classifier) of this rank in one step, masked ones too."""
     return sum(micro.targets.numel() for micro in arm.batches[0].micro_batches)
 
 
-class _Writer:
+class Writer:
     """Appends raw times of whole blocks."""
 
     def __init__(self, file: Any, launch: int, rank: int) -> None:

@@ -286,11 +286,6 @@ class SpeedScenario(Model):
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")
 
 
-def default_folder() -> Path:
-    """``scenarios/speed`` of the working folder, else the one shipped with the suite."""
-    return load.default_folder() / "speed"
-
-
 def read(names: Sequence[str]) -> list[Pair]:
     """The pairs of the speed scenarios that ``names`` name (files, folders, names; none: all).
 
@@ -298,7 +293,7 @@ def read(names: Sequence[str]) -> list[Pair]:
     """
     pairs: list[Pair] = []
     problems: list[Problem] = []
-    for path in _files(names):
+    for path in files(names):
         model, node = load.read_as(path, SpeedScenario)
         for index, item in enumerate(model.pairs):
             try:
@@ -336,23 +331,38 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
     )
 
 
-def _files(names: Sequence[str]) -> list[Path]:
-    folder = default_folder()
-    known = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+def known() -> dict[str, Path]:
+    """Timed scenarios of the default folder by name (``ddp``) and by folder and name
+    (``speed/ddp``).
+    """
+    found: dict[str, Path] = {}
+    for path in load.timed_files(load.default_folder()):
+        found.setdefault(path.stem, path)
+        found[f"{path.parent.name}/{path.stem}"] = path
+    return found
+
+
+def files(names: Sequence[str]) -> list[Path]:
+    """The timed scenarios that ``names`` name: files, folders, names; none: all that pair sides.
+
+    :raises SelectionError: a name that no file has, or a folder without timed scenarios.
+    """
+    root, there = load.default_folder(), known()
     found: dict[Path, None] = {}
-    for name in names or [str(folder)]:
+    for name in names or [str(root / "speed")]:
         path = Path(name)
-        if name in known:
-            found.setdefault(known[name])
-        elif path.is_dir():
-            for file in sorted(path.glob("*.yaml")):
-                found.setdefault(file)
+        if name in there:
+            found.setdefault(there[name])
+        elif path.is_dir() or (root / name).is_dir():
+            folder = path if path.is_dir() else root / name
+            inside = load.timed_files(folder)
+            if not inside:
+                remedy = "name a file, or two implementations"
+                raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))
+            found |= dict.fromkeys(inside)
         elif path.suffix in (".yaml", ".yml"):
             found.setdefault(path)
         else:
-            remedy = nearest(name, known, "speed scenarios") + "; or name two implementations"
-            raise SelectionError(Problem("unknown speed scenario", remedy, name))
-    if not found:
-        remedy = "name a file, or two implementations"
-        raise SelectionError(Problem("no speed scenarios", remedy, str(folder)))
+            remedy = nearest(name, there, "timed scenarios") + "; or name two implementations"
+            raise SelectionError(Problem("unknown timed scenario", remedy, name))
     return list(found)

@@ -22,7 +22,7 @@ from suite.case import split
 from suite.launch.pool import Pool
 from suite.runner import JUDGING_SECONDS, Workspace
 from suite.timing import nvml, stats, telemetry
-from suite.timing.plan import LOSS_TOLERANCE, Pair, natural_mesh
+from suite.timing.plan import LOSS_TOLERANCE, Pair, Side, natural_mesh
 
 #: Verdicts that say that there is nothing to compare; the others are those of ``stats.verdict``.
 BROKEN = ("crash", "hang", "fail", "precondition")
@@ -92,7 +92,7 @@ class Bench:
 
         found = []
         for pair in pairs:
-            workdir = self._folder()
+            workdir = self.folder()
             told = self._lead("examine_sides", pair, workdir, {}, 120.0)
             measured = Measured(pair)
             for letter in LETTERS:
@@ -117,12 +117,12 @@ class Bench:
         pair, began, done = measured.pair, time.monotonic(), 0
         first = 0
         for launch, count in enumerate(split(pair.blocks, pair.launches)):
-            workdir = self._folder()
+            workdir = self.folder()
             more = {"launch": launch, "blocks": list(range(first, first + count))}
             first += count
             sampler = self._sampler(measured, workdir)
             try:
-                with _Watch(workdir, on_blocks, done), sampler:
+                with Watch(workdir, on_blocks, done), sampler:
                     told = self._lead("time_sides", pair, workdir, measured.meshes | more)
             finally:
                 measured.seen.add(sampler.seen)
@@ -140,7 +140,7 @@ class Bench:
         pair = measured.pair
         if not BACKENDS[pair.backend].threads:
             for letter in LETTERS:
-                workdir = self._folder()
+                workdir = self.folder()
                 with self._sampler(measured, workdir) as sampler:
                     told = self._lead("run_alone", pair, workdir, _side(measured, letter), 300.0)
                 if "problem" in told:
@@ -154,7 +154,7 @@ class Bench:
         worst: dict[str, int] = {}
         for letter in LETTERS:
             side = _side(measured, letter)
-            told = self._lead("weigh_side", measured.pair, self._folder(), side, 300.0)
+            told = self._lead("weigh_side", measured.pair, self.folder(), side, 300.0)
             if "problem" in told:
                 return {"problem": told["problem"][1]}
             worst[letter] = max(record["ledger"] for record in told["records"])
@@ -171,7 +171,7 @@ class Bench:
         found = {}
         for letter in LETTERS:
             more = {"side": letter, "mesh": measured.meshes[letter]}
-            told = self._lead("profile_side", measured.pair, self._folder(), more)
+            told = self._lead("profile_side", measured.pair, self.folder(), more)
             if "problem" in told:
                 measured.profile = {"problem": told["problem"][1]}
                 return
@@ -179,7 +179,8 @@ class Bench:
             found[letter] = max(rows, key=lambda row: float(row["wall"]))
         measured.profile = found
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """A fresh work folder, not yet made."""
         self._made += 1
         return self._path / f"launch{self._made}"
 
@@ -193,11 +194,21 @@ class Bench:
     ) -> dict[str, Any]:
         """Run ``task`` in a leader; what it told, or ``{"problem": (verdict, sentence)}``."""
         payload = {"pair": pair.to_dict(), "workdir": str(workdir), **more}
-        seconds = (deadline or pair.deadline) + JUDGING_SECONDS
-        items = iter([(pair.id, payload, seconds)])
-        with closing(self._pool.run(f"suite.timing.session:{task}", items)) as ends:
+        return self.lead(
+            f"suite.timing.session:{task}", pair.id, payload, deadline or pair.deadline
+        )
+
+    def lead(
+        self, task: str, name: str, payload: Mapping[str, Any], deadline: float
+    ) -> dict[str, Any]:
+        """Run ``task`` in a leader; what it told, or ``{"problem": (verdict, sentence)}``.
+
+        ``payload`` names the ``workdir``; ``deadline`` is in seconds, without the leader's own.
+        """
+        items = iter([(name, dict(payload), deadline + JUDGING_SECONDS)])
+        with closing(self._pool.run(task, items)) as ends:
             (ended,) = list(ends)
-        path = workdir / "told.json"
+        path = Path(payload["workdir"]) / "told.json"
         if path.exists():
             told: dict[str, Any] = json.loads(path.read_text())
             return told
@@ -221,7 +232,7 @@ def _resident(measured: Measured) -> dict[str, Any]:
     return {"kind": "resident", **told, "ratio": told["a"] / told["b"]}
 
 
-class _Watch:
+class Watch:
     """Tells now and then how many blocks the first rank of a launch has ended."""
 
     def __init__(self, workdir: Path, tell: OnBlocks, before: int) -> None:
@@ -229,7 +240,7 @@ class _Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="bench progress", daemon=True)
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         self._thread.start()
         return self
 
@@ -277,7 +288,7 @@ def result(measured: Measured) -> dict[str, Any]:
         line["cores"] = [record["cores"] for record in first]
         line["segment_steps"] = [records[0]["segment_steps"] for records in measured.records]
         line["targets_per_step"] = {
-            side: sum(_by_coordinate(first, side, "targets")) for side in LETTERS
+            side: sum(by_coordinate(first, side, "targets")) for side in LETTERS
         }
     return line | conclude(line, measured.rows)
 
@@ -326,10 +337,10 @@ def losses(measured: Measured) -> dict[str, list[float]]:
     """The global loss of each of the first steps, by side."""
     if not measured.records:
         return {}
-    return {side: _losses(measured.records[0], side) for side in LETTERS}
+    return {side: losses_of(measured.records[0], side) for side in LETTERS}
 
 
-def _losses(records: Sequence[Mapping[str, Any]], side: str) -> list[float]:
+def losses_of(records: Sequence[Mapping[str, Any]], side: str) -> list[float]:
     """Sums over data coordinates; of each the share of the first rank that learns it."""
     told: dict[int, list[list[float | None]]] = {}
     for record in records:
@@ -351,7 +362,7 @@ def difference(told: Mapping[str, Sequence[float]], dtype: str) -> str | None:
     return None
 
 
-def _by_coordinate(records: Sequence[Mapping[str, Any]], side: str, key: str) -> list[Any]:
+def by_coordinate(records: Sequence[Mapping[str, Any]], side: str, key: str) -> list[Any]:
     """What the first rank of each data coordinate tells of ``side`` under ``key``."""
     found: dict[int, Any] = {}
     for record in records:
@@ -366,37 +377,45 @@ def _by_coordinate(records: Sequence[Mapping[str, Any]], side: str, key: str) ->
 
 def examine_sides(payload: dict[str, Any]) -> None:
     """What each side says of itself, without running it."""
+    pair = Pair.from_dict(payload["pair"])
+    tell(
+        payload,
+        {
+            letter: about(pair.side(letter), pair.backend, pair.dtype, pair.world)
+            for letter in LETTERS
+        },
+    )
+
+
+def about(side: Side, backend: str, dtype: str, world: int) -> dict[str, Any]:
+    """The ``axes`` that a system has, and what is ``missing`` here or that it ``refused``.
+
+    ``threads``: whether it also runs on ``in_memory``, where bytes are counted exactly.
+    """
     import importlib.util
 
     from suite import registry
     from suite.backends import BACKENDS
     from suite.contract import Refused
 
-    pair = Pair.from_dict(payload["pair"])
-    told: dict[str, Any] = {}
-    for letter in LETTERS:
-        side = pair.side(letter)
-        try:
-            claims = registry.load(side.implementation).capabilities(side.options)
-        except registry.BrokenImplementation as error:
-            told[letter] = {"missing": str(error)}
-            continue
-        except Refused as error:
-            told[letter] = {"refused": str(error)}
-            continue
-        missing = BACKENDS[pair.backend].available() or ""
-        absent = [name for name in claims.packages if importlib.util.find_spec(name) is None]
-        if absent:
-            missing = f"package {', '.join(absent)} is not installed"
-        elif pair.backend not in claims.backends:
-            missing = f"does not run on {pair.backend}, only on {', '.join(claims.backends)}"
-        elif pair.dtype not in claims.dtypes:
-            missing = f"does not train in {pair.dtype}, only in {', '.join(claims.dtypes)}"
-        elif claims.max_world is not None and pair.world > claims.max_world:
-            missing = f"runs on at most {claims.max_world} ranks"
-        threads = "in_memory" in claims.backends
-        told[letter] = {"axes": list(claims.axes), "missing": missing, "threads": threads}
-    _tell(payload, told)
+    try:
+        claims = registry.load(side.implementation).capabilities(side.options)
+    except registry.BrokenImplementation as error:
+        return {"missing": str(error)}
+    except Refused as error:
+        return {"refused": str(error)}
+    missing = BACKENDS[backend].available() or ""
+    absent = [name for name in claims.packages if importlib.util.find_spec(name) is None]
+    if absent:
+        missing = f"package {', '.join(absent)} is not installed"
+    elif backend not in claims.backends:
+        missing = f"does not run on {backend}, only on {', '.join(claims.backends)}"
+    elif dtype not in claims.dtypes:
+        missing = f"does not train in {dtype}, only in {', '.join(claims.dtypes)}"
+    elif claims.max_world is not None and world > claims.max_world:
+        missing = f"runs on at most {claims.max_world} ranks"
+    threads = "in_memory" in claims.backends
+    return {"axes": list(claims.axes), "missing": missing, "threads": threads}
 
 
 def time_sides(payload: dict[str, Any]) -> None:
@@ -455,26 +474,36 @@ def _on_ranks(
     backend: str,
     program: Callable[[int, int], dict[str, Any]],
 ) -> None:
+    workdir = Path(payload["workdir"])
+    tell(payload, launched(backend, pair.world, pair.deadline, workdir, program))
+
+
+def launched(
+    backend: str,
+    world: int,
+    deadline: float,
+    workdir: Path,
+    program: Callable[[int, int], dict[str, Any]],
+    ledgers: bool = False,
+) -> dict[str, Any]:
+    """The ``records`` of ``program`` on fresh ranks, or the ``problem``: (verdict, sentence)."""
     from suite.launch import pack
     from suite.launch.ranks import root_cause, run_ranks
 
-    workdir = Path(payload["workdir"])
     workdir.mkdir(parents=True)
-    outcomes = run_ranks(backend, pair.world, program, workdir, pair.deadline, ledgers=False)
+    outcomes = run_ranks(backend, world, program, workdir, deadline, ledgers=ledgers)
     cause = root_cause(outcomes)
-    if cause is not None:
-        if cause.error_type == "Refused":
-            _tell(payload, {"problem": ("precondition", cause.message)})
-            return
-        verdict = "hang" if cause.status == "hung" else "crash"
-        where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
-        told: dict[str, Any] = {"problem": (verdict, " ".join([cause.sentence(), *where]))}
-    else:
-        told = {"records": [pack.load(o.record) for o in outcomes if o.record is not None]}
-    _tell(payload, told)
+    if cause is None:
+        return {"records": [pack.load(o.record) for o in outcomes if o.record is not None]}
+    if cause.error_type == "Refused":
+        return {"problem": ("precondition", cause.message)}
+    verdict = "hang" if cause.status == "hung" else "crash"
+    where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
+    return {"problem": (verdict, " ".join([cause.sentence(), *where]))}
 
 
-def _tell(payload: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+def tell(payload: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Leave word for the session that waits for this leader."""
     workdir = Path(payload["workdir"])
     workdir.mkdir(parents=True, exist_ok=True)
     partial = workdir / "told.partial"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -201,10 +201,13 @@ def family(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 Row = Mapping[str, Any]
 
 
-def step_times(rows: Iterable[Row]) -> dict[tuple[int, str, int, str], list[float]]:
+def step_times(
+    rows: Iterable[Row], segments: int = 4, alone: Collection[str] = ()
+) -> dict[tuple[int, str, int, str], list[float]]:
     """(launch, pair, block, side) -> its step times, each the maximum over ranks.
 
-    Blocks that some rank did not end (a launch that was stopped) are left out.
+    A block has so many ``segments``; the sides in ``alone`` run on rank 0 only.  Blocks that some
+    rank did not end (a launch that was stopped) are left out.
     """
     by_step: dict[tuple[int, str, int], dict[tuple[str, int, int], dict[int, float]]]
     by_step = defaultdict(lambda: defaultdict(dict))
@@ -217,8 +220,9 @@ def step_times(rows: Iterable[Row]) -> dict[tuple[int, str, int, str], list[floa
         ranks[row["launch"]].add(row["rank"])
     times: dict[tuple[int, str, int, str], list[float]] = defaultdict(list)
     for (launch, pair, number), steps in sorted(by_step.items()):
-        whole = len({segment for _, segment, _ in steps}) == 4
-        if whole and all(set(seen) == ranks[launch] for seen in steps.values()):
+        whole = len({segment for _, segment, _ in steps}) == segments
+        wanted = {side: {0} if side in alone else ranks[launch] for side, _, _ in steps}
+        if whole and all(set(seen) == wanted[side] for (side, _, _), seen in steps.items()):
             for (side, _, _), seen in sorted(steps.items()):
                 times[launch, pair, number, side].append(max(seen.values()))
     return dict(times)

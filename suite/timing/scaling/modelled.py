@@ -1,0 +1,158 @@
+"""Figures beside what is measured: modelled efficiencies, and the scorecard.  Pure.
+
+What ranks probed in the first launch of a cell becomes ``line["probed"]`` (:func:`digest`), and all
+figures follow from that and the cell, so that `verify` makes them again.  A world that is not here
+is modelled from the probes of the largest one that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from suite import workloads
+from suite.case import Case
+from suite.promises import Plan, Unpromised, promise_of
+from suite.promises.plan import plan_of
+from suite.timing import costs, curve, model
+from suite.timing.scaling.plan import Cell
+
+Line = Mapping[str, Any]
+
+
+def digest(cell: Cell, watched: Line, records: Sequence[Line]) -> dict[str, Any]:
+    """What the ranks of a launch of ``cell`` probed, as plain data.
+
+    ``alone`` is the step of a rank that sends nothing, with its share of the batch; ``gradients``
+    are seconds to the gradients by samples of a rank, ``update`` those after.  All of it is that of
+    the slowest rank, all ranks at once.
+    """
+    found = costs.machine(cell.backend, [record["probes"] for record in records])
+    gradients, update = {}, 0.0
+    for samples in records[0]["alone"]:
+        steps = _median([record["alone"][samples]["steps"] for record in records])
+        first = _median([record["alone"][samples]["gradients"] for record in records])
+        gradients[samples] = first
+        if int(samples) == cell.samples(cell.world):
+            alone, update = steps, steps - first
+    return {
+        "world": cell.world,
+        "machine": found.to_dict(),
+        "gradients": gradients,
+        "update": update,
+        "alone": alone,
+        "calls": [dataclasses.asdict(call) for call in model.seen(watched["calls"])],
+        "flops": watched["flops"],
+        "elements": watched["elements"],
+        "cores_per_rank": min(len(record["cores"]) for record in records) or None,
+        "threads": records[0]["threads"],
+    }
+
+
+def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Median over steps of the slowest rank's seconds."""
+    return statistics.median(s for segment in model.slowest(ranks) for s in segment)
+
+
+def modelled(line: Line) -> dict[str, Any] | None:
+    """The modelled figure of a cell; ``None`` where nothing was probed.
+
+    ``efficiency`` is ``None`` where ``problem`` says why there is no figure.
+    """
+    probed = line["probed"]
+    if probed is None:
+        return None
+    cell = Cell.from_dict(line["cell"])
+    (axis,) = line["mesh"]
+    compute = curve.Compute.through(
+        {int(samples): seconds for samples, seconds in probed["gradients"].items()},
+        probed["update"],
+    )
+    (found,) = curve.modelled(
+        line["strategy"],
+        plan_for(dataclasses.replace(cell, world=probed["world"]), {axis: probed["world"]}),
+        axis,
+        cell.mode,
+        cell.base.global_batch,
+        compute,
+        _fits(probed),
+        cell.backend,
+        known=_calls(probed),
+        worlds=[cell.world],
+        overlap=model.overlap_of(cell.backend, probed["cores_per_rank"], probed["threads"])[0],
+    )
+    return found.to_dict() | {"from": probed["world"]}
+
+
+def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
+    """The scorecard of a measured cell whose step took ``seconds``; ``None``: nothing was probed,
+    or there is no prediction.
+    """
+    probed = line["probed"]
+    if probed is None:
+        return None
+    cell = Cell.from_dict(line["cell"])
+    machine = probed["machine"]
+    try:
+        prediction = model.predict(
+            _calls(probed),
+            probed["alone"],
+            _fits(probed),
+            cell.backend,
+            cores_per_rank=probed["cores_per_rank"],
+            threads=probed["threads"],
+        )
+    except model.Unmodelled:
+        return None
+    probed_seconds = None
+    if machine["flop_rate"]:
+        probed_seconds = model.probed_compute(
+            *(probed["flops"], probed["elements"], cell.optimizer.name),
+            *(machine["flop_rate"], machine["byte_rate"]),
+        )
+    return model.scorecard(
+        seconds,
+        prediction,
+        peak_bytes=line["peak_bytes"],
+        formula_bytes=formula_bytes(line["strategy"], cell, line["mesh"]),
+        probed_seconds=probed_seconds,
+    ).to_dict()
+
+
+def formula_bytes(strategy: str, cell: Cell, mesh: Mapping[str, int]) -> int | None:
+    """Bytes of model states on the rank that holds most; ``None``: no formula."""
+    try:
+        promise = promise_of(strategy, plan_for(cell, mesh))
+        return None if promise is None or promise.unweighed() else promise.total()
+    except Unpromised:
+        return None
+
+
+def plan_for(cell: Cell, mesh: Mapping[str, int]) -> Plan:
+    """What the promises of ``cell`` on ``mesh`` are made from."""
+    case = Case(
+        id=cell.id,
+        scenario=cell.name,
+        implementation=cell.system.implementation,
+        backend=cell.backend,
+        mesh=mesh,
+        workload=cell.workload,
+        optimizer=cell.optimizer,
+        lane="native",
+        checks=(),
+        options=cell.system.options,
+        dtype=cell.dtype,
+    )
+    workload = workloads.make(cell.workload, cell.dtype, "native")
+    return plan_of(case, workload, workload.model("meta"))
+
+
+def _fits(probed: Line) -> dict[str, costs.Fit]:
+    told = probed["machine"]["fits"].items()
+    return {op: costs.Fit(**{**each, "sizes": tuple(each["sizes"])}) for op, each in told}
+
+
+def _calls(probed: Line) -> list[model.Call]:
+    return [model.Call(**each) for each in probed["calls"]]
