@@ -17,7 +17,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test slow conformance mutants cluster image report lint format clean
+.PHONY: help setup bench peers test slow conformance mutants cluster image compare report lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local
 
 image: ## build the container images if they are missing or old
 	@$(PYTHON) -m suite.cluster build
+
+compare: setup ## regenerate the table across hardware from the committed baselines
+	@$(BIN)/shardproof compare results/baselines/*.json --by hardware --into results/README.md
 
 report: setup ## regenerate the results table of the README from the newest run
 	@$(BIN)/shardproof report --into README.md

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from suite import bench_command, evidence_commands, verdicts
+from suite import bench_command, compare_commands, evidence_commands, verdicts
 from suite.errors import InputError, Problem, SelectionError
 from suite.launch.procs import cores
 from suite.version import VERSION
@@ -40,6 +40,8 @@ app = typer.Typer(
     shardproof list cases                                      what there is to run
     shardproof mutants                                         prove that the checks can fail
     shardproof bench reference/ddp pytorch/ddp --size 20m      which is faster here, if any
+    shardproof compare RUN RUN                                 what differs between runs
+    shardproof gate RUN --against BASELINE                     may that pass?
 
     \b
     Exit codes: 0 all held
@@ -53,6 +55,7 @@ app = typer.Typer(
 
 evidence_commands.register(app)
 bench_command.register(app)
+compare_commands.register(app)
 
 
 class TierChoice(StrEnum):

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,6 +124,7 @@ class RunFolder:
         name, sha256 = write(self.path, account)
         self._manifest.seal(name, sha256)
         result["record"] = name
+        result["data"] = account["data_digest"]
         if account["data_digest"]:
             workload = account["case"]["workload"]["name"]
             self._data.add(f"{workload} {account['data_digest']}")
@@ -188,8 +190,8 @@ def _text_digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def read(path: Path) -> Run:
-    """The run in folder ``path``.
+def read(path: Path, strict: bool = False) -> Run:
+    """The run in folder ``path``; ``strict`` also refuses unreadable lines before the last one.
 
     :raises SelectionError: no run there, or its ``run.json`` cannot be read.
     """
@@ -199,7 +201,7 @@ def read(path: Path) -> Run:
             Problem("no run", "name a folder under results/ that holds run.json", str(path))
         )
     last: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in lines(path):
+    for line in _lines(path / "cases.jsonl", strict):
         key = ("kill", line.get("name", "")) if line["kind"] == "kill" else ("", line.get("id", ""))
         last[key] = line
     run = Run(path, header)
@@ -246,14 +248,18 @@ def lines(run: Path) -> Iterable[dict[str, Any]]:
     return _lines(run / "cases.jsonl")
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
+def _lines(path: Path, strict: bool = False) -> Iterable[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as stream:
-        for raw in stream:
+        for number, raw in enumerate(stream, 1):
             try:
                 line = json.loads(raw)
             except ValueError:
+                if strict and raw.endswith(b"\n"):
+                    remedy = "`shardproof verify` tells what else was changed"
+                    problem = Problem("is damaged", remedy, file=str(path), line=number)
+                    raise SelectionError(problem) from None
                 continue  # cut off by a kill
             if isinstance(line, dict) and "kind" in line:
                 yield line
@@ -294,6 +300,7 @@ def fingerprint() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "system": platform.system(),
         "machine": platform.machine(),
+        "gpus": _gpus(),
     }
 
 
@@ -341,6 +348,22 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return platform.processor()
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, memory and driver of every GPU, as the driver's own tool tells; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    names = ("name", "memory.total", "driver_version")
+    command = [tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    keys = ("name", "memory", "driver")
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
 def _memory_bytes() -> int | None:

@@ -55,7 +55,10 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_help_teaches_by_examples_and_needs_no_torch() -> None:
-    for command in ((), ("run",), ("mutants",), ("list",), ("check-scenario",), ("report",)):
+    for command in (
+        *((), ("run",), ("mutants",), ("list",), ("check-scenario",), ("report",)),
+        *(("compare",), ("gate",)),
+    ):
         done = shardproof(*command, "--help")
         assert done.returncode == 0
         assert "shardproof " in done.stdout

@@ -163,7 +163,7 @@ def test_nothing_of_the_environment_is_recorded(
     for file in path.iterdir():
         assert "hunter2" not in file.read_text()
         assert os.uname().nodename not in file.read_text() or len(os.uname().nodename) < 5
-    assert set(fingerprint()) == {"cpu", "cores", "memory_bytes", "system", "machine"}
+    assert set(fingerprint()) == {"cpu", "cores", "memory_bytes", "system", "machine", "gpus"}
 
 
 def test_runs_are_found_by_folder_id_and_age(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from suite.timing import stats, telemetry
+from suite.timing import telemetry
 
 Line = Mapping[str, Any]
 #: Comparison -> its adjusted p and verdict beside all others of a report.
@@ -23,6 +23,8 @@ HEADINGS = (
 
 def cells(line: Line, report: Report | None = None) -> tuple[str, ...]:
     """The texts of :data:`HEADINGS`; without a ``report`` the comparison stands for itself."""
+    from suite.timing import stats  # scipy is slow to import, and every command imports this
+
     pair, same, seconds = line["pair"], line.get("aa"), line.get("median_seconds", {})
     p = line.get("p")
     met = line.get("goal_met")
@@ -167,6 +169,8 @@ def lost(lines: Sequence[Line], report: Report) -> str | None:
 
 def markdown(lines: Sequence[Line]) -> str:
     """The table as Markdown."""
+    from suite.timing import stats
+
     report = stats.family(lines)
     body = [cells(line, report) for line in lines]
     return markdown_table(HEADINGS, body)

@@ -1,0 +1,297 @@
+"""Whether a run may pass beside its baseline: comparison and policy -> findings.  Pure functions.
+
+A finding *breaks*, is *reported*, or is *excused* (an expected failure whose day has not come).
+What is better than the baseline is a finding as well: fewer bytes may be progress, or work that was
+not done.  Verdicts are judged also where nothing can be compared, for a failure needs no baseline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from suite import verdicts
+from suite.comparison import figures
+from suite.comparison.compare import Change, Comparison, Timing, told
+from suite.comparison.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
+from suite.comparison.snapshot import Entry
+from suite.comparison.tables import verdict_of
+
+State = Literal["breaks", "reported", "excused"]
+Rule = Literal[
+    "verdict",
+    "expired",
+    "figure",
+    "time",
+    "missing",
+    "left out",
+    "new",
+    "not comparable",
+    "fault",
+    "too good",
+    "not needed",
+]
+
+
+#: Verdicts of results whose figures say nothing.
+_UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know.  ``file`` and ``line`` are of the scenario or policy, where known."""
+
+    state: State
+    rule: Rule
+    id: str
+    message: str
+    file: str = ""
+    line: int | None = None
+
+
+@dataclass
+class Gate:
+    """What :func:`judge` found; ``compared`` counts results, ``judged`` those with a verdict."""
+
+    comparison: Comparison
+    findings: list[Finding] = field(default_factory=list)
+    compared: int = 0
+    judged: int = 0
+
+    def of(self, state: State) -> list[Finding]:
+        """Findings of one state."""
+        return [finding for finding in self.findings if finding.state == state]
+
+    @property
+    def exit_code(self) -> int:
+        """0 held, 1 broken, 3 nothing could be compared."""
+        if self.of("breaks"):
+            return verdicts.BROKEN
+        return verdicts.HELD if self.compared else verdicts.NOT_DECIDED
+
+    def sentence(self) -> str:
+        """The outcome in one line."""
+        broken, reported, excused = (
+            len(self.of(state)) for state in ("breaks", "reported", "excused")
+        )
+        head = "held" if self.exit_code == verdicts.HELD else "broken"
+        if self.exit_code == verdicts.NOT_DECIDED:
+            head = "nothing could be compared"
+        name = self.comparison.before.name
+        return (
+            f"{head}: {broken} break, {reported} reported, {excused} excused; "
+            f"{self.compared} results compared with {name}"
+        )
+
+
+def judge(found: Comparison, policy: PolicyFile, today: datetime.date) -> Gate:
+    """Every finding about ``found``; ``today`` decides what has expired."""
+    gate = Gate(found, compared=found.comparable, judged=len(found.after.cases))
+    judge = _Judge(found, policy, today)
+    for part in (
+        judge.verdicts(),
+        judge.figures(),
+        judge.times(),
+        judge.faults(),
+        judge.presence(),
+        judge.expected(),
+    ):
+        gate.findings += part
+    return gate
+
+
+class _Judge:
+    """The rules; each method yields the findings of one."""
+
+    def __init__(self, found: Comparison, told: PolicyFile, today: datetime.date) -> None:
+        self.found, self.told, self.today = found, told, today
+        self.policy = told.policy
+
+    def verdicts(self) -> Iterator[Finding]:
+        """Results whose verdict breaks, and those with a better one than before."""
+        before, after = self.found.before, self.found.after
+        for name, entry in after.cases.items():
+            yield from self._verdict(entry, before.cases.get(name))
+        for name, entry in after.timed.items():
+            if entry.verdict in verdicts.RED or entry.verdict == "precondition":
+                yield from self._verdict(entry, before.timed.get(name))
+
+    def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[Finding]:
+        level, grade, was = self.policy.level(entry.verdict), "", ""
+        if old is not None and old.verdict != entry.verdict:
+            grade = figures.word(figures.VERDICT, old.verdict, entry.verdict)
+            was = f", {old.verdict} in the baseline"
+        message = f"{entry.verdict}{was}" + (f": {entry.reason}" if entry.reason else "")
+        breaks = level == "break" or (level == "new" and grade == "worse")
+        expected = self._expected(entry.id)
+        if expected is not None and (breaks or entry.verdict == "xfail"):
+            lasts = expected.until >= self.today
+            message += f" (expected until {expected.until}: {expected.reason})"
+            state: State = "excused" if lasts else "breaks"
+            yield self._finding(state, "verdict" if lasts else "expired", entry, message)
+        elif breaks:
+            yield self._finding("breaks", "verdict", entry, message)
+        elif entry.verdict == "xpass" and level != "ignore":
+            yield self._finding("reported", "too good", entry, message)
+        elif grade == "better":
+            state_ = self._state(self.policy.figures.better)
+            yield from self._perhaps(state_, "too good", entry, message)
+        elif level == "report":
+            yield self._finding("reported", "verdict", entry, message)
+
+    def figures(self) -> Iterator[Finding]:
+        """Exact figures that differ."""
+        rules = self.policy.figures
+        for pair in self.found.pairs:
+            if pair.before.verdict != pair.after.verdict or pair.after.verdict in _UNTOLD:
+                continue  # the verdict says it all: what broke was not run to its end
+            for change in pair.changes:
+                level: Level = getattr(rules, change.word)
+                rule: Rule = "too good" if change.word == "better" else "figure"
+                state = self._state(level)
+                if not change.exact and state == "breaks":
+                    state = "reported"
+                message = change.sentence()
+                allowed = self._allowed(change)
+                if allowed is not None and state == "breaks":
+                    expired = allowed.until is not None and allowed.until < self.today
+                    until = f" until {allowed.until}" if allowed.until is not None else ""
+                    message += f" (allowed{until}: {allowed.reason})"
+                    rule = "expired" if expired else rule
+                    state = "breaks" if expired else "excused"
+                yield from self._perhaps(state, rule, pair.after, message)
+
+    def times(self) -> Iterator[Finding]:
+        """Ratios that are certainly worse by more than is allowed, or certainly better."""
+        rules = self.policy.times
+        entries = self.found.after.timed
+        for time in self.found.times:
+            allowed = self._slowdown(time)
+            share = rules.slowdown if allowed is None else allowed.slowdown
+            note = ""
+            rule: Rule = "time"
+            if allowed is not None:
+                note = f"; {share:.0%} allowed: {allowed.reason}"
+                if allowed.until is not None and allowed.until < self.today:
+                    share, note = rules.slowdown, f"{note}, expired on {allowed.until}"
+                    rule = "expired"
+            least = max(time.margin, math.log1p(share))
+            verdict = told(time.found, least, time.larger_is_better)
+            verdict = "same" if time.before == time.after else verdict
+            low, middle, high = (
+                math.exp(value) for value in (time.found.low, time.found.mean, time.found.high)
+            )
+            change = f"{time.ratio} changed by x{middle:.3f} [{low:.3f}, {high:.3f}]"
+            message = f"{verdict_of(replace(time, verdict=verdict))}: {change}, margin "
+            message += f"{math.expm1(least):.1%}{note}"
+            if verdict == "slower":
+                yield from self._perhaps(self._state(rules.slower), rule, entries[time.id], message)
+            elif verdict == "faster":
+                state = self._state(rules.faster)
+                yield from self._perhaps(state, "too good", entries[time.id], message)
+            elif verdict == "inconclusive":
+                state = self._state(rules.inconclusive)
+                yield from self._perhaps(state, "time", entries[time.id], message)
+
+    def faults(self) -> Iterator[Finding]:
+        """Planted faults that were killed and survive now."""
+        for change in self.found.kills:
+            if change.word == "worse":
+                state = self._state(self.policy.cases.faults)
+                message = "the planted fault survives; it was killed in the baseline"
+                if state is not None:
+                    yield Finding(state, "fault", change.id, message)
+
+    def presence(self) -> Iterator[Finding]:
+        """Results of one run only, and those that cannot be compared."""
+        rules, before, after = self.policy.cases, self.found.before, self.found.after
+        olds = {**before.cases, **before.timed}
+        news = {**after.cases, **after.timed}
+        for name in self.found.missing:
+            if self._in_scope(name):
+                message = "is in the baseline and not in the run"
+                yield from self._perhaps(self._state(rules.missing), "missing", olds[name], message)
+        for name, why in self.found.left_out.items():
+            if self._in_scope(name):
+                message = f"was left out by the run: {why}"
+                yield from self._perhaps(
+                    self._state(rules.left_out), "left out", olds[name], message
+                )
+        for name in self.found.new:
+            message = f"{news[name].verdict}; is not in the baseline"
+            yield from self._perhaps(self._state(rules.new), "new", news[name], message)
+        for item in self.found.apart:
+            yield from self._perhaps(
+                self._state(rules.incomparable), "not comparable", news[item.id], item.why
+            )
+
+    def expected(self) -> Iterator[Finding]:
+        """Entries of expected failures that have expired, or that nothing needs any more."""
+        for index, entry in enumerate(self.policy.xfails):
+            matched = [
+                case
+                for case in self.found.after.cases.values()
+                if fnmatchcase(case.id, entry.cases)
+            ]
+            failing = sum(case.verdict in _UNTOLD for case in matched)
+            file, line = self.told.file, self.told.line(["xfails", index])
+            if matched and not failing:
+                message = f"all {len(matched)} cases pass: remove the expected failure"
+                yield Finding("reported", "not needed", entry.cases, message, file, line)
+            elif failing and entry.until < self.today:
+                message = f"expired on {entry.until}, {failing} cases still break: {entry.reason}"
+                yield Finding("breaks", "expired", entry.cases, message, file, line)
+
+    # ------------------------------------------------------------------------------- small things
+
+    def _in_scope(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
+
+    def _expected(self, name: str) -> ExpectedFailure | None:
+        """The entry that expects `name` to break; of several the one that lasts longest."""
+        matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
+        return max(matching, key=lambda entry: entry.until, default=None)
+
+    def _allowed(self, change: Change) -> Allowed | None:
+        matching = [
+            entry
+            for entry in self.policy.figures.allow
+            if fnmatchcase(change.id, entry.cases)
+            and any(fnmatchcase(change.figure, pattern) for pattern in entry.figures)
+        ]
+        return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
+
+    def _slowdown(self, time: Timing) -> AllowedTime | None:
+        matching = [e for e in self.policy.times.allow if fnmatchcase(time.id, e.pairs)]
+        lasting = [e for e in matching if e.until is None or e.until >= self.today]
+        return max(lasting or matching, key=lambda e: e.slowdown, default=None)
+
+    @staticmethod
+    def _state(level: Level) -> State | None:
+        states: dict[Level, State] = {"break": "breaks", "report": "reported"}
+        return states.get(level)
+
+    @classmethod
+    def _perhaps(
+        cls, state: State | None, rule: Rule, entry: Entry, message: str
+    ) -> Iterator[Finding]:
+        if state is not None:
+            yield cls._finding(state, rule, entry, message)
+
+    @staticmethod
+    def _finding(state: State, rule: Rule, entry: Entry, message: str) -> Finding:
+        file, _, line = entry.source.rpartition(":")
+        known = bool(file) and line.isdigit()
+        return Finding(
+            state, rule, entry.id, message, file if known else "", int(line) if known else None
+        )
+
+
+def ordered(found: Sequence[Finding]) -> list[Finding]:
+    """What breaks first."""
+    order = ("breaks", "reported", "excused")
+    return sorted(found, key=lambda finding: (order.index(finding.state), finding.rule))
