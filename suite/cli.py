@@ -413,18 +413,22 @@ def report(
         if form is Format.html:
             raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
         beside = bool(peers.lines_of(found))
-        if found.cases or not beside:
+        if not (found.cases or beside):
+            remedy = "name a run of cases, or of reference strategies beside native systems"
+            raise SelectionError(Problem("--into: nothing to put there", remedy, found.path.name))
+        if found.cases:
             reports.insert(reports.markdown(found), into)
             typer.echo(f"{into}: table of run {found.path.name}")
         if beside:
-            peers.insert(found, into)
+            reports.insert(peers.section(found), into, peers.BEGIN, peers.END)
             typer.echo(f"{into}: reference beside native systems, run {found.path.name}")
     elif form is Format.markdown:
-        typer.echo(reports.markdown(found), nl=False)
-        if found.benches:
-            typer.echo(bench_command.markdown(found.benches), nl=False)
-        if found.scalings:
-            typer.echo(scaling_command.markdown(found.scalings), nl=False)
+        timed = [
+            *([bench_command.markdown(found.benches)] if found.benches else []),
+            *([scaling_command.markdown(found.scalings)] if found.scalings else []),
+        ]
+        judged = [reports.markdown(found)] if found.cases or not timed else []
+        typer.echo("\n".join([*judged, *timed]), nl=False)
     elif form is Format.html:
         typer.echo(reports.html(found), nl=False)
     else:
@@ -437,7 +441,8 @@ def report(
             reports.show_kills(found.kills, console.print)
         bench_command.show(found.benches, console)
         scaling_command.show(found.scalings, console)
-        execute.tell(console, reports.closing(found))
+        if found.cases or not (found.benches or found.scalings):
+            execute.tell(console, reports.closing(found))
 
 
 def _select(

@@ -279,17 +279,23 @@ def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
     assert "Left out: tensor (no room" in text and "2 to 4 gloo ranks" in text
     again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--into", str(page)])
     assert again.exit_code == 0 and page.read_text() == text
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--format", "markdown"])
+    assert shown.stdout.startswith("| pair | verdict") and "0 judged" not in shown.stdout
 
 
 def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
     run = written(tmp_path / "run", [line("ddp", 0.0)])
-    with pytest.raises(SelectionError, match="no markers"):
-        peers.insert(run, page)
+    done = CliRunner().invoke(app, ["report", str(run.path), "--into", str(page)])
+    assert isinstance(done.exception, SelectionError) and peers.BEGIN in str(done.exception)
     assert page.read_text() == "nothing\n"
     own = line("ddp", 0.0)
     own["pair"]["b"]["implementation"] = "reference/ddp"
+    done = CliRunner().invoke(
+        app, ["report", str(written(tmp_path / "none", [own]).path), "--into", str(page)]
+    )
+    assert isinstance(done.exception, SelectionError) and "nothing to put" in str(done.exception)
     with pytest.raises(SelectionError, match="shardproof bench peers"):
         peers.section(written(tmp_path / "other", [own]))
 

@@ -49,8 +49,8 @@ def document(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def insert(text: str, path: Path) -> None:
-    """Replace what stands between the markers in the file at ``path``.
+def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what stands between two markers in the file at ``path``.
 
     :raises SelectionError: no such file, or not exactly one pair of markers.
     """
@@ -59,11 +59,11 @@ def insert(text: str, path: Path) -> None:
     except OSError as error:
         why = error.strerror or "cannot be read"
         raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    if old.count(BEGIN) != 1 or len(pattern.findall(old)) != 1:
-        remedy = f"put one line {BEGIN} and below it one line {END} into it"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
+        remedy = f"put one line {begin} and below it one line {end} into it"
         raise SelectionError(Problem("--into: no markers", remedy, str(path)))
-    new = pattern.sub(lambda _: f"{BEGIN}\n{text.rstrip()}\n{END}", old)
+    new = pattern.sub(lambda _: f"{begin}\n{text.rstrip()}\n{end}", old)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(new, encoding="utf-8")
     partial.replace(path)

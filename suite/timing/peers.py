@@ -9,9 +9,7 @@ rows (:func:`suite.timing.stats.family`): a table of twenty finds a difference b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from suite.errors import Problem, SelectionError
 from suite.results import Run
@@ -137,24 +135,3 @@ def _notes(lines: Sequence[Line]) -> str:
 def _span(values: Sequence[int]) -> str:
     least, most = min(values), max(values)
     return str(least) if least == most else f"{least} to {most}"
-
-
-def insert(run: Run, path: Path) -> None:
-    """Put the section of ``run`` between the markers in the file at ``path``.
-
-    :raises SelectionError: nothing to put there, no such file, or not exactly one pair of markers.
-    """
-    text = section(run)
-    try:
-        old = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or "cannot be read"
-        raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    if old.count(BEGIN) != 1 or len(pattern.findall(old)) != 1:
-        remedy = f"put one line {BEGIN} and below it one line {END} into it"
-        raise SelectionError(Problem("--into: no markers for peers", remedy, str(path)))
-    new = pattern.sub(lambda _: f"{BEGIN}\n{text.rstrip()}\n{END}", old)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(new, encoding="utf-8")
-    partial.replace(path)
