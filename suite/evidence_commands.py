@@ -106,7 +106,7 @@ def _reports(folder: Path) -> dict[str, str]:
 
     run = read(folder)
     run = replace(run, path=run.path.parent / str(run.header.get("id") or run.path.name))
-    makers = {"report.html": report.html, "report.md": report.markdown, "junit.xml": junit.document}
+    makers = {"report.html": report.html, "report.md": report.document, "junit.xml": junit.document}
     return {name: make(run) for name, make in makers.items() if not (folder / name).exists()}
 
 
