@@ -341,6 +341,7 @@ samples = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(samples, samples)
 def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> None:
     one, other = welch.difference(x, y), welch.difference(y, x)
@@ -352,6 +353,7 @@ def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> N
     assert one.error >= max(x.error, y.error) * (1 - 1e-12)
 
 
+@settings(deadline=None)
 @given(samples)
 def test_a_sample_beside_itself_differs_by_nothing(x: Sample) -> None:
     found = welch.difference(x, x)

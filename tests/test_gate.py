@@ -308,6 +308,19 @@ def test_missing_cases_break_and_left_out_ones_are_told(gate: Judge) -> None:
     assert found.exit_code == 1
 
 
+def test_what_another_command_times_is_not_missed_one_by_one(gate: Judge) -> None:
+    """A run of cases has no comparisons: that is told once; one comparison too few breaks."""
+    old = [*made.results(2), made.bench("zero1"), made.bench("zero2"), made.scaling("ddp")]
+    found = gate(old, old[:2])
+    assert [(f.state, f.rule, f.id) for f in found.findings] == [
+        ("reported", "missing", "bench::*"),
+        ("reported", "missing", "scaling::*"),
+    ]
+    assert gate(old, old[:2], "cases: {missing: ignore}").findings == []
+    assert ("breaks", "missing") in states(gate(old, old[:3]))
+    assert gate(old, old[2:]).findings[0].id == "cases"
+
+
 def test_only_what_is_in_scope_is_missed(gate: Judge) -> None:
     lines = made.results(3)
     text = 'cases: {scope: ["ddp-*", "zero1-*"]}'

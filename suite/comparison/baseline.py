@@ -52,9 +52,9 @@ def _of_folder(path: Path) -> Snapshot:
 
 
 def _of_bundle(name: str, root: Path) -> Snapshot:
-    from suite import bundle
+    from suite.bundle import open_run
 
-    with bundle.open_run(name, root) as folder:
+    with open_run(name, root) as folder:
         return _of_folder(folder)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -211,10 +212,18 @@ class _Judge:
         rules, before, after = self.policy.cases, self.found.before, self.found.after
         olds = {**before.cases, **before.timed}
         news = {**after.cases, **after.timed}
+        unseen: Counter[str] = Counter()
+        kinds = {_kind(name) for name in (*news, *after.left_out)}
         for name in self.found.missing:
-            if self._in_scope(name):
+            if _kind(name) not in kinds:
+                unseen[_kind(name)] += 1
+            elif self._in_scope(name):
                 message = "is in the baseline and not in the run"
                 yield from self._perhaps(self._state(rules.missing), "missing", olds[name], message)
+        for kind, number in unseen.items():
+            message = f"the run has none of the {number} results of the baseline"
+            if rules.missing != "ignore":
+                yield Finding("reported", "missing", kind, message)
         for name, why in self.found.left_out.items():
             if self._in_scope(name):
                 message = f"was left out by the run: {why}"
@@ -289,6 +298,12 @@ class _Judge:
         return Finding(
             state, rule, entry.id, message, file if known else "", int(line) if known else None
         )
+
+
+def _kind(name: str) -> str:
+    """Comparisons and scaling results are timed by commands of their own, cases by `run`."""
+    head = name.split("::", 1)[0]
+    return f"{head}::*" if head in ("bench", "scaling") else "cases"
 
 
 def ordered(found: Sequence[Finding]) -> list[Finding]:

@@ -106,7 +106,7 @@ def ratios(reference: Snapshot, others: Sequence[Comparison], only_changed: bool
     apart = [{}, *({item.id: item.why for item in c.apart} for c in others)]
     keys: dict[tuple[str, str], Entry] = {}
     for snapshot in columns:
-        for name, entry in sorted(snapshot.timed.items()):
+        for name, entry in _in_order(snapshot):
             for ratio in entry.samples:
                 keys.setdefault((name, ratio), entry)
     tables = []
@@ -146,7 +146,7 @@ def _beside(columns: Sequence[Snapshot]) -> Table | None:
     names = dict.fromkeys(
         (name, figure)
         for snapshot in columns
-        for name, entry in sorted(snapshot.timed.items())
+        for name, entry in _in_order(snapshot)
         for figure in entry.beside
         if not figure.startswith("resident_bytes")
     )
@@ -163,6 +163,14 @@ def _beside(columns: Sequence[Snapshot]) -> Table | None:
         return None
     headings = ("what", "backend", "world", "figure", *_names(columns))
     return Table("Modelled, and the dimensionless scorecard", headings, rows)
+
+
+def _in_order(snapshot: Snapshot) -> list[tuple[str, Entry]]:
+    """Timed results by name, those that differ in nothing but ranks by their number."""
+    return sorted(
+        snapshot.timed.items(),
+        key=lambda item: (item[1].implementation, item[1].backend, item[1].world, item[0]),
+    )
 
 
 def _title(ratio: str, entry: Entry) -> str:

@@ -254,7 +254,8 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
     for base, told in (line.get("efficiency") or {}).items():
         if told:
             samples[f"efficiency ({base})"] = _sample(told["log"])
-    if line.get("wrapping"):
+    # A cell that was refused repeats what its source measured.
+    if samples and line.get("wrapping"):
         samples["time (wrapped / plain)"] = _sample(line["wrapping"]["log"])
     modelled, score = line.get("modelled") or {}, line.get("scorecard") or {}
     beside = {f"modelled {k}": v for k, v in modelled.items() if k == "efficiency"} | dict(score)
