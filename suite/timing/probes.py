@@ -316,8 +316,12 @@ class Alone:
         self.gradients.clear()
         self.steps.clear()
 
-    def segment(self, count: int) -> None:
-        """``count`` steps back to back."""
+    def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:
+        """``count`` steps, after one that does not count: it finds other steps' data in caches.
+
+        ``meet`` (a barrier of all ranks) is called before each, so that ranks compute side by side
+        from a common start, as steps that communicate do.
+        """
         marks: list[float] = []
 
         def observe(point: Point) -> None:
@@ -326,8 +330,10 @@ class Alone:
                 marks.append(time.perf_counter())
 
         gradients, steps = [], []
+        self.arm.step()
         for _ in range(count):
             marks.clear()
+            meet()
             began = time.perf_counter()
             self.arm.step(observe)
             ended = time.perf_counter()

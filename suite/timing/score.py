@@ -172,12 +172,9 @@ def measure(
     found: list[list[list[float]]] = [[] for _ in subjects]
     for _ in range(rounds):
         for number, (single, arm) in enumerate(zip(alone, together, strict=True)):
-            control.barrier()
-            single.segment(STEPS)
-            control.barrier()
+            single.segment(STEPS, control.barrier)
             found[number].append(_steps(arm, 2 * STEPS))
-            control.barrier()
-            single.segment(STEPS)
+            single.segment(STEPS, control.barrier)
         prober.sweep()
     for arm in (*(single.arm for single in alone), *together):
         arm.close()
@@ -192,6 +189,8 @@ def measure(
 
 
 def _steps(arm: Any, count: int) -> list[float]:
+    """Seconds of ``count`` steps back to back, after one that does not count."""
+    arm.step()
     ends = [time.perf_counter()]
     for _ in range(count):
         arm.step()
