@@ -1,11 +1,13 @@
 """NVML recorded and played back, figures made of it, and a sampler that always ends.
 
-``tests/data/nvml-*.json`` are recordings of real GPUs (``python -m suite.timing.telemetry``).  What
-they lack (a driver without an energy counter, a card that throttles) is made up here.
+``tests/data/nvml-synthetic*.json`` are in the form of a recording, but made up from NVML's
+documentation: no GPU was at hand.  A recording of one (``python -m suite.timing.telemetry --record
+tests/data/nvml-<name>.json``) is judged by the same tests as soon as it lies there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from suite.timing import nvml, telemetry
+from suite.timing import nvml, plan, session, telemetry
 
 DATA = Path(__file__).parent / "data"
+#: Recordings, and what stands for them.
 RECORDINGS = sorted(DATA.glob("nvml-*.json"))
 PCI = {"domain": 0, "bus": 3, "device": 0}
 
@@ -71,8 +74,50 @@ def seen_of(player: nvml.Player, count: int) -> telemetry.Seen:
 # ------------------------------------------------------------------------------------ recordings
 
 
+def test_what_no_gpu_said_is_called_synthetic() -> None:
+    """Made up answers say so; a recording names the driver that gave them."""
+    assert len(RECORDINGS) >= 2
+    for path in RECORDINGS:
+        told = json.loads(path.read_text())
+        assert ("synthetic" in told) == path.stem.startswith("nvml-synthetic"), path
+        assert "synthetic" in told or told["made"]["nvmlSystemGetDriverVersion"], path
+
+
+def test_figures_of_the_synthetic_gpu() -> None:
+    """Watts, joules a step and the power cap of the file, worked out from its numbers."""
+    recording = json.loads((DATA / "nvml-synthetic.json").read_text())
+    seen = seen_of(nvml.Player(recording), len(recording["samples"]))
+    for look, sample in zip(seen.samples, recording["samples"], strict=True):
+        look["clock"] = sample["seconds"]
+    inside = [s["devices"][0] for s in recording["samples"] if 2.0 <= s["seconds"] <= 8.0]
+    counters = [device["energy"] / 1e3 for device in inside]
+    record = {"resident": 1, "allocator": recording["torch"]["allocator"], "pci": None}
+    told = telemetry.of_side(seen, [record | {"began": 2.0, "ended": 8.0, "steps": 1200}])
+    assert told["joules_per_step"] == pytest.approx((counters[-1] - counters[0]) / 1200)
+    (gpu,) = told["gpus"]
+    assert gpu["power_watts"] == pytest.approx(sum(d["power"] for d in inside) / len(inside) / 1e3)
+    capped = sum(device["throttle"] == 4 for device in inside)
+    assert capped and gpu["throttled"] == {"power cap": capped / len(inside)}
+    assert gpu["sm_clock_least_mhz"] == 1755 and gpu["utilisation_percent"] == 98
+    assert told["allocator"]["allocated_peak"] == 384 * 2**20
+
+    other = json.loads((DATA / "nvml-synthetic-without.json").read_text())
+    seen = seen_of(nvml.Player(other), len(other["samples"]))
+    for look, sample in zip(seen.samples, other["samples"], strict=True):
+        look["clock"] = sample["seconds"]
+    told = telemetry.of_side(seen, [record | {"began": 2.0, "ended": 8.0, "steps": 1200}])
+    (gpu,) = told["gpus"]
+    assert gpu["energy_source"] == "power x time" and gpu["power_limit_watts"] is None
+    assert told["joules_per_step"] == pytest.approx(6 * gpu["power_watts"] / 1200)
+    assert gpu["missing"] == {
+        "power_limit": "Not Supported",
+        "energy": "Not Supported",
+        "throttle": "Insufficient Permissions",
+    }
+
+
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
-def test_a_real_gpu_answers_again(path: Path) -> None:
+def test_what_was_recorded_answers_again(path: Path) -> None:
     """Every figure is a number in its unit's range, or has a reason."""
     recording = json.loads(path.read_text())
     api, why = nvml.start(nvml.Player(recording))
@@ -417,3 +462,30 @@ def test_what_was_seen_in_several_launches_adds_up() -> None:
     told = telemetry.summary(both)
     assert told["samples"] == 5 and told["cost"]["cpu_seconds"] == pytest.approx(0.05)
     assert told["cost"]["share_of_a_core"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path: Path) -> None:
+    """The line of a comparison has the GPUs of its ranks, or says why it has none."""
+    (first, *_) = plan.read(["peers"])
+    pair = dataclasses.replace(first, backend=backend)
+    measured = session.Measured(pair)
+    with session.Bench(nvml.Player.read(DATA / "nvml-synthetic.json")) as bench:
+        with bench._sampler(measured, tmp_path) as sampler:
+            pass
+        measured.seen.add(sampler.seen)
+    assert bench._asked.open == 0  # NVML is let go of
+    told = session.result(measured)["telemetry"]
+    if backend == "nccl":
+        assert [gpu["name"] for gpu in told["launches"]["gpus"]] == ["Synthetic GPU"]
+        assert told["no_gpu"] is None
+    else:
+        assert told["launches"]["gpus"] == [] and told["no_gpu"] == "gloo computes on the CPU"
+
+
+def test_without_nvml_a_session_says_so(tmp_path: Path) -> None:
+    measured = session.Measured(dataclasses.replace(plan.read(["peers"])[0], backend="nccl"))
+    none = nvml.Player(made_up() | {"devices": []})
+    with session.Bench(none) as bench, bench._sampler(measured, tmp_path):
+        pass
+    assert measured.no_gpu == "NVML sees no GPU" and none.open == 0
