@@ -14,13 +14,12 @@ from suite.comparison.gate import Finding, Gate, ordered
 SUMMARY_ROWS = 100
 #: Ids that one annotation names.
 ANNOTATED_IDS = 3
-_MARKS = {"breaks": "breaks", "reported": "reported", "excused": "excused"}
 
 
 def lines(gate: Gate) -> Iterator[str]:
     """One line a finding, what breaks first, and the outcome last."""
     for finding in ordered(gate.findings):
-        yield f"{_MARKS[finding.state]:8}  {finding.rule}: {finding.id}: {_first(finding.message)}"
+        yield f"{finding.state:8}  {finding.rule}: {finding.id}: {_first(finding.message)}"
         if finding.file:
             yield f"          {_place(finding)}"
     yield from gate.comparison.notes
