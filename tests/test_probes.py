@@ -316,3 +316,11 @@ def test_a_score_on_real_ranks() -> None:
         worlds=[1024],
     )
     assert point.efficiency is not None and 0 < point.efficiency < 1
+
+
+def test_the_tool_says_what_is_wrong_with_its_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit.main(["--implementation", "reference/dpd"]) == 2
+    assert "reference/ddp" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        fit.main(["--world", "1"])
+    assert ended.value.code == 2

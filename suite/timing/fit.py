@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from suite import registry
+from suite.errors import InputError
 from suite.timing import costs, model, plan, score
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
@@ -140,7 +141,7 @@ def markdown(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 every size is predicted within the limit, 1 one is not, or the ranks broke."""
+    """0 every size is predicted within the limit, 1 one is not, or the ranks broke, 2 bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m suite.timing.fit",
         description=__doc__,
@@ -155,7 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.world < 2 or chosen.rounds < 2:
         parser.error(f"at least 2 ranks and 2 rounds, not {chosen.world} and {chosen.rounds}")
-    given = subjects(chosen.implementation, chosen.backend, chosen.world)
+    try:
+        given = subjects(chosen.implementation, chosen.backend, chosen.world)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     began, load = time.monotonic(), os.getloadavg()[0]
     told = score.launch(
         given, chosen.rounds, dict.fromkeys(costs.ALGORITHMS[chosen.backend], LADDER)
