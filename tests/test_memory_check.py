@@ -233,6 +233,19 @@ def test_accounting_and_ratios_are_among_the_figures() -> None:
     assert Fraction(told["bytes_whole"], told["bytes_held"]) == Fraction(told["ratio_measured"])
 
 
+def test_held_and_promised_bytes_stand_side_by_side() -> None:
+    found = figures("zero3")
+    told = memory.decide(found).figures
+    for rank, tiers in told["promised"].items():
+        held = told["resident"][rank]["device"]
+        assert tiers["device"] == {kind: held[kind] for kind in tiers["device"]} != {}
+    moved = traffic.decide(found).figures
+    assert {row["operation"]: row["bytes"] for row in moved["sent"]} == {
+        operation: str(sum(int(r["bytes"]) for r in moved["flows"] if r["operation"] == operation))
+        for operation in {row["operation"] for row in moved["flows"]}
+    }
+
+
 def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
     told = memory.decide(figures("zero1")).figures
     whole = {"bytes_held": 0, "ratio_measured": str(told["bytes_whole"])}

@@ -14,7 +14,7 @@ import pytest
 from synthetic import TENSORS, scaling_lines, write_run
 from test_report import case, fill, result
 
-from suite import report
+from suite import records, report
 from suite.report import bars, curves, forest, heat, limits, summary, svg, timelines
 from suite.report.page import TEMPLATES
 from suite.results import RunFolder, read
@@ -343,3 +343,14 @@ def test_a_small_run_of_every_kind_of_line(tmp_path: Path) -> None:
     page = report.html(run)
     assert "It did not hold: 1 of 2 judged cases broke, 1 of 2 planted faults survive." in page
     assert Page(page).open == []
+
+
+def test_sections_of_a_record_are_read_alone(full: Path) -> None:
+    line = next(r for r in read(full).cases if "pipes::" in r["id"])
+    found = records.sections(full / line["record"], "action", "call")
+    whole = records.read(full / line["record"])["figures"]["records"]
+    assert found["action"] == [{"rank": r["rank"]} | a for r in whole for a in r["actions"]]
+    assert len(found["call"]) == sum(len(r["traffic"]) for r in whole) > 0
+    (full / "records" / "bad.parquet").write_bytes(b"no")
+    with pytest.raises(records.RecordError, match=r"bad\.parquet"):
+        records.sections(full / "records" / "bad.parquet", "call")

@@ -168,14 +168,15 @@ def _axes(x: svg.Scale, y: svg.Scale, worlds: Sequence[int], top: float) -> list
         at = y(value)
         parts.append(svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
         parts.append(svg.text(_LEFT - 6, at + 4, f"{value:.0%}", "tick-label", "end"))
-    last = -100.0
-    for world in sorted(set(worlds)):
+    room = _WIDTH
+    for world in sorted(set(worlds), reverse=True):  # the largest world has its label
         at = x(world)
         parts.append(svg.line(at, _HEIGHT - _BOTTOM, at, _HEIGHT - _BOTTOM + 4, "axis"))
-        if at - last > 22:
-            label = f"{world:,}"
+        label = f"{world:,}"
+        half = 3.4 * len(label)
+        if at + half <= room:
             parts.append(svg.text(at, _HEIGHT - _BOTTOM + 16, label, "tick-label", "middle"))
-            last = at
+            room = at - half - 6
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(svg.text(middle, _HEIGHT - 6, "ranks", "axis-label", "middle"))
     return parts
