@@ -187,7 +187,8 @@ def show(lines: Sequence[Line], console: Console) -> None:
     """Both tables, and what is to be said of a row."""
     if not lines:
         return
-    _show(*judge.table(lines), console)
+    _, rows = judge.table(lines)
+    _show(judge.NARROW, [judge.narrow(row) for row in rows], console)
     headings, rows = judge.modelled_table(lines)
     if rows:
         execute.tell(console, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -217,6 +218,7 @@ def test_more_ranks_than_cores_are_refused_and_modelled() -> None:
     headings, table_rows = table(found)
     assert len(table_rows) == 2 and all(len(row) == len(headings) for row in table_rows)
     assert table_rows[1][3] == "4 to 1,024" and "25.0% at 4" in table_rows[1][7]
+    assert len(judge.narrow(table_rows[0])) == len(judge.NARROW)
     worlds, modelled = judge.modelled_table(found)
     assert "1,024" in worlds and len(modelled) == 1 and len(modelled[0]) == len(worlds)
     # With a core for every rank nothing is refused.
@@ -460,6 +462,38 @@ def test_every_system_of_the_shipped_scenarios_scales_somehow(backend: str, tmp_
     assert set(told) == {name for name, _ in names}
     assert {line["verdict"] for line in told.values()} <= {"holds", "below", "inconclusive"}
     assert not verify(run).problems
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "suite", "bench", str(small(tmp_path)), "--blocks", "4000"]
+    with subprocess.Popen(
+        [*command, "--results", str(run)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if "/4000 blocks in" in text and " 0/4000" not in text:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130
+    assert "stopped: 1 of 1 cells" in rest
+    (line,) = read(run).scalings
+    assert 0 < line["blocks"] < 4000 and not verify(run).problems
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ("--budget", "0.01", "--results", str(run))
+    done = shardproof("bench", str(small(tmp_path, worlds=(2, 64))), *more)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.count("left out by the budget: scaling::small::reference/ddp") == 2
+    assert len(read(run).left_out) == 2 and not read(run).scalings and not verify(run).problems
 
 
 def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         "reason": reason,
         **judged,
         "tokens_per_second": rates,
-        "modelled": modelled.modelled(line),
+        "modelled": modelled.modelled(line, judged["median_seconds"].get("plain")),
         "scorecard": card,
     }
 
@@ -176,6 +176,13 @@ HEADINGS = (
     *("T1 plain ms", "T1 wrapped ms", "T_N ms", "tokens/s 1", "tokens/s N"),
     *("achieved / predicted", "exposed", "memory / formula"),
 )
+#: Those that a terminal has room for; the others are in Markdown and in the report.
+NARROW = (*HEADINGS[:9], HEADINGS[10], HEADINGS[13])
+
+
+def narrow(row: Sequence[str]) -> tuple[str, ...]:
+    """The texts of :data:`NARROW` in a row of :func:`table`."""
+    return tuple(text for text, heading in zip(row, HEADINGS, strict=True) if heading in NARROW)
 
 
 def table(lines: Sequence[Line]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -293,6 +300,10 @@ def remarks(lines: Sequence[Line]) -> list[str]:
         )
         for line in members:
             told += [f"    {line['world']} ranks: {text}" for text in _remarks(line)]
+        missing = [line for line in members if (line["modelled"] or {}).get("problem")]
+        if missing:
+            why = missing[0]["modelled"]["problem"]
+            told.append(f"    not modelled from {missing[0]['world']:,} ranks on: {why}")
     return told
 
 

@@ -56,13 +56,14 @@ def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
     return statistics.median(s for segment in model.slowest(ranks) for s in segment)
 
 
-def modelled(line: Line) -> dict[str, Any] | None:
-    """The modelled figure of a cell; ``None`` where nothing was probed.
+def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
+    """The modelled figure of a cell; ``None`` where nothing was probed or timed.
 
-    ``efficiency`` is ``None`` where ``problem`` says why there is no figure.
+    ``alone`` are the seconds of a step of the plain program: ``efficiency`` is against them, as the
+    measured one that decides is.  It is ``None`` where ``problem`` says why there is no figure.
     """
     probed = line["probed"]
-    if probed is None:
+    if probed is None or alone is None:
         return None
     cell = Cell.from_dict(line["cell"])
     (axis,) = line["mesh"]
@@ -83,7 +84,11 @@ def modelled(line: Line) -> dict[str, Any] | None:
         worlds=[cell.world],
         overlap=model.overlap_of(cell.backend, probed["cores_per_rank"], probed["threads"])[0],
     )
-    return found.to_dict() | {"from": probed["world"]}
+    told = found.to_dict() | {"from": probed["world"]}
+    if found.prediction is not None:
+        share = cell.world if cell.mode == "strong" else 1
+        told["efficiency"] = alone / (share * found.prediction.step_seconds)
+    return told
 
 
 def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
