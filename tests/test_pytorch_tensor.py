@@ -28,6 +28,7 @@ from suite.comm import Mesh
 from suite.contract import KINDS, Implementation, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
 from suite.evidence import assemble
 from suite.formulas import facts_of
+from suite.promises.plan import Plan
 from suite.promises.tensor_native import TorchTensorParallel
 from suite.workloads import Workload
 
@@ -250,9 +251,10 @@ def test_a_partial_sum_is_no_piece() -> None:
 # ------------------------------------------------------------------------------------- promises
 
 
-def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[int, int]]:
-    """Bytes and calls of a step by operation, of 2 ranks: 4 samples of 4 positions in 2 parts."""
+def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> Plan:
+    """2 ranks: 4 samples of 4 positions in 2 parts; one block of width 8."""
     sizes = {"width": 8, "heads": 2, "seq": 4, "layers": 1, "vocab": 97}
+    values: dict[str, Any] = {"optimizer": OptimizerSpec(clip_norm=1.0), **fields}
     case = Case(
         id="hand/counted",
         scenario="hand",
@@ -262,14 +264,18 @@ def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[in
         workload=WorkloadSpec(
             "charnames_gpt", traits=traits, params=sizes, global_batch=4, micro_batches=2
         ),
-        optimizer=OptimizerSpec(clip_norm=1.0),
         lane="fp64",
         checks=("traffic",),
         steps=1,
-        options=options,
+        **values,
     )
+    return facts_of(case).plan
+
+
+def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[int, int]]:
+    """Bytes and calls of a step by operation."""
     found: dict[str, tuple[int, int]] = {}
-    for flow in TorchTensorParallel(facts_of(case).plan).flows():
+    for flow in TorchTensorParallel(plan_of(traits, options=options)).flows():
         total, calls = found.get(flow.operation, (0, 0))
         assert isinstance(flow.calls, int)
         found[flow.operation] = (total + int(flow.bytes), calls + flow.calls)
@@ -299,6 +305,23 @@ def test_bytes_by_hand() -> None:
         "all_gather": (6 * HIDDEN + LOGITS[0], 24 + LOGITS[1]),
         "all_reduce": (2 * ((32 + 6 * 8) * 8 + 18 * 8), 2 * 7 + 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec", "wanted"),
+    [
+        # 2 losses, a norm, 2 numbers of ranks.
+        ("float64", OptimizerSpec(clip_norm=1.0), 2 * 8 + 8 + 2 * 4),
+        ("float64", OptimizerSpec(), 2 * 8 + 2 * 4),
+        ("float32", OptimizerSpec(clip_norm=1.0), 2 * 4 + 4 + 2 * 4),
+        ("bfloat16", OptimizerSpec(), 2 * 4 + 2 * 4),
+        ("float32", OptimizerSpec(scaler=ScalerSpec()), 2 * 4 + (2 + 4) * 4),
+    ],
+)
+def test_numbers_left_behind_are_counted_one_by_one(
+    dtype: str, spec: OptimizerSpec, wanted: int
+) -> None:
+    assert TorchTensorParallel(plan_of(dtype=dtype, optimizer=spec)).left_over(0, 0) == wanted
 
 
 def test_modules_without_a_style_gather_twice_and_are_no_dtensors() -> None:

@@ -12,9 +12,9 @@ from suite.promises.base import Bytes, Flow, flow
 from suite.promises.plan import ITEMSIZE, Plan, TensorPlan
 from suite.promises.tensor import ROWS, TensorParallel
 
-#: Bytes of the single numbers that a step leaves behind beside one loss a micro-batch: norms,
-#: factors.
-_SCALARS = 56
+#: Bytes of a number of a scaler, of which it keeps four (scale, its inverse, updates since it grew,
+#: whether there is an overflow), and of a rank's number in the tensor that ``DeviceMesh`` keeps.
+_NUMBER, _OF_SCALER = 4, 4
 #: Modules that no style splits: every rank computes them, on the whole sequence.
 _ODD = "Oddities"
 
@@ -122,5 +122,7 @@ class TorchTensorParallel(TensorParallel):
         return 0
 
     def left_over(self, rank: int, step: int) -> int:
-        """Losses and norms."""
-        return _SCALARS + ITEMSIZE["float64"] * self.plan.rounds
+        """A loss a micro-batch and the norm, in fp32 or wider; numbers of ranks and of a scaler."""
+        plan, wide = self.plan, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
+        kept = plan.world + (_OF_SCALER if plan.scaled else 0)
+        return wide * (plan.rounds + plan.clipped) + _NUMBER * kept
