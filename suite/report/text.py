@@ -27,9 +27,12 @@ def markdown(run: Run) -> str:
     lines += ["", f"{tables.closing(run)}."]
     rows = memory.memory_rows(run.cases)
     if rows:
-        lines += ["", f"{memory.TITLE}:", "", *_table(memory.HEADINGS, rows)]
-        lines += ["", f"Accounting, in {memory.ACCOUNTING}."]
-    lines += _bubbles(run)
+        accounting = f"Accounting, in {memory.ACCOUNTING}."
+        table = _table(memory.HEADINGS, rows)
+        lines += _folded(f"{memory.TITLE} ({len(rows)} rows)", [*table, "", accounting])
+    for title, headings, cells, notes in bubbles.tables(run.cases):
+        told = [part for note in notes for part in ("", note)]
+        lines += _folded(f"{title} ({len(cells)} rows)", [*_table(headings, cells), *told])
     if run.kills:
         killed = sum(bool(kill["killed"]) for kill in run.kills)
         told = f"Planted faults: {killed} of {len(run.kills)} killed by their named check."
@@ -183,6 +186,11 @@ def _environment(run: Run) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------- forms
+
+
+def _folded(title: str, lines: Sequence[str]) -> list[str]:
+    """A part that a reader opens; blank lines make it Markdown inside of HTML."""
+    return ["", "<details>", f"<summary>{_safe(title)}</summary>", "", *lines, "", "</details>"]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
