@@ -233,7 +233,9 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, 
 def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
     given = fit.subjects("reference/ddp", "gloo", 2)
     rows, found = fit.judge(given, told_of(factor))
-    assert [fit.held([row]) for row in rows] == [held] * len(fit.SIZES)
+    assert [fit.verdict(row) for row in rows] == ["yes" if held else "NO"] * len(fit.SIZES)
+    restless = dataclasses.replace(rows[0], low=-0.3, high=0.3)
+    assert fit.verdict(restless) == "open"
     for row in rows:
         assert row.error == pytest.approx(factor - 1, abs=0.02)
         assert row.low <= row.error <= row.high

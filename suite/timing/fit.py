@@ -74,9 +74,11 @@ def judge(
     return scores, found
 
 
-def held(scores: Sequence[score.Score]) -> bool:
-    """Whether every prediction is within the limit."""
-    return all(abs(each.error) <= LIMIT for each in scores)
+def verdict(each: score.Score) -> str:
+    """`yes`: the whole interval is within the limit; `NO`: the whole of it is not; else `open`."""
+    if each.low >= -LIMIT and each.high <= LIMIT:
+        return "yes"
+    return "NO" if each.low > LIMIT or each.high < -LIMIT else "open"
 
 
 def markdown(
@@ -91,7 +93,8 @@ def markdown(
         "",
         "Written by `python -m suite.timing.fit`; how: [docs/model.md](../../docs/model.md).",
         "Models of three sizes train side by side; none of their messages has a probed size (the",
-        "tool refuses), none of their steps is in the fit. Limit: 15 %.",
+        "tool refuses), none of their steps is in the fit. Limit: 15 %, for the whole interval;",
+        "`open`: the machine was too restless to tell.",
         "",
         *([about, ""] if about else []),
         "| model | calls, bytes a step | compute ms | communication ms (alpha + beta) | "
@@ -109,7 +112,7 @@ def markdown(
             f"{1e3 * made.step_seconds:.1f} ({1e3 * made.low_seconds:.1f} to "
             f"{1e3 * made.high_seconds:.1f}) | {1e3 * each.measured_seconds:.1f} | "
             f"{each.error:+.1%} [{each.low:+.1%}, {each.high:+.1%}] | "
-            f"{'yes' if held([each]) else 'NO'} |"
+            f"{verdict(each)} |"
         )
     lines += [
         "",
@@ -141,7 +144,9 @@ def markdown(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 every size is predicted within the limit, 1 one is not, or the ranks broke, 2 bad input."""
+    """0 every size is predicted within the limit, 1 one is not, or the ranks broke, 2 bad input,
+    3 the machine was too restless to tell.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m suite.timing.fit",
         description=__doc__,
@@ -182,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text, end="")
     if chosen.out:
         chosen.out.write_text(text)
-    return 0 if held(scores) else 1
+    verdicts = {verdict(each) for each in scores}
+    return 1 if "NO" in verdicts else 3 if "open" in verdicts else 0
 
 
 if __name__ == "__main__":
