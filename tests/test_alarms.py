@@ -16,7 +16,10 @@ from suite.timing import alarms, pinning
 def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> Any:
     slow = kind == "slowed"
     return {
-        "pair": {"a": {"implementation": alarms.SLOWED if slow else alarms.PARENT}},
+        "pair": {
+            "a": {"implementation": alarms.SLOWED if slow else alarms.PARENT},
+            "b": {"implementation": "pytorch/ddp" if kind == "other" else alarms.PARENT},
+        },
         "problem": None,
         "verdict": verdict,
         "ratio": (low * high) ** 0.5,
@@ -50,6 +53,11 @@ def test_an_interval_of_alike_code_that_excludes_one_is_an_alarm() -> None:
     assert told["verdicts"] == {"inconclusive": 1, "slower": 1}
     low, high = told["alarms_interval"]
     assert low < 2 / 6 < high
+
+
+def test_of_a_comparison_of_two_systems_only_the_twin_counts() -> None:
+    told = alarms.count([_line("other", 1.05, 1.15, (0.90, 0.99), "slower")])
+    assert (told["comparisons"], told["alarms"], told["slowed"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(

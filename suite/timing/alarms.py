@@ -5,6 +5,8 @@ Two rates, measured once a release on sessions of the default procedure, each wi
 false alarms   an implementation beside itself; its interval excludes "the same"
 detection      the same implementation made 10 % slower; the verdict is ``slower``
 
+Comparisons of other runs by the default number of blocks have A/A blocks, too, which may count.
+
 A session has two sets of blocks, A/B and A/A.  Where B is A once more, both are comparisons of
 alike code; where A is the slowed one, the A/A blocks are.  Sessions of both kinds take turns, so
 that both meet the same machine.  They are lines of a run folder: `verify` judges them again, and
@@ -84,7 +86,11 @@ def count(lines: Sequence[Line]) -> dict[str, Any]:
         if line["problem"] is not None or "ratio" not in line or not line.get("aa"):
             continue
         alike.append(line["aa"])
-        (slowed if line["pair"]["a"]["implementation"] == SLOWED else alike).append(line)
+        a, b = line["pair"]["a"], line["pair"]["b"]
+        if a["implementation"] == SLOWED:
+            slowed.append(line)
+        elif a == b:
+            alike.append(line)
     alarms = sum(told["low"] > 1 or told["high"] < 1 for told in alike)
     found = sum(line["verdict"] == "slower" for line in slowed)
     wide = [told["half_width"] for told in alike]
@@ -161,6 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--alike", type=int, default=ALIKE, help="A/A comparisons")
     parser.add_argument("--slowed", type=int, default=30, help="repetitions of the slowdown")
     parser.add_argument("--minutes", type=float, help="stop before the session that would pass it")
+    parser.add_argument(
+        "--also", type=Path, action="append", default=[], help="a run whose A/A blocks count, too"
+    )
     chosen = parser.parse_args(arguments)
     began, longest = time.monotonic(), 0.0
     with results.RunFolder(chosen.results, [parser.prog, *(arguments or sys.argv[1:])]) as folder:
@@ -179,7 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 longest = max(longest, time.monotonic() - start)
                 ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]
                 print(f"{pair.name}: {line['verdict']} {ratio}, {spent:.0f} s", flush=True)
-    told = count(results.read(chosen.results).benches)
+    lines = results.read(chosen.results).benches
+    for run in chosen.also:
+        lines += [line for line in results.read(run).benches if line.get("blocks") == plan.BLOCKS]
+    told = count(lines)
     print("\n".join(sentences(told)))
     if told["comparisons"] < chosen.alike or told["slowed"] < chosen.slowed:
         return 3
