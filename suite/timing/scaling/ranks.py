@@ -159,8 +159,7 @@ class _Probing:
     def block(self) -> None:
         """One round of everything, all ranks at once."""
         for single in self._alone.values():
-            self._control.barrier()
-            single.segment(SEGMENT_STEPS)
+            single.segment(SEGMENT_STEPS, self._control.barrier)
         self._probes.sweep()
 
     def close(self) -> dict[str, Any]:
