@@ -13,7 +13,7 @@ import typer
 from suite import execute, verdicts
 from suite.bench_command import Blocks
 from suite.errors import Problem, SelectionError, nearest
-from suite.results import Durations
+from suite.results import Durations, read
 from suite.scenarios.load import timed
 from suite.scenarios.select import compile_expression
 from suite.timing import plan as timed_plan
@@ -115,13 +115,15 @@ def run(
 
             def body(interrupts: execute.Interrupts) -> int:
                 folder.plan_benches([item.cell.id for item in items])
+                known = {line["id"] for line in read(folder.path).scalings}
                 for item in items:
                     cell = item.cell
                     source = item.source or item
                     if source.cell in late or (item in timed_ones and not fits(item)):
                         late.append(cell)
-                        why = f"no room in a budget of {budget:g} minutes"
-                        folder.leave_out_bench(cell.to_dict(), why)
+                        if cell.id not in known:  # figures of an earlier invocation stay
+                            why = f"no room in a budget of {budget:g} minutes"
+                            folder.leave_out_bench(cell.to_dict(), why)
                         continue
                     started = time.monotonic()
                     try:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from suite.errors import InputError, SelectionError
-from suite.results import read
+from suite.results import RunFolder, read
 from suite.scenarios import load
 from suite.timing import stats
 from suite.timing.plan import Side, files
@@ -494,6 +494,17 @@ def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("left out by the budget: scaling::small::reference/ddp") == 2
     assert len(read(run).left_out) == 2 and not read(run).scalings and not verify(run).problems
+
+
+def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> None:
+    run, path = tmp_path / "run", small(tmp_path)
+    with RunFolder(run, ["shardproof", "bench"]) as folder:
+        (cell,) = plan.read([path])
+        folder.add(line_of(cell, 2, simulated(0.9)), "scaling")
+    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "left out by the budget" in done.stdout
+    assert len(read(run).scalings) == 1 and not read(run).left_out
 
 
 def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None:
