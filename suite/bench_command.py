@@ -56,6 +56,7 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -185,6 +186,7 @@ def bench(
         "--mesh-b": mesh_b,
         "--param": param,
         "--size": size,
+        **_typed(context, "workload", "batch", "micro_batches", "optimizer", "dtype"),
     }
     if names and not _are_implementations(names):
         from suite import scaling_command
@@ -242,6 +244,10 @@ def bench(
     pairs = [replace(pair, **asked) for pair in pairs]
     for pair in pairs:
         plan.check(pair)
+    ids = [pair.id for pair in pairs]
+    if twice := [name for name in ids if ids.count(name) > 1]:
+        remedy = "give one of them another name"
+        raise SelectionError(Problem("two comparisons of one id", remedy, twice[0]))
     if profile and any(pair.backend == "in_memory" for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
@@ -277,6 +283,16 @@ def _are_implementations(names: Sequence[str]) -> bool:
     for name in names:
         registry.check(name)
     return True
+
+
+def _typed(context: typer.Context, *parameters: str) -> dict[str, Any]:
+    """The options of ``parameters`` that were given, by name; not those left at their default."""
+    told = {name: context.get_parameter_source(name) for name in parameters}
+    return {
+        f"--{name.replace('_', '-')}": context.params[name]
+        for name, source in told.items()
+        if source is not None and source.name != "DEFAULT"
+    }
 
 
 def _refuse(given: Mapping[str, Any], remedy: str) -> None:

@@ -105,6 +105,15 @@ def test_permutation_is_exact() -> None:
     assert drawn > 0.9 and not exact
 
 
+def test_signs_that_are_drawn_in_portions_are_the_same_as_all_at_once() -> None:
+    """So that `verify` finds what was stored when they were."""
+    for count in (41, 120):
+        values = np.random.default_rng(count).normal(0.02, 0.1, count)
+        drawn = np.random.default_rng(0).integers(0, 2, (200_000, count), dtype=np.int8) * 2 - 1
+        extreme = int((np.abs(drawn @ values) >= abs(values.sum()) - 1e-9).sum())
+        assert stats.sign_flip_p(list(values)) == ((extreme + 1) / 200_001, False)
+
+
 @pytest.mark.parametrize(
     ("mean", "half", "least", "expected"),
     [
@@ -231,6 +240,8 @@ def test_options_nest_and_are_yaml() -> None:
         (("reference/ddp", "pytorch/ddp", "--launches", "9", "--blocks", "4"), "launch"),
         (("data-parallel", "-k", "dpd"), "ddp"),
         (("data-parallel", "--option-a", "a=1"), "belongs to one pair"),
+        (("data-parallel", "--batch", "16"), "--batch belongs to one pair"),
+        (("strong", "--optimizer", "sgd"), "--optimizer belongs to one pair"),
         (("reference/ddp", "pytorch/ddp", "--profile", "--backend", "in_memory"), "gloo"),
     ],
 )
@@ -242,6 +253,21 @@ def test_bad_input_names_the_valid_values(arguments: tuple[str, ...], told: str)
     outcome = CliRunner().invoke(app, ["bench", *arguments, "--dry-run"])
     assert isinstance(outcome.exception, InputError), outcome.output
     assert told in str(outcome.exception)
+
+
+def test_two_comparisons_of_one_id_are_refused(tmp_path: Path) -> None:
+    """The second one would take the place of the first in the evidence."""
+    from typer.testing import CliRunner
+
+    from suite.cli import app
+
+    text = (ROOT / "scenarios" / "speed" / "data-parallel.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text + "  - {name: ddp, a: reference/ddp, b: pytorch/ddp, world: 3}\n")
+    assert CliRunner().invoke(app, ["bench", str(path), "--dry-run"]).exit_code == 0
+    outcome = CliRunner().invoke(app, ["bench", str(path), "--world", "2", "--dry-run"])
+    assert isinstance(outcome.exception, InputError), outcome.output
+    assert "two comparisons of one id (bench::ddp::reference/ddp" in str(outcome.exception)
 
 
 # ------------------------------------------------------------------------------ whole sessions
