@@ -283,6 +283,17 @@ def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
     assert shown.stdout.startswith("| pair | verdict") and "0 judged" not in shown.stdout
 
 
+def test_a_scaling_cell_that_was_left_out_is_no_peer(tmp_path: Path) -> None:
+    from suite.timing.scaling.plan import read
+
+    written(tmp_path / "run", [line("ddp", 0.0)])
+    with results.RunFolder(tmp_path / "run", ["shardproof", "bench", "strong"]) as folder:
+        (cell, *_) = read([ROOT / "scenarios" / "scaling" / "strong.yaml"])
+        folder.leave_out_bench(cell.to_dict(), "no room")
+    run = results.read(tmp_path / "run")
+    assert len(run.left_out) == 1 and "Left out" not in peers.section(run)
+
+
 def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
