@@ -127,18 +127,29 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def physical_cores() -> int:
-    """Physical cores among those that this process may use: two threads of one core are one."""
-    found = set()
-    for number in os.sched_getaffinity(0):
+def by_core() -> list[list[int]] | None:
+    """What this process may run on, by physical core: two threads of one core are one item.
+
+    ``None``: the kernel does not tell.
+    """
+    found: dict[str, list[int]] = {}
+    for number in sorted(os.sched_getaffinity(0)):
         place = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings")
         try:
-            found.add(place.read_text().strip())
-        except OSError:  # not told here: what psutil counts, cut to what may be used
-            import psutil
+            found.setdefault(place.read_text().strip(), []).append(number)
+        except OSError:
+            return None
+    return list(found.values())
 
-            return min(cores(), psutil.cpu_count(logical=False) or cores())
-    return len(found)
+
+def physical_cores() -> int:
+    """Physical cores among those that this process may use: two threads of one core are one."""
+    found = by_core()
+    if found is not None:
+        return len(found)
+    import psutil  # what it counts, cut to what may be used
+
+    return min(cores(), psutil.cpu_count(logical=False) or cores())
 
 
 def thread_count() -> int:

@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from suite.launch.procs import by_core
+
 
 def share(cores: Sequence[int], rank: int, world: int) -> list[int]:
     """The cores of ``rank``: as many as everybody's, neighbours; none where ranks outnumber them.
@@ -26,10 +28,14 @@ def share(cores: Sequence[int], rank: int, world: int) -> list[int]:
 def pin(rank: int, world: int, threads: bool) -> list[int]:
     """Keep this rank to its :func:`share` of the cores that it may use, which is returned.
 
-    A rank that is a process takes the threads that it has started along (gloo's); of ranks that are
+    Where there is a physical core for every rank, the second threads of cores stay idle: numbered
+    as they are, a neighbour's second thread may be the first one of another rank's core.  A rank
+    that is a process takes the threads that it has started along (gloo's); of ranks that are
     ``threads`` of one process each pins itself alone.
     """
-    own = share(sorted(os.sched_getaffinity(0)), rank, world)
+    physical = [threads_of[0] for threads_of in by_core() or ()]
+    usable = physical if len(physical) >= world else sorted(os.sched_getaffinity(0))
+    own = share(usable, rank, world)
     if not own:
         return own
     tasks = ["0"] if threads else [path.name for path in Path("/proc/self/task").iterdir()]
