@@ -45,6 +45,11 @@ BY_HAND = [
     ("reduce_scatter", "all-reduce ring", 4, of(6, Fraction(3, 2))),
     ("broadcast", "tree", 5, of(3, 3)),
     ("reduce", "tree", 8, of(3, 3)),
+    ("broadcast", "pipelined ring", 8, of(7, 1)),
+    ("reduce", "pipelined ring", 2, of(1, 1)),
+    ("all_to_all", "pairwise", 4, of(3, 1)),
+    ("gather", "linear", 4, of(3, 3)),
+    ("scatter", "linear", 2, of(1, 1)),
     ("send", "message", 2, of(1, 1)),
     ("all_reduce", "fold", 4, of(4, 4)),
 ]

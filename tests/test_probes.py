@@ -170,6 +170,24 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
     assert found.to_dict()["times"]["all_reduce"].keys() == {"64", "4096"}
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_probe_sends_what_the_ledger_calls_its_payload(world: int) -> None:
+    from suite.comm import Mesh
+
+    def body(rank: int, _: int) -> set[tuple[str, int]]:
+        comm = Mesh({"replicate": world}).comm("replicate")
+        ledger = traffic.current()
+        assert ledger is not None
+        prober = probes.Probes(comm, {operation: [96] for operation in OPERATIONS})
+        begin = len(ledger.calls)
+        prober.sweep()
+        return {(call.operation, call.payload_bytes) for call in ledger.calls[begin:]}
+
+    seen = set().union(*succeed(body, world, ledgers=True))
+    told = {op: n for op, n in seen if op not in ("barrier", "recv")}
+    assert told == dict.fromkeys({*OPERATIONS} - {"barrier"}, 96)
+
+
 def test_an_operation_without_a_probe_is_named() -> None:
     class Nowhere:
         device, size, rank = "cpu", 2, 0

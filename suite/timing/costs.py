@@ -6,14 +6,19 @@ A call of *n* payload bytes in a group of *N* ranks takes
 
 ``alpha`` is the latency of one message in seconds, ``beta`` the seconds a byte on the way of one
 rank; arithmetic (gamma) and copies are part of ``beta``.  *n* is the payload of the traffic ledger:
-the whole output of an all-gather, the whole input of a reduce-scatter, else the tensor.
+the whole output of an all-gather, the whole input of a reduce-scatter, one rank's shard of a gather
+or scatter, what leaves the rank in an all-to-all, else the tensor.
 
     algorithm           operation       steps            volume           source
     ring                all-reduce      2(N-1)           2(N-1)/N         NCCL tuning.cc
                         reduce-scatter, N-1              (N-1)/N          MPICH src/mpi/coll
-                        all-gather,
-                        all-to-all
+                        all-gather
+    pipelined ring      broadcast,      N-1              1                nccl-tests (bus factor 1),
+                        reduce                                            hops [derived]
+    pairwise            all-to-all      N-1              1                own chunks stay [derived]
+    linear              gather, scatter N-1              N-1              all of it at the root
     recursive doubling  all-reduce      lg N             lg N             MPICH src/mpi/coll
+      N no power of 2                   floor(lg N)+2    floor(lg N)+2
     rabenseifner        all-reduce      2 lg N           2(N-1)/N         MPICH; Thakur 2005
       N no power of 2                   2 floor(lg N)+2  2(N-1)/N + 2
     tree                all-reduce      2 ceil(lg N)     2 ceil(lg N)     binomial, unpipelined
@@ -71,6 +76,14 @@ def _half_ring(ranks: int) -> Cost:
     return _cost(ranks - 1, Fraction(ranks - 1, ranks))
 
 
+def _pipelined_ring(ranks: int) -> Cost:
+    return _cost(ranks - 1, 1)
+
+
+def _linear(ranks: int) -> Cost:
+    return _cost(ranks - 1, ranks - 1)
+
+
 def _recursive_doubling(ranks: int) -> Cost:
     # Ranks beyond the largest power of 2 hand their data in before and get it back afterwards.
     more = 0 if ranks == 1 << _floor_lg(ranks) else 2
@@ -117,11 +130,14 @@ COSTS: dict[tuple[str, str], Callable[[int], Cost]] = {
     # torch's gloo sums everything on every rank and keeps a part: measured, an all-reduce's bytes.
     ("reduce_scatter", "all-reduce ring"): _ring,
     ("all_gather", "ring"): _half_ring,
-    ("all_to_all", "ring"): _half_ring,
-    ("gather", "ring"): _half_ring,
-    ("scatter", "ring"): _half_ring,
+    # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
+    ("all_to_all", "pairwise"): _pipelined_ring,
+    ("gather", "linear"): _linear,
+    ("scatter", "linear"): _linear,
     ("broadcast", "tree"): _tree,
     ("reduce", "tree"): _tree,
+    ("broadcast", "pipelined ring"): _pipelined_ring,
+    ("reduce", "pipelined ring"): _pipelined_ring,
     # A ring's reduce-scatter, then every rank sends its part to the root: gloo/reduce.cc.
     ("reduce", "ring and gather"): _ring_reduce,
     ("barrier", "tree"): _tree,
@@ -140,9 +156,9 @@ _RINGS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring",),
     "reduce_scatter": ("ring",),
     "all_gather": ("ring",),
-    "all_to_all": ("ring",),
-    "gather": ("ring",),
-    "scatter": ("ring",),
+    "all_to_all": ("pairwise",),
+    "gather": ("linear",),
+    "scatter": ("linear",),
     "broadcast": ("tree",),
     "reduce": ("tree",),
     "barrier": ("tree",),
@@ -153,8 +169,13 @@ _FOLD: tuple[str, ...] = ("fold",)
 ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
     # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
     "gloo": _RINGS | {"reduce_scatter": ("all-reduce ring",), "reduce": ("ring and gather",)},
-    # tuning.cc takes the faster one for each size.
-    "nccl": _RINGS | {"all_reduce": ("ring", "double tree")},
+    # tuning.cc takes the faster one for each size; broadcast and reduce have a ring only.
+    "nccl": _RINGS
+    | {
+        "all_reduce": ("ring", "double tree"),
+        "broadcast": ("pipelined ring",),
+        "reduce": ("pipelined ring",),
+    },
     "in_memory": dict.fromkeys(_RINGS, _FOLD) | {"send": ("message",)},
 }
 

@@ -132,7 +132,11 @@ class Probes:
     ) -> None:
         self.comm, self.sizes, self.products = comm, sizes, list(products)
         self.device, self.dtype = comm.device, dtype
-        largest = max((n for each in sizes.values() for n in each), default=0)
+        # Of a gather or scatter the payload is one rank's shard.
+        shards = {"gather": comm.size, "scatter": comm.size}
+        largest = max(
+            (n * shards.get(op, 1) for op, each in sizes.items() for n in each), default=0
+        )
         count = max(POOL_BYTES, 2 * largest + 4096) // 4
         # Written, so that the pages exist; zeros stay zeros in every sum.
         self.pool = torch.empty(count, device=self.device).fill_(0.0)
@@ -199,19 +203,13 @@ class Probes:
             return lambda: comm.all_gather(self._part(shard * comm.size), self._own(shard))
         if operation == "reduce_scatter":
             return lambda: comm.reduce_scatter(self._own(shard), self._part(shard * comm.size))
-        if operation == "all_to_all":
-            whole = shard * comm.size
+        if operation == "all_to_all":  # a rank keeps a chunk: the payload is that of the others
+            whole = -(-count // max(1, comm.size - 1)) * comm.size
             return lambda: comm.all_to_all(self._own(whole), self._part(whole))
         if operation == "gather":
-            return lambda: comm.gather(
-                self._own(shard),
-                list(self._part(shard * comm.size).chunk(comm.size)) if comm.rank == 0 else None,
-            )
+            return lambda: comm.gather(self._own(count), self._shards(count))
         if operation == "scatter":
-            return lambda: comm.scatter(
-                self._own(shard),
-                list(self._part(shard * comm.size).chunk(comm.size)) if comm.rank == 0 else None,
-            )
+            return lambda: comm.scatter(self._own(count), self._shards(count))
         if operation == "barrier":
             return comm.barrier
         if operation == "send":
@@ -235,6 +233,12 @@ class Probes:
             self.place = 0
         self.place += count
         return self.pool[self.place - count : self.place]
+
+    def _shards(self, count: int) -> list[torch.Tensor] | None:
+        """``count`` elements of every rank, on the root."""
+        if self.comm.rank:
+            return None
+        return list(self._part(count * self.comm.size).chunk(self.comm.size))
 
     def _own(self, count: int) -> torch.Tensor:
         """A second buffer, for what a call reads or writes besides."""
