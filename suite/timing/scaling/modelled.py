@@ -17,7 +17,7 @@ from suite.case import Case
 from suite.promises import Plan, Unpromised, promise_of
 from suite.promises.plan import plan_of
 from suite.timing import costs, curve, model
-from suite.timing.scaling.plan import Cell
+from suite.timing.scaling.plan import Cell, on_ranks
 
 Line = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
     )
     (found,) = curve.modelled(
         line["strategy"],
-        plan_for(dataclasses.replace(cell, world=probed["world"]), {axis: probed["world"]}),
+        plan_for(on_ranks(cell, probed["world"]), {axis: probed["world"]}),
         axis,
         cell.mode,
         cell.base.global_batch,
