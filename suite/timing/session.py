@@ -229,6 +229,8 @@ def _resident(measured: Measured) -> dict[str, Any]:
         if "resident_bytes" not in side:
             return {"problem": side["problem"]}
     told = {letter: int(side["resident_bytes"]) for letter, side in measured.sides.items()}
+    if min(told.values()) <= 0:
+        return {"problem": "a side added nothing to what was resident before its set-up"}
     return {"kind": "resident", **told, "ratio": told["a"] / told["b"]}
 
 

@@ -87,7 +87,8 @@ def rates(line: Line, side: str) -> str:
     targets = line.get("targets_per_second", {}).get(side)
     if samples is None:  # of a run that was timed before samples were told
         return "-" if targets is None else f"{targets:,.0f} targets"
-    tokens = "" if targets is None or targets == samples else f"{targets:,.0f} tokens/s, "
+    # 0 targets: the first launch was stopped before its ranks told how many a step has.
+    tokens = f"{targets:,.0f} tokens/s, " if targets and targets != samples else ""
     return f"{tokens}{samples:,.1f} samples/s"
 
 
