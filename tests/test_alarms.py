@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,33 @@ def test_ranks_share_no_core(world: int) -> None:
     given = [core for own in shares for core in own]
     assert len(set(given)) == len(given)
     assert {len(own) for own in shares} == {len(cores) // world}
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        (2, [[0, 1], [2, 3]]),
+        (3, [[0], [1], [2]]),
+        (4, [[0], [1], [2], [3]]),
+        (5, [[0], [1], [2], [3], [4]]),  # more ranks than cores: these share some
+    ],
+)
+def test_ranks_share_no_core_whose_threads_are_numbered_apart(
+    world: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four cores of two threads, as many machines number them: 4 is the second thread of core 0."""
+    monkeypatch.setattr(pinning, "by_core", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    assert [pinning.pin(rank, world, threads=True) for rank in range(world)] == expected
+
+
+def test_bad_input_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text("no JSON")
+    for where, told in ((tmp_path, "is damaged"), (Path("/dev/null/run"), "Not a directory")):
+        with pytest.raises(SystemExit) as ended:
+            alarms.main(["--results", str(where)])
+        assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_a_rank_of_threads_pins_itself_alone() -> None:

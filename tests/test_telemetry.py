@@ -203,6 +203,15 @@ def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["--rest", "--busy", "--every"])
+def test_seconds_of_a_recording_are_positive(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        telemetry.main(["--record", str(tmp_path / "r.json"), option, "0"])
+    assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+
+
 def test_a_recording_of_another_format_is_refused() -> None:
     with pytest.raises(ValueError, match="format 99"):
         nvml.Player(made_up() | {"format": 99})

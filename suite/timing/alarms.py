@@ -24,8 +24,9 @@ from typing import Any
 
 from scipy import stats as distributions
 
-from suite import registry, results
+from suite import registry, results, verdicts
 from suite.contract import Batch, Observe, StepResult
+from suite.errors import InputError
 from suite.timing import plan
 from suite.timing.session import Bench, keep
 
@@ -159,8 +160,28 @@ def held(told: Mapping[str, Any]) -> bool:
     return bool(enough and quiet and told["detected"] >= LEAST_DETECTED * told["slowed"])
 
 
+def _measure(folder: results.RunFolder, pairs: Sequence[plan.Pair], minutes: float | None) -> None:
+    """Time those of ``pairs`` that ``folder`` does not have yet, while there is time."""
+    began, longest = time.monotonic(), 0.0
+    done = {line["id"] for line in results.read(folder.path).benches}
+    todo = [pair for pair in pairs if pair.id not in done]
+    folder.plan_benches([pair.id for pair in todo])
+    with Bench() as bench:
+        for pair in todo:
+            start = time.monotonic()
+            spent = start - began
+            if minutes and spent + longest > 60 * minutes:
+                break
+            (measured,) = bench.examine([pair])
+            bench.time(measured, lambda blocks: None)
+            line = keep(folder, measured)
+            longest = max(longest, time.monotonic() - start)
+            ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]
+            print(f"{pair.name}: {line['verdict']} {ratio}, {spent:.0f} s", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 both aims met, 1 one missed, 3 too few comparisons so far."""
+    """0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far, 130 Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m suite.timing.alarms", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--results", type=Path, required=True, help="run folder, new or old")
@@ -171,27 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--also", type=Path, action="append", default=[], help="a run whose A/A blocks count, too"
     )
     chosen = parser.parse_args(arguments)
-    began, longest = time.monotonic(), 0.0
-    with results.RunFolder(chosen.results, [parser.prog, *(arguments or sys.argv[1:])]) as folder:
-        done = {line["id"]: line for line in results.read(chosen.results).benches}
-        todo = [p for p in sessions(chosen.alike, chosen.slowed) if p.id not in done]
-        folder.plan_benches([pair.id for pair in todo])
-        with Bench() as bench:
-            for pair in todo:
-                start = time.monotonic()
-                spent = start - began
-                if chosen.minutes and spent + longest > 60 * chosen.minutes:
-                    break
-                (measured,) = bench.examine([pair])
-                bench.time(measured, lambda blocks: None)
-                line = keep(folder, measured)
-                longest = max(longest, time.monotonic() - start)
-                ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]
-                print(f"{pair.name}: {line['verdict']} {ratio}, {spent:.0f} s", flush=True)
+    try:
+        others = [line for run in chosen.also for line in results.read(run).benches]
+        folder = results.RunFolder(chosen.results, [parser.prog, *(arguments or sys.argv[1:])])
+    except (InputError, OSError) as error:
+        parser.error(str(error))
+    with folder:
+        try:
+            _measure(folder, sessions(chosen.alike, chosen.slowed), chosen.minutes)
+        except KeyboardInterrupt:
+            folder.close(verdicts.INTERRUPTED)
+            print("stopped: the sessions that had ended are kept", file=sys.stderr)
+            return verdicts.INTERRUPTED
     lines = results.read(chosen.results).benches
-    for run in chosen.also:
-        lines += [line for line in results.read(run).benches if line.get("blocks") == plan.BLOCKS]
-    told = count(lines)
+    told = count([*lines, *(line for line in others if line.get("blocks") == plan.BLOCKS)])
     print("\n".join(sentences(told)))
     if told["comparisons"] < chosen.alike or told["slowed"] < chosen.slowed:
         return 3

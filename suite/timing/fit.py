@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"at least 2 ranks and 2 rounds, not {chosen.world} and {chosen.rounds}")
     try:
         given = subjects(chosen.implementation, chosen.backend, chosen.world)
-    except InputError as error:
+    except (InputError, registry.BrokenImplementation) as error:
         print(error, file=sys.stderr)
         return 2
     began, load = time.monotonic(), os.getloadavg()[0]
@@ -175,7 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "problem" in told:
         print(f"the ranks broke: {told['problem']}", file=sys.stderr)
         return 1
-    scores, found = judge(given, told)
+    try:
+        scores, found = judge(given, told)
+    except ValueError as error:  # a message of a probed size, or a call without a formula
+        print(f"no prediction to hold: {error}", file=sys.stderr)
+        return 2
     about = (
         f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
         f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds, "

@@ -371,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", metavar="S", type=float, default=0.2, help="between two looks")
     parser.add_argument("--no-work", action="store_true", help="leave out the matrix products")
     options = parser.parse_args(arguments)
+    if not (options.rest > 0 and options.busy > 0 and options.every > 0):
+        parser.error("--rest, --busy and --every are seconds, more than 0")
     work = None if options.no_work else nvml.multiply
     try:
         told = nvml.record(options.record, None, work, options.rest, options.busy, options.every)
