@@ -282,6 +282,12 @@ def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     assert [p.efficiency is None for p in points] == [False] * 4 + [True] * 6
     assert points[-1].problem == "16 samples do not go round 1024 ranks"
     assert points[-1].to_dict()["efficiency"] is None
+    # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
+    (three,) = curve.modelled(
+        "ddp", base, "replicate", "strong", 16, compute, FITS, "gloo", worlds=[3]
+    )
+    assert three.prediction is not None
+    assert three.prediction.compute_seconds == pytest.approx(0.002 + 0.006 + 0.004)
 
 
 def test_sharding_divides_the_update() -> None:

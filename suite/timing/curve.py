@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,8 @@ def modelled(
                 raise Unpromised(f"{strategy} has no formulas")
             if mode == "strong" and is_data and samples < world:
                 raise Unpromised(f"{samples} samples do not go round {world} ranks")
-            own = samples / world if mode == "strong" and is_data else samples
+            # The rank that has most samples sets the pace.
+            own = math.ceil(samples / world) if mode == "strong" and is_data else samples
             split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
             calls = promised(promise, known, plan.world)
             prediction = predict(
