@@ -201,10 +201,11 @@ def gate(
     shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      what expires by then
 
     Without a policy these break: fail, crash, hang, refused options; a verdict that was better; an
-    exact figure that got worse or changed; a ratio that is certainly slower by more than 5 %; a
-    case that is missing. What is better than the baseline is reported as well.
+    exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
+    more than 5 %; a case, fault or ratio that is missing. What is better than the baseline, and
+    what a budget left out, is reported.
 
-    Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable.
+    Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.
     """
     from suite.comparison import baseline
     from suite.comparison import policy as policies

@@ -167,7 +167,8 @@ def test_a_check_that_no_longer_passes_is_told(run: Run) -> None:
     assert told_by(both(run, old, made.changed(old, 1, skip))) == ["traffic.status worse"]
 
 
-def test_a_figure_that_one_case_lost_is_a_change_and_one_that_all_lack_is_a_note(run: Run) -> None:
+def test_a_figure_that_is_gone_is_a_change_and_one_that_is_new_everywhere_a_note(run: Run) -> None:
+    """A check that no case asks for any more must not pass for news of the suite."""
     old = made.results(2)
 
     def lose(line: made.Line) -> None:
@@ -178,13 +179,24 @@ def test_a_figure_that_one_case_lost_is_a_change_and_one_that_all_lack_is_a_note
     for line in (new := made.results(2)):
         lose(line)
     found = both(run, old, new)
-    assert found.unchanged
+    assert [change.detail for change in found.changes] == ["is gone"] * 2 and not found.unchanged
     assert found.notes == ["figures that are recorded no longer: traffic.bytes_expected"]
+    found = both(run, new, old)
+    assert found.unchanged
+    assert found.notes == ["figures that are recorded only now: traffic.bytes_expected"]
 
 
 def test_a_surviving_fault_is_told(run: Run) -> None:
     old, new = [made.kill("a"), made.kill("b")], [made.kill("a", False), made.kill("b")]
     assert [change.id for change in both(run, old, new).changes] == ["mutants/a"]
+
+
+def test_a_fault_that_was_not_planted_is_missing_or_left_out(run: Run) -> None:
+    old = [made.kill("a"), made.kill("b"), made.kill("c")]
+    late = {**made.kill("c", False), "verdict": "left out", "why_not": "left out: no budget"}
+    found = both(run, old, [old[0], late])
+    assert found.missing == ["mutants/b"] and not found.unchanged
+    assert found.left_out == {"mutants/c": "left out: no budget"}
 
 
 # ----------------------------------------------------------------------------- what is comparable

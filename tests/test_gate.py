@@ -92,7 +92,9 @@ def test_what_has_not_changed_holds(gate: Judge) -> None:
 def test_verdicts_break_or_hold_by_default(
     gate: Judge, was: str, now: str, expected: list[tuple[str, str]]
 ) -> None:
-    found = gate([made.result(made.case(0), 0, was)], [made.result(made.case(0), 0, now)])
+    others = [made.result(made.case(1), 1)]  # skipped cases alone hold nothing
+    old, new = (made.result(made.case(0), 0, verdict) for verdict in (was, now))
+    found = gate([old, *others], [new, *others])
     assert states(found) == expected
     assert found.exit_code == (1 if expected and expected[0][0] == "breaks" else 0)
 
@@ -294,6 +296,22 @@ def test_a_comparison_that_broke_breaks(gate: Judge) -> None:
     assert ("breaks", "verdict") in states(gate(old, new))
 
 
+def test_a_ratio_that_was_not_measured_again_is_missed(gate: Judge) -> None:
+    """A comparison that got no two blocks within its budget has no slowdown to show."""
+    new = made.bench("zero1", verdict="inconclusive", reason="1 whole blocks: an interval needs 2")
+    del new["log"]
+    found = gate([*made.results(1), made.bench("zero1")], [*made.results(1), new])
+    assert states(found) == [("breaks", "missing")]
+    assert found.findings[0].message.endswith("an interval needs 2")
+    refused = made.scaling("ddp", verdict="oversubscribed", efficiency=None, wrapping=None)
+    found = gate([made.scaling("ddp", verdict="holds")], [refused])
+    assert states(found) == [
+        ("reported", "verdict"),
+        *[("reported", "not comparable")] * 3,
+    ]
+    assert found.exit_code == 0
+
+
 # ------------------------------------------------------------------------ what only one run has
 
 
@@ -353,11 +371,33 @@ def test_where_nothing_is_comparable_nothing_holds(gate: Judge) -> None:
     assert gate(lines, failing, torch="2.14.0").exit_code == verdicts.BROKEN
 
 
+def test_a_run_that_decides_nothing_does_not_hold(gate: Judge) -> None:
+    """Its budget had no room for what is judged, and what is skipped is skipped as before."""
+    skipped = made.result(made.case(0), 0, "skip")
+    whole = made.result(made.case(1), 1)
+    late = {"kind": "left out", "id": whole["id"], "reason": "no room"}
+    found = gate([skipped, whole], [skipped, late])
+    assert states(found) == [("reported", "left out")]
+    assert found.exit_code == verdicts.NOT_DECIDED
+    assert found.sentence().startswith("nothing was decided: ")
+    assert found.sentence().endswith("1 left out")
+
+
 def test_a_fault_that_survives_breaks(gate: Judge) -> None:
     old, new = [*made.results(1), made.kill("x")], [*made.results(1), made.kill("x", False)]
     assert states(gate(old, new)) == [("breaks", "fault")]
     assert states(gate(old, new, "cases: {faults: report}")) == [("reported", "fault")]
     assert gate(new, old).exit_code == 0
+
+
+def test_a_fault_that_was_not_planted_is_missed(gate: Judge) -> None:
+    old = [*made.results(1), made.kill("x"), made.kill("y")]
+    assert states(gate(old, old[:2])) == [("breaks", "missing")]
+    assert gate(old, old[:2], 'cases: {scope: ["*::*"]}').findings == []
+    late = {**made.kill("y", False), "verdict": "left out", "why_not": "left out: no budget"}
+    assert states(gate(old, [*old[:2], late])) == [("reported", "left out")]
+    [finding] = gate(old, old[:1]).findings  # a run of cases plants none: told once
+    assert (finding.state, finding.rule, finding.id) == ("reported", "missing", "mutants/*")
 
 
 # ------------------------------------------------------------------------------------- bad input

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from suite.comparison import figures
-from suite.comparison.snapshot import Entry, Sample, Snapshot, Version
+from suite.comparison.snapshot import FAULTS, Entry, Sample, Snapshot, Version
 
 if TYPE_CHECKING:
     from suite.comparison.welch import Difference
@@ -123,15 +123,16 @@ class Comparison:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing differs: figures, ratios of times, and the results that there are."""
+        """Whether all was compared and nothing differs: figures, ratios, results that there are."""
         moved = any(t.verdict not in ("same", "inconclusive") for t in self.times)
-        return not (self.changes or moved or self.missing or self.left_out or self.new)
+        gone = self.missing or self.left_out or self.new or self.apart
+        return not (self.changes or moved or gone)
 
 
 def compare(before: Snapshot, after: Snapshot) -> Comparison:
     """What differs in ``after``, with ``before`` as the reference."""
     found = Comparison(before, after)
-    shared = _known_figures(before) & _known_figures(after)
+    known = _known_figures(before)
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
         for name, new in news.items():
@@ -143,7 +144,7 @@ def compare(before: Snapshot, after: Snapshot) -> Comparison:
             if why:
                 found.apart.append(Apart(name, why))
                 continue
-            found.pairs.append(_pairing(old, new, shared))
+            found.pairs.append(_pairing(old, new, known))
         for name in olds:
             if name in news:
                 continue
@@ -152,12 +153,17 @@ def compare(before: Snapshot, after: Snapshot) -> Comparison:
             else:
                 found.missing.append(name)
     found.times = _timings(found.pairs)
-    for name, killed in after.kills.items():
-        was = before.kills.get(name)
-        if was is not None and was != killed:
+    for name, was in before.kills.items():
+        fault, killed = f"{FAULTS}{name}", after.kills.get(name)
+        if killed is None:
+            if fault in after.left_out:
+                found.left_out[fault] = after.left_out[fault]
+            else:
+                found.missing.append(fault)
+        elif was != killed:
             old, new = ("killed" if told else "survives" for told in (was, killed))
             word: figures.Word = "better" if killed else "worse"
-            found.kills.append(Change(f"mutants/{name}", "fault", old, new, word))
+            found.kills.append(Change(fault, "fault", old, new, word))
     found.notes = list(_notes(before, after))
     return found
 
@@ -181,23 +187,23 @@ def release(version: Version) -> str:
 
 
 def _known_figures(snapshot: Snapshot) -> set[str]:
-    """Figures that some result has; what no result of a run has is news of its suite."""
+    """Figures that some result has; what no result of the reference has is news of the suite."""
     entries = (*snapshot.cases.values(), *snapshot.timed.values())
     return {name for entry in entries for name in entry.figures}
 
 
-def _pairing(old: Entry, new: Entry, shared: set[str]) -> Pairing:
-    changes = list(_changes(old, new, shared))
+def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
+    changes = list(_changes(old, new, known))
     if old.verdict != new.verdict:
         word = figures.word(figures.VERDICT, old.verdict, new.verdict)
         changes.insert(0, Change(new.id, figures.VERDICT, old.verdict, new.verdict, word))
     return Pairing(old, new, tuple(changes), len(new.figures) + 1)
 
 
-def _changes(old: Entry, new: Entry, shared: set[str]) -> Iterator[Change]:
+def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
     if old.figures == new.figures:
         return
-    for name in sorted({*old.figures, *new.figures} & shared):
+    for name in sorted({*old.figures, *new.figures} & known):
         was, now = old.figures.get(name, _ABSENT), new.figures.get(name, _ABSENT)
         if was == now and type(was) is type(now):
             continue

@@ -19,7 +19,7 @@ from suite import verdicts
 from suite.comparison import figures
 from suite.comparison.compare import Change, Comparison, Timing, told
 from suite.comparison.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
-from suite.comparison.snapshot import Entry
+from suite.comparison.snapshot import FAULTS, Entry
 from suite.comparison.tables import verdict_of
 
 State = Literal["breaks", "reported", "excused"]
@@ -40,6 +40,10 @@ Rule = Literal[
 
 #: Verdicts of results whose figures say nothing.
 _UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+#: Verdicts that decide nothing: a run of these alone holds nothing.
+_UNDECIDED = verdicts.OPEN | {"skip"}
+#: Verdicts of timed results that say by themselves why there is no ratio.
+_NO_RATIO = verdicts.RED | {"precondition"}
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,12 @@ class Finding:
 
 @dataclass
 class Gate:
-    """What :func:`judge` found; ``compared`` counts results, ``judged`` those with a verdict."""
+    """What :func:`judge` found; ``compared`` counts results, ``decided`` those not left open."""
 
     comparison: Comparison
     findings: list[Finding] = field(default_factory=list)
     compared: int = 0
-    judged: int = 0
+    decided: int = 0
 
     def of(self, state: State) -> list[Finding]:
         """Findings of one state."""
@@ -69,10 +73,10 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """0 held, 1 broken, 3 nothing could be compared."""
+        """0 held, 1 broken, 3 nothing could be compared, or all of it was skipped or left open."""
         if self.of("breaks"):
             return verdicts.BROKEN
-        return verdicts.HELD if self.compared else verdicts.NOT_DECIDED
+        return verdicts.HELD if self.decided else verdicts.NOT_DECIDED
 
     def sentence(self) -> str:
         """The outcome in one line."""
@@ -81,22 +85,26 @@ class Gate:
         )
         head = "held" if self.exit_code == verdicts.HELD else "broken"
         if self.exit_code == verdicts.NOT_DECIDED:
-            head = "nothing could be compared"
-        name = self.comparison.before.name
+            head = "nothing was decided" if self.compared else "nothing could be compared"
+        found = self.comparison
+        late = f", {len(found.left_out)} left out" if found.left_out else ""
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {name}"
+            f"{self.compared} results compared with {found.before.name}{late}"
         )
 
 
 def judge(found: Comparison, policy: PolicyFile, today: datetime.date) -> Gate:
     """Every finding about ``found``; ``today`` decides what has expired."""
-    gate = Gate(found, compared=found.comparable, judged=len(found.after.cases))
+    decided = {pair.id for pair in found.pairs if pair.after.verdict not in _UNDECIDED}
+    decided |= {time.id for time in found.times}
+    gate = Gate(found, compared=found.comparable, decided=len(decided))
     judge = _Judge(found, policy, today)
     for part in (
         judge.verdicts(),
         judge.figures(),
         judge.times(),
+        judge.lost_ratios(),
         judge.faults(),
         judge.presence(),
         judge.expected(),
@@ -118,8 +126,13 @@ class _Judge:
         for name, entry in after.cases.items():
             yield from self._verdict(entry, before.cases.get(name))
         for name, entry in after.timed.items():
-            if entry.verdict in verdicts.RED or entry.verdict == "precondition":
-                yield from self._verdict(entry, before.timed.get(name))
+            old = before.timed.get(name)
+            if entry.verdict in _NO_RATIO:
+                yield from self._verdict(entry, old)
+            elif old is not None and old.verdict == "holds" and entry.verdict != "holds":
+                # Whether a target is met hangs on the machine; `times` judges the efficiency.
+                message = f"{entry.verdict}, holds in the baseline"
+                yield self._finding("reported", "verdict", entry, message)
 
     def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[Finding]:
         level, grade, was = self.policy.level(entry.verdict), "", ""
@@ -198,14 +211,30 @@ class _Judge:
                 state = self._state(rules.inconclusive)
                 yield from self._perhaps(state, "time", entries[time.id], message)
 
+    def lost_ratios(self) -> Iterator[Finding]:
+        """Ratios of the baseline that the run did not measure (again), though it has the result."""
+        rules = self.policy.cases
+        there = {(time.id, time.ratio) for time in self.found.times}
+        for pair in self.found.pairs:
+            if pair.after.verdict in _NO_RATIO or not self._in_scope(pair.id):
+                continue
+            # Fewer cores than in the baseline are no fault of the run.
+            fewer = pair.after.verdict == "oversubscribed"
+            state = self._state(rules.incomparable if fewer else rules.missing)
+            for ratio, sample in pair.before.samples.items():
+                if sample.blocks > 1 and (pair.id, ratio) not in there:
+                    why = f": {pair.after.reason}" if pair.after.reason else ""
+                    message = f"{ratio} was measured in the baseline; {pair.after.verdict}{why}"
+                    rule: Rule = "not comparable" if fewer else "missing"
+                    yield from self._perhaps(state, rule, pair.after, message)
+
     def faults(self) -> Iterator[Finding]:
         """Planted faults that were killed and survive now."""
         for change in self.found.kills:
             if change.word == "worse":
                 state = self._state(self.policy.cases.faults)
                 message = "the planted fault survives; it was killed in the baseline"
-                if state is not None:
-                    yield Finding(state, "fault", change.id, message)
+                yield from self._perhaps(state, "fault", change.id, message)
 
     def presence(self) -> Iterator[Finding]:
         """Results of one run only, and those that cannot be compared."""
@@ -213,13 +242,14 @@ class _Judge:
         olds = {**before.cases, **before.timed}
         news = {**after.cases, **after.timed}
         unseen: Counter[str] = Counter()
-        kinds = {_kind(name) for name in (*news, *after.left_out)}
+        kinds = {_kind(name) for name in after.ids}
         for name in self.found.missing:
             if _kind(name) not in kinds:
                 unseen[_kind(name)] += 1
             elif self._in_scope(name):
                 message = "is in the baseline and not in the run"
-                yield from self._perhaps(self._state(rules.missing), "missing", olds[name], message)
+                where = olds.get(name, name)
+                yield from self._perhaps(self._state(rules.missing), "missing", where, message)
         for kind, number in unseen.items():
             message = f"the run has none of the {number} results of the baseline"
             if rules.missing != "ignore":
@@ -227,9 +257,8 @@ class _Judge:
         for name, why in self.found.left_out.items():
             if self._in_scope(name):
                 message = f"was left out by the run: {why}"
-                yield from self._perhaps(
-                    self._state(rules.left_out), "left out", olds[name], message
-                )
+                where = olds.get(name, name)
+                yield from self._perhaps(self._state(rules.left_out), "left out", where, message)
         for name in self.found.new:
             message = f"{news[name].verdict}; is not in the baseline"
             yield from self._perhaps(self._state(rules.new), "new", news[name], message)
@@ -286,13 +315,16 @@ class _Judge:
 
     @classmethod
     def _perhaps(
-        cls, state: State | None, rule: Rule, entry: Entry, message: str
+        cls, state: State | None, rule: Rule, entry: Entry | str, message: str
     ) -> Iterator[Finding]:
         if state is not None:
             yield cls._finding(state, rule, entry, message)
 
     @staticmethod
-    def _finding(state: State, rule: Rule, entry: Entry, message: str) -> Finding:
+    def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> Finding:
+        """About a result, or about what has an id only (a planted fault)."""
+        if isinstance(entry, str):
+            return Finding(state, rule, entry, message)
         file, _, line = entry.source.rpartition(":")
         known = bool(file) and line.isdigit()
         return Finding(
@@ -301,7 +333,9 @@ class _Judge:
 
 
 def _kind(name: str) -> str:
-    """Comparisons and scaling results are timed by commands of their own, cases by `run`."""
+    """Comparisons, scaling results and planted faults have commands of their own, cases `run`."""
+    if name.startswith(FAULTS):
+        return f"{FAULTS}*"
     head = name.split("::", 1)[0]
     return f"{head}::*" if head in ("bench", "scaling") else "cases"
 

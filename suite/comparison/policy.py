@@ -123,7 +123,7 @@ class Times(Model):
 class Cases(Model):
     """What is only in one run, or cannot be compared."""
 
-    missing: Level = Field("break", description="in the baseline and not in the run")
+    missing: Level = Field("break", description="cases, faults, ratios that the run lacks")
     left_out: Level = Field("report", description="the run's budget had no room for it")
     new: Level = Field("report", description="in the run and not in the baseline")
     incomparable: Level = Field("report", description="another version, cell or data set")

@@ -27,6 +27,8 @@ _TIMED_CELL = ("workload", "base", "optimizer", "dtype", "size", "mode")
 _NO_RATIO = frozenset({"fail", "crash", "hang", "precondition", "refused"})
 _FORMULA = re.compile(r"([a-z][a-z0-9_]*)\.payload_bytes\Z")
 _DIGEST_CHARACTERS = 16
+#: How the id of a planted fault begins.
+FAULTS = "mutants/"
 #: Verdict of a comparison that has a ratio: which side is faster is for the ratio to say.
 TIMED = "timed"
 
@@ -107,7 +109,8 @@ class Snapshot:
     @property
     def ids(self) -> set[str]:
         """Every id that it says something about."""
-        return {*self.cases, *self.timed, *self.left_out}
+        faults = (FAULTS + name for name in self.kills)
+        return {*self.cases, *self.timed, *self.left_out, *faults}
 
 
 def of_run(run: Run) -> Snapshot:
@@ -149,7 +152,9 @@ def of_run(run: Run) -> Snapshot:
             version = versions[by_id.get(line["id"], last)]
             snapshot.timed[line["id"]] = _scaling(line, version)
         for line in run.kills:
-            if line["verdict"] != "left out":
+            if line["verdict"] == "left out":
+                snapshot.left_out[FAULTS + line["name"]] = str(line["why_not"])
+            else:
                 snapshot.kills[line["name"]] = bool(line["killed"])
         for line in run.left_out:
             snapshot.left_out[line["id"]] = str(line["reason"])
