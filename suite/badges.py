@@ -145,7 +145,7 @@ def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
     """The index in Markdown: every badge with its sentence as the text for who cannot see it."""
     last = run.header["invocations"][-1] if run.header["invocations"] else {}
     told = [
-        f"# Badges of run {run.header.get('id', run.path.name)}",
+        f"# Badges of run {_plain(str(run.header.get('id', run.path.name)))}",
         "",
         f"Commit {str(last.get('commit') or 'unknown')[:12]}, shardproof {last.get('suite')}, "
         f"torch {last.get('packages', {}).get('torch')}, {last.get('started')}. "
@@ -155,15 +155,19 @@ def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
     ]
     rows = sorted(names.items(), key=lambda item: (item[1].implementation, item[1].backend))
     for implementation, members in groupby(rows, key=lambda item: item[1].implementation):
-        told += ["", f"## {implementation}"]
+        told += ["", f"## {_plain(implementation)}"]
         for backend, row in groupby(members, key=lambda item: item[1].backend):
-            told += ["", f"{backend}:", *(_image(name, cell) for name, cell in row)]
+            told += ["", f"{_plain(backend)}:", *(_image(name, cell) for name, cell in row)]
     return "\n".join(told) + "\n"
 
 
 def _image(name: str, cell: Cell) -> str:
-    told = re.sub(r"([][\\])", r"\\\1", cell.sentence)
-    return f"![{told}]({name})"
+    return f"![{_plain(cell.sentence)}]({name})"
+
+
+def _plain(text: str) -> str:
+    """``text`` on one line, without what Markdown takes for a link, an image or HTML."""
+    return re.sub(r"([][<\\])", r"\\\1", " ".join(text.split()))
 
 
 def write(run: Run, folder: Path) -> list[str]:

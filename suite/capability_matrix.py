@@ -236,8 +236,8 @@ class Cell:
 def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[Cell]:
     """Every cell that a case says something about, by implementation, backend and capability.
 
-    ``results`` are the lines of cases (``Run.cases``), ``left_out`` those of cases that were
-    selected and not run (``Run.left_out``).
+    ``results`` are the lines of cases (``Run.cases``), ``left_out`` those of what was selected and
+    not run (``Run.left_out``), of which comparisons say nothing here.
     """
     found: dict[tuple[str, str, str], Cell] = {}
 
@@ -249,7 +249,7 @@ def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[Cell]:
         for name in capabilities(result["case"]):
             of(result["case"], name)._add(result["case"], outcome(result, name))
     for line in left_out:
-        for name in capabilities(line["case"]):
+        for name in capabilities(line["case"]) if "case" in line else ():
             of(line["case"], name).left_out += 1
     order = {name: number for number, name in enumerate(CAPABILITIES)}
     return sorted(
@@ -262,7 +262,7 @@ def overall(results: Iterable[Line], left_out: Iterable[Line] = ()) -> Cell:
     cell = Cell("", "", "")
     for result in results:
         cell._add(result["case"], verdicts.kind(result["verdict"]))
-    cell.left_out = sum(1 for _ in left_out)
+    cell.left_out = sum("case" in line for line in left_out)
     return cell
 
 

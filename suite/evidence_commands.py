@@ -119,7 +119,7 @@ def badges(
     """Draw a run's verdicts as SVG badges: strategy x backend x capability, and one overall.
 
     Files are named `reference-zero3_gloo_checkpoint.svg`; `overall.svg` counts every case once;
-    `badges.md` has all of them as Markdown tables to cut from. Green is only what was judged and
+    `badges.md` has all of them as Markdown to cut from. Green is only what was judged and
     passed, every case of it; `native only` passed in native precision and nowhere else; `open` is
     undecided. Colours are told apart without seeing hues, and the words say the same.
 

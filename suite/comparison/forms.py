@@ -56,9 +56,9 @@ def text(report: Report, write: Callable[..., None]) -> None:
 
 def markdown(report: Report, level: int = 2) -> str:
     """The same as Markdown, without the heading of the whole."""
-    parts = [f"{line}\n" for line in report.summary]
+    parts = [f"{plain(line)}\n" for line in report.summary]
     for table in report.tables:
-        parts.append(f"{'#' * level} {table.title}\n")
+        parts.append(f"{'#' * level} {plain(table.title)}\n")
         parts.append(rows_markdown(table) + "\n")
         parts += [f"{note}\n" for note in table.notes]
     return "\n".join(parts)
@@ -70,10 +70,15 @@ def rows_markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
-def _cell(told: str) -> str:
+def plain(told: str) -> str:
+    """One line that no reader of Markdown takes for HTML, a link, an image or emphasis."""
     for character in ("\\", "|", "<", "*", "_", "`"):
         told = told.replace(character, "\\" + character)
-    return " ".join(told.split()) or " "
+    return " ".join(told.replace("](", "]\\(").split())
+
+
+def _cell(told: str) -> str:
+    return plain(told) or " "
 
 
 def html(report: Report) -> str:

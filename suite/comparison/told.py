@@ -37,8 +37,8 @@ def _first(message: str) -> str:
 def summary(gate: Gate) -> str:
     """For a pull request: the outcome, the findings, and what changed."""
     found = gate.comparison
-    parts = [f"## Shardproof gate: {gate.sentence()}\n"]
-    parts += [f"- {note}" for note in found.notes]
+    parts = [f"## Shardproof gate: {forms.plain(gate.sentence())}\n"]
+    parts += [f"- {forms.plain(note)}" for note in found.notes]
     if found.notes:
         parts.append("")
     told = ordered(gate.findings)

@@ -87,10 +87,9 @@ def _broken(run: Run) -> Iterator[str]:
         yield from ("", f"The first {TOLD} of {len(found)}:", "")
     for item in found[:TOLD]:
         yield f"- **{_safe(item.verdict)}** `{_code(item.name)}`"
-        yield from ("", "  ~~~~text")
-        yield from (f"  {line}" for line in item.reason.splitlines())
-        yield from (["  ~~~~"] if not item.rerun else ["", f"  {item.rerun}", "  ~~~~"])
-        yield ""
+        rerun = ["", item.rerun] if item.rerun else []
+        fenced = _fenced([*item.reason.splitlines(), *rerun])
+        yield from ("", *(f"  {line}".rstrip() for line in fenced), "")
 
 
 def _matrix(run: Run) -> Iterator[str]:
@@ -136,7 +135,7 @@ def _timed(run: Run) -> Iterator[str]:
     family = stats.family(run.benches)
     yield from _table(times.HEADINGS, (times.cells(line, family) for line in run.benches))
     for line in run.benches:
-        yield from ("", "~~~~text", *times.details(line), "~~~~")
+        yield from ("", *_fenced(times.details(line)))
 
 
 def _scaling(run: Run) -> Iterator[str]:
@@ -202,8 +201,15 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    """One line that no reader of Markdown takes for HTML."""
-    return " ".join(text.split()).replace("<", "&lt;")
+    """One line that no reader of Markdown takes for HTML, for a link or for an image."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("](", "]\\(")
+
+
+def _fenced(lines: Iterable[str]) -> list[str]:
+    """Lines as they are; the fence is longer than any within."""
+    told = list(lines)
+    fence = "~" * max([4, *(len(run) + 1 for line in told for run in re.findall("~{4,}", line))])
+    return [f"{fence}text", *told, fence]
 
 
 def _code(text: str) -> str:
