@@ -9,8 +9,8 @@
     results/durations.json        the last few durations of every case
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
-kill is ignored; where one case has several lines, the last counts.  Of the machine only an
-allow-list is recorded, never the environment.
+kill is ignored; where one case has several lines, the last counts, but one that was left out
+later keeps its result.  Of the machine only an allow-list is recorded, never the environment.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def read(path: Path, strict: bool = False) -> Run:
     last: dict[tuple[str, str], dict[str, Any]] = {}
     for line in _lines(path / "cases.jsonl", strict):
         key = ("kill", line.get("name", "")) if line["kind"] == "kill" else ("", line.get("id", ""))
-        last[key] = line
+        if line["kind"] != "left out" or last.get(key, line)["kind"] == "left out":
+            last[key] = line
     run = Run(path, header)
     lists = {
         "case": run.cases,

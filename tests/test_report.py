@@ -104,6 +104,17 @@ def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     assert Case.from_dict(run.cases[0]["case"]) == case("a", "reference/ddp")
 
 
+def test_what_is_left_out_later_keeps_its_result(tmp_path: Path) -> None:
+    """A small budget must not make a failure vanish."""
+    fill(tmp_path / "run")
+    with RunFolder(tmp_path / "run", ["again"]) as folder:
+        folder.leave_out(case("b", "reference/ddp", 3), "no room")
+        folder.add(result(case("d")))
+    run = read(tmp_path / "run")
+    assert {line["id"]: line["verdict"] for line in run.cases}["b"] == "fail"
+    assert run.left_out == [] and len(run.cases) == 4
+
+
 def test_invocations_append_and_the_last_line_of_a_case_counts(tmp_path: Path) -> None:
     fill(tmp_path / "run")
     with RunFolder(tmp_path / "run", ["again"]) as folder:
