@@ -55,15 +55,14 @@ def verify(path: Path) -> Verified:
     :raises SelectionError: there is no run.
     """
     run = read(path)
-    problems = [*changed(path), *_missing(run)]
+    problems = [*changed(path)]
     results = [*run.cases, *run.mutant_cases]
-    for result in results:
-        problems += _judged_again(path, result)
-    for line in run.kills:
-        problems += _killed_again(line, results)
-    for line in (*run.benches, *run.scalings):
-        problems += _timed_again(path, line)
-    problems += _reported_again(path)
+    try:
+        for found in _again(run, results):
+            problems.append(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        where = f"{path / 'cases.jsonl'} or run.json"
+        problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
     return Verified(
         len(results),
         len(run.kills),
@@ -72,6 +71,18 @@ def verify(path: Path) -> Verified:
         benches=len(run.benches),
         scalings=len(run.scalings),
     )
+
+
+def _again(run: Run, results: list[dict[str, Any]]) -> Iterator[str]:
+    """What is missing, and what comes out differently."""
+    yield from _missing(run)
+    for result in results:
+        yield from _judged_again(run.path, result)
+    for line in run.kills:
+        yield from _killed_again(line, results)
+    for line in (*run.benches, *run.scalings):
+        yield from _timed_again(run.path, line)
+    yield from _reported_again(run.path)
 
 
 def changed(path: Path) -> Iterator[str]:

@@ -239,6 +239,16 @@ def test_a_run_that_is_not_as_it_was_judged_is_not_packed(run: Path, tmp_path: P
     assert not (tmp_path / "b.tar.gz").exists()
 
 
+def test_a_line_that_lost_its_id_is_told_and_no_traceback(run: Path) -> None:
+    first, rest = (run / "cases.jsonl").read_bytes().split(b"\n", 1)
+    line = json.loads(first)
+    del line["id"]
+    (run / "cases.jsonl").write_bytes(json.dumps(line).encode() + b"\n" + rest)
+    problems = verify.verify(run).problems
+    assert "line 1" in problems[0] and problems[0].endswith("was changed")
+    assert problems[-1].endswith("not what this suite writes: KeyError 'id'")
+
+
 @pytest.mark.parametrize("change", [b"", b"{}\n"])
 def test_a_run_that_goes_on_meanwhile_is_not_packed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes
