@@ -497,6 +497,26 @@ def test_a_damaged_baseline_is_refused_in_a_sentence(
         assert "b.json" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("sound", "damaged"),
+    [
+        ('"versions": [{', '"versions": [], "were": [{'),
+        ('"time":[0.02,', '"time":[1e999,'),
+        ('"time":[0.02,', '"time":[NaN,'),
+        ('"time":[0.02,0.05,24]', '"time":[0.02,0.05,0]'),
+        ('"figures": [', '"deep": ' + "[" * 100_000 + "]" * 100_000 + ', "figures": ['),
+    ],
+)
+def test_a_baseline_of_impossible_values_is_refused(
+    run: Run, tmp_path: Path, sound: str, damaged: str
+) -> None:
+    text = baseline.text(run("one", [*made.results(1), made.bench("zero1")]))
+    assert sound in text
+    (tmp_path / "b.json").write_text(text.replace(sound, damaged))
+    with pytest.raises(SelectionError, match="is damaged"):
+        baseline.load(str(tmp_path / "b.json"))
+
+
 def test_another_format_of_baselines_is_refused(run: Run, tmp_path: Path) -> None:
     text = baseline.text(run("run", made.results(1)))
     path = tmp_path / "b.json"

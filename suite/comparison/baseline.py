@@ -7,6 +7,7 @@ cells, names of figures) stands once, in tables that cases point into by number.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +22,9 @@ FORMAT = 1
 KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
 _GZIP = b"\x1f\x8b"
+_DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+#: No ratio is further from 1 than this, in log units.
+_FARTHEST = 50.0
 
 
 def load(name: str, root: Path = Path("results")) -> Snapshot:
@@ -166,6 +170,8 @@ def read(path: Path) -> Snapshot:
             remedy = "make it again: `shardproof compare RUN --save FILE`"
             raise SelectionError(Problem(what, remedy, file=str(path)))
         versions = [Version(**row) for row in told["versions"]]
+        if not versions or not all(isinstance(v.torch, str) for v in versions):
+            raise ValueError("no versions")
         return Snapshot(
             name=str(told["name"]),
             hardware=str(told["hardware"]),
@@ -185,7 +191,7 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except SelectionError:
         raise
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         what = f"is damaged: {type(error).__name__} {error}"
         remedy = "make it again: `shardproof compare RUN --save FILE`"
         raise SelectionError(Problem(what, remedy, file=str(path))) from None
@@ -199,6 +205,8 @@ def _entry(
     keys, values = told["figures"][names], row.get("figures", [])
     if any(isinstance(value, (list, dict)) for value in values):
         raise ValueError(f"a figure of {name} is not a scalar")
+    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+        raise ValueError(f"a figure of {name} is not finite")
     return Entry(
         id=name,
         implementation=str(implementation),
@@ -219,7 +227,10 @@ def _entry(
 
 def _sample(told: Sequence[float]) -> Sample:
     mean, sd, blocks = told
-    return Sample(float(mean), float(sd), int(blocks))
+    sample = Sample(float(mean), float(sd), int(blocks))
+    if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
+        raise ValueError(f"no ratio: {told}")
+    return sample
 
 
 # ------------------------------------------------------------------------------------- joining

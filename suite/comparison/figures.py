@@ -66,7 +66,7 @@ _ORDER = (
     *("pass", "pass (native only)", "killed", "timed", "holds", "xpass", "xfail", "below", "skip"),
     *("precondition", "inconclusive", "undecidable", "refused", "hang", "crash", "fail"),
 )
-_NUMBER = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")
+_NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 
 
 def of_checks(
@@ -119,7 +119,7 @@ def word(figure: str, before: Scalar, after: Scalar) -> Word:
         return "worse" if now > was else "better"
     if figure not in _LESS and figure not in _MORE:
         return "changed"
-    old, new = _number(before), _number(after)
+    old, new = number(before), number(after)
     if old is None or new is None or old == new:
         return "changed"
     return "better" if (new < old) == (figure in _LESS) else "worse"
@@ -132,7 +132,8 @@ def _grade(value: Scalar) -> int | None:
     return _ORDER.index(word) if word in _ORDER else None
 
 
-def _number(value: Scalar) -> Fraction | None:
+def number(value: Scalar) -> Fraction | None:
+    """The exact number that a figure is, also as text (``7/2``); `None` of any other."""
     if isinstance(value, str):
         return Fraction(value) if _NUMBER.match(value) else None
     if isinstance(value, bool) or value is None:
@@ -142,12 +143,12 @@ def _number(value: Scalar) -> Fraction | None:
 
 def show(value: Scalar) -> str:
     """A figure for people: thousands apart."""
-    number = _number(value)
-    if number is None or isinstance(value, float):
+    told = number(value)
+    if told is None or isinstance(value, float):
         return "-" if value is None else str(value)
-    if number.denominator == 1:
-        return f"{number.numerator:,}"
-    return f"{float(number):,.3f} ({value})"
+    if told.denominator == 1:
+        return f"{told.numerator:,}"
+    return f"{float(told):,.3f} ({value})"
 
 
 def first_difference(before: Any, after: Any, path: str = "") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from suite.comparison.compare import Comparison, Timing, words
+from suite.comparison.compare import Comparison, Timing
 from suite.comparison.snapshot import Entry, Snapshot
 from suite.comparison.tables import Report, Table, interval, verdict_of, verdicts_of
 
@@ -65,8 +65,7 @@ def _equal(found: Comparison) -> str:
     total = sum(pair.figures for pair in found.pairs if pair.id in found.after.cases)
     if not total:
         return f"not comparable: {found.apart[0].why}" if found.apart else "no case in common"
-    counts = words(found.changes)
-    differ = sum(counts.values())
+    differ = sum(len(pair.changes) for pair in found.pairs if pair.id in found.after.cases)
     more = f", {len(found.apart):,} results not comparable" if found.apart else ""
     return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more
 

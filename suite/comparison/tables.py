@@ -212,10 +212,10 @@ def verdicts_of(entries: Iterable[Entry]) -> str:
 def _moved(pairs: Sequence[Pairing], name: str) -> str:
     """The sum of one figure over those that have it on both sides, then and now."""
     both = [
-        (Fraction(old), Fraction(new))
+        (old, new)
         for pair in pairs
-        if isinstance(old := pair.before.figures.get(name), (str, int))
-        and isinstance(new := pair.after.figures.get(name), (str, int))
+        if (old := figures.number(pair.before.figures.get(name))) is not None
+        and (new := figures.number(pair.after.figures.get(name))) is not None
     ]
     if not both:
         return "-"
