@@ -108,6 +108,14 @@ def test_badges_of_before_go_and_other_files_stay(tmp_path: Path) -> None:
     assert words((folder / OVERALL).read_text()) == ["shardproof", "fail 1"]
 
 
+def test_comparisons_that_were_left_out_have_no_badge(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", ["test"]) as folder:
+        folder.add({"reason": "", "seconds": 0.1, **line()})
+        folder.leave_out_bench({"id": "bench::a"}, "no room")
+    write(read(tmp_path / "run"), tmp_path / "badges")
+    assert words((tmp_path / "badges" / OVERALL).read_text()) == ["shardproof", "pass 1/1"]
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SelectionError, match="badges cannot be written"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     assert invocation["exit_code"] == 1
     assert invocation["packages"]["torch"]
     assert Case.from_dict(run.cases[0]["case"]) == case("a", "reference/ddp")
+
+
+def test_reasons_cannot_break_out_of_the_markdown(tmp_path: Path) -> None:
+    reason = "first\n~~~~\n<script>alert(1)</script>\n![x](http://example.org/x.png)"
+    with RunFolder(tmp_path / "run", ["again"]) as folder:
+        folder.add({**result(case("b", "reference/ddp", 3), "fail", 0.5, "13"), "reason": reason})
+        folder.add({**result(case("c"), "skip", None, None), "reason": reason})
+    text = report.document(read(tmp_path / "run"))
+    outside = re.sub(r"(?ms)^  (~{4,})text$.*?^  \1$", "", text)
+    assert "~~~~~text" in text and "<script" not in outside and "](http" not in outside
 
 
 def test_what_is_left_out_later_keeps_its_result(tmp_path: Path) -> None:
