@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from suite import bundle, execute, report, verify
+from suite import execute, report, verify
 from suite.budget import plan
 from suite.bundle import (
     LISTING,
@@ -33,7 +33,9 @@ from suite.bundle import (
     notes,
     open_run,
     pack,
+    packing,
     unpacked,
+    unpacking,
     verify_archive,
 )
 from suite.case import WorkloadSpec
@@ -254,7 +256,7 @@ def test_a_run_that_goes_on_meanwhile_is_not_packed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes
 ) -> None:
     """A file that is cut, and one that grows, after it was weighed."""
-    weigh = bundle._weigh
+    weigh = packing._weigh
 
     def meddle(source: Path | bytes) -> tuple[int, str]:
         found = weigh(source)
@@ -262,7 +264,7 @@ def test_a_run_that_goes_on_meanwhile_is_not_packed(
             source.write_bytes(source.read_bytes() + change if change else b"")
         return found
 
-    monkeypatch.setattr(bundle, "_weigh", meddle)
+    monkeypatch.setattr(packing, "_weigh", meddle)
     with pytest.raises(SelectionError, match="changed while it was packed"):
         pack(run, tmp_path / "b.tar.gz")
     assert not (tmp_path / "b.tar.gz").exists()
@@ -483,8 +485,8 @@ def test_more_bytes_than_listed_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zeros shrink to a thousandth: neither a listed, an added nor a hidden file may swell."""
-    monkeypatch.setattr(bundle, "_GRACE", 1 << 16)
-    monkeypatch.setattr(bundle, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(unpacking, "_GRACE", 1 << 16)
+    monkeypatch.setattr(unpacking, "CHUNK", 1 << 12)
     zeros = bytes(8 << 20)
     for name in ("r/run.json", "r/added"):
         with pytest.raises(SelectionError, match=r"more bytes than (any run|its list)"):
@@ -511,7 +513,7 @@ def test_headers_cannot_take_memory_or_hide(tmp_path: Path) -> None:
 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "MAX_FILES", 10)
+    monkeypatch.setattr(unpacking, "MAX_FILES", 10)
     more: list[tuple[str | tarfile.TarInfo, bytes]] = [(f"r/{n}", b"") for n in range(20)]
     with pytest.raises(SelectionError, match="more than 10 files"):
         verify_archive(small(tmp_path / "forged.tar.gz", *more))

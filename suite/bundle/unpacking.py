@@ -1,28 +1,15 @@
-"""One archive of a run that ``shardproof verify`` accepts on another machine.
+"""An archive that others made -> a run's folder: nothing in it is trusted.
 
-    <run-id>.tar.gz: <run-id>/bundle.json       names, sizes and SHA-256 of all that follows
-                              run.json, planned.jsonl, cases.jsonl, manifest.jsonl
-                              records/, times/  what the verdicts are made of
-                              report.html, report.md, junit.xml
-
-:func:`pack` takes what the manifest seals and the reports, nothing else, and tells what it left
-out.  One run gives one archive: files in order, no times, users or modes; the *digest* of a bundle
-is that of its list, whatever compressed it.  :func:`unpacked` trusts nothing: plain files with
-plain names only, never more bytes than the list says, which stands first and must fit the disk.
-No file is written outside of a temporary folder, which is gone afterwards on every path.
-
-Judging again needs the archive and this suite: no scenario, data set, implementation or GPU, and
-any torch that the suite runs with.  Another version of the suite may judge otherwise, so the list
-says by which versions the run was judged.
+Plain files with plain names only, never more bytes than the list says, which stands first and must
+fit the disk.  No file is written outside of a temporary folder, which is gone afterwards on every
+path.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -30,7 +17,6 @@ import tarfile
 import tempfile
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,31 +24,28 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
+from suite.bundle.form import (
+    CHUNK,
+    FORMAT,
+    LISTING,
+    MAX_BYTES,
+    MAX_FILES,
+    MAX_LISTING,
+    Listing,
+    Member,
+    unsafe,
+)
 from suite.errors import Problem, SelectionError
-from suite.records import Manifest
-from suite.results import find_run, read
-from suite.verify import Verified, changed, verify
+from suite.results import find_run
+from suite.verify import Verified, verify
 from suite.version import VERSION
 
-FORMAT = 1
-LISTING = "bundle.json"
-SUFFIX = ".tar.gz"
-#: Packed if they are there, sealed or not; all else must be sealed by the manifest.
-_ALWAYS = ("run.json", "planned.jsonl", "cases.jsonl", Manifest.NAME)
-REPORTS = ("report.html", "report.md", "junit.xml")
-
-#: What an archive may hold: files, bytes of the list, bytes in all.
-MAX_FILES, MAX_LISTING, MAX_BYTES = 100_000, 64 << 20, 64 << 30
-#: The largest size that a plain header can tell.
-MAX_FILE = (8 << 30) - 1
 #: It may unpack to so many times its size: records are compressed already, lines of text shrink to
 #: a thirtieth, zeros to a thousandth.
 MAX_RATIO, _GRACE = 200, 64 << 20
 
-_CHUNK = 1 << 20
 _BLOCK = tarfile.BLOCKSIZE
 _MAGIC = b"\x1f\x8b"
-_PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._+=@,-]{1,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 #: The one extended header that is written: a name that the plain one has no room for.
 _LONG_NAME = re.compile(rb"(\d+) path=([^\n\0]+)\n")
@@ -77,263 +60,12 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Member:
-    """A file of a bundle; ``name`` is that inside the run's folder."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Listing:
-    """``bundle.json``.  ``suite`` packed the run, the versions in ``judged_by`` judged it."""
-
-    run: str
-    suite: str
-    judged_by: tuple[str, ...]
-    members: tuple[Member, ...]
-    left_out: tuple[str, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(member.bytes for member in self.members)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of names, sizes and digests: equal for equal contents."""
-        lines = (f"{member.sha256} {member.bytes} {member.name}\n" for member in self.members)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    def text(self) -> str:
-        """The file's text; :func:`_listing` is its inverse."""
-        told = {
-            "format": FORMAT,
-            "run": self.run,
-            "suite": self.suite,
-            "judged_by": list(self.judged_by),
-            "digest": self.digest,
-            "members": [vars(member) for member in self.members],
-            "left_out": list(self.left_out),
-        }
-        return json.dumps(told, indent=1) + "\n"
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What :func:`pack` wrote."""
-
-    path: Path
-    listing: Listing
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Unpacked:
     """A bundle in a temporary ``folder``; ``problems`` name what is not as the list says."""
 
     folder: Path
     listing: Listing
     problems: list[str]
-
-
-# ------------------------------------------------------------------------------------- packing
-
-
-def pack(
-    folder: Path,
-    output: Path | None = None,
-    reports: Mapping[str, str] | None = None,
-    force: bool = False,
-) -> Packed:
-    """Write the run in ``folder`` to ``output``, whole or not at all.
-
-    ``output`` may be a folder; ``None``: ``<run-id>.tar.gz`` here.  ``reports`` are texts by file
-    name for those of :data:`REPORTS` that the run lacks.
-
-    :raises SelectionError: no run, one that is not what its manifest says, or that changes
-        meanwhile; a file that is there already (without ``force``) or cannot be written.
-    """
-    run = read(folder)
-    name = _plain_name(str(run.header.get("id") or folder.name))
-    if output is None or output.is_dir():
-        output = (output or Path()) / f"{name}{SUFFIX}"
-    if not force and output.exists():
-        raise _exists(output)
-    problems = list(changed(folder))
-    if problems:
-        raise SelectionError(
-            [Problem(told, "pack the run as it was judged") for told in problems[:20]]
-        )
-    sources: dict[str, Path | bytes] = {}
-    for file in sorted({*_sealed(folder), *_ALWAYS, *REPORTS}):
-        if (folder / file).exists():
-            sources[file] = _plain(folder, file)
-        elif file in REPORTS and reports and file in reports:
-            sources[file] = reports[file].encode()
-    versions = {str(i["suite"]) for i in run.header["invocations"] if "suite" in i}
-    listing = Listing(
-        name,
-        VERSION,
-        tuple(sorted(versions)),
-        tuple(Member(file, *_weigh(source)) for file, source in sources.items()),
-        tuple(_left_out(folder, sources)),
-    )
-    largest = max(member.bytes for member in listing.members)
-    if len(sources) >= MAX_FILES or listing.bytes > MAX_BYTES or largest > MAX_FILE:
-        told = f"{len(sources):,} files of {listing.bytes:,} bytes"
-        remedy = f"a bundle holds {MAX_FILES:,} files and {MAX_BYTES >> 30} GiB: copy the folder"
-        raise SelectionError(Problem("the run is too big for a bundle", remedy, told))
-    try:
-        size = _write(output, listing, sources, force)
-    except OSError as error:
-        why = f"cannot be written: {error.strerror or error}"
-        raise SelectionError(
-            Problem(why, "name another place: --output", file=str(output))
-        ) from None
-    return Packed(output, listing, size)
-
-
-def _plain_name(text: str) -> str:
-    """``text`` as a name that any machine can have."""
-    return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
-
-
-def _sealed(folder: Path) -> set[str]:
-    """Files that the manifest names."""
-    return {file for file, _ in Manifest(folder).read()}
-
-
-def _plain(folder: Path, name: str) -> Path:
-    """The file ``name`` of the run, if it is one, under a name that any machine can have."""
-    path = folder / name
-    if _unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
-        remedy = "a run holds plain files with plain names: copy it without links"
-        raise SelectionError(Problem("cannot be packed", remedy, file=str(path)))
-    return path
-
-
-def _unsafe(name: str) -> bool:
-    """Whether ``name`` is anything but a relative path of at most four plain parts."""
-    parts = name.split("/")
-    return len(parts) > 4 or not all(_PART.fullmatch(part) for part in parts)
-
-
-def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
-    """What of the folder is not packed: files of its first level, others by their folder."""
-    inside: Counter[str] = Counter()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if name in packed or (path.is_dir() and not path.is_symlink()):
-            continue
-        top, _, rest = name.partition("/")
-        inside[f"{top}/" if rest else top] += 1
-    for name, count in sorted(inside.items()):
-        yield f"{name} ({count} files)" if name.endswith("/") else name
-
-
-def _weigh(source: Path | bytes) -> tuple[int, str]:
-    """Bytes and SHA-256."""
-    reader = _Hashing(_open(source))
-    with reader.stream:
-        while reader.read(_CHUNK):
-            pass
-    return reader.bytes, reader.digest.hexdigest()
-
-
-def _open(source: Path | bytes) -> BinaryIO:
-    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
-
-
-class _Hashing:
-    """Reads a stream and keeps count."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.digest = hashlib.sha256()
-        self.bytes = 0
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.digest.update(data)
-        self.bytes += len(data)
-        return data
-
-
-def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], force: bool) -> int:
-    """The archive at ``output``; its bytes."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        with partial.open("xb") as stream:
-            # Neither name nor time in gzip's header; level 6 is zlib's own default.
-            with (
-                gzip.GzipFile("", "wb", 6, stream, mtime=0) as zipped,
-                tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
-            ):
-                told = listing.text().encode()
-                archive.addfile(_header(listing.run, LISTING, len(told)), io.BytesIO(told))
-                for member in listing.members:
-                    _add(archive, listing.run, member, sources[member.name])
-                for member in listing.members:
-                    source = sources[member.name]
-                    if isinstance(source, Path) and source.stat().st_size != member.bytes:
-                        raise _moving(member)  # a line was added
-            stream.flush()
-            os.fsync(stream.fileno())
-            size = stream.tell()
-        _publish(partial, output, force)
-    finally:
-        partial.unlink(missing_ok=True)
-    return size
-
-
-def _add(archive: tarfile.TarFile, run: str, member: Member, source: Path | bytes) -> None:
-    reader = _Hashing(_open(source))
-    short = False
-    with reader.stream:
-        try:
-            archive.addfile(_header(run, member.name, member.bytes), reader)  # type: ignore[arg-type]
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            short = True  # tarfile's own: the file ended too early
-    if short or reader.digest.hexdigest() != member.sha256:
-        raise _moving(member)
-
-
-def _moving(member: Member) -> SelectionError:
-    remedy = "wait until the run has ended, then pack it again"
-    return SelectionError(Problem("changed while it was packed", remedy, member.name))
-
-
-def _header(run: str, name: str, size: int) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(f"{run}/{name}")
-    info.size, info.mode, info.mtime = size, 0o644, 0
-    return info
-
-
-def _publish(partial: Path, output: Path, force: bool) -> None:
-    """Give ``partial`` its name; never over another file unless ``force``."""
-    if not force:
-        try:
-            os.link(partial, output)
-            return
-        except FileExistsError:
-            raise _exists(output) from None
-        except OSError:  # a file system without hard links
-            if output.exists():
-                raise _exists(output) from None
-    partial.replace(output)
-
-
-def _exists(output: Path) -> SelectionError:
-    remedy = "give --force to replace it, or another name: --output"
-    return SelectionError(Problem("is there already", remedy, file=str(output)))
-
-
-# ----------------------------------------------------------------------------------- unpacking
 
 
 def is_archive(path: Path) -> bool:
@@ -444,7 +176,7 @@ class _Reader:
             if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 kind = _KINDS.get(info.type, "of no plain kind")
                 self.refuse(f"holds what is {kind}: a bundle has plain files only", name)
-            if _unsafe(name) or "/" not in name:
+            if unsafe(name) or "/" not in name:
                 self.refuse("holds a file with an unsafe name", name)
             count += 1
             if count > MAX_FILES:
@@ -474,7 +206,7 @@ class _Reader:
         """The bytes of a file, in pieces."""
         left = size
         while left:
-            data = self._take(min(left, _CHUNK))
+            data = self._take(min(left, CHUNK))
             left -= len(data)
             yield data
         self._take(-size % _BLOCK)
@@ -576,7 +308,7 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
 
 def _member(told: Mapping[str, Any]) -> Member:
     member = Member(told["name"], told["bytes"], told["sha256"])
-    if _unsafe(member.name) or type(member.bytes) is not int or member.bytes < 0:
+    if unsafe(member.name) or type(member.bytes) is not int or member.bytes < 0:
         raise ValueError(f"{member.name!r}, {member.bytes!r} bytes")
     if not _SHA256.fullmatch(member.sha256):
         raise ValueError(f"{member.name!r}: no SHA-256")
