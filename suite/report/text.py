@@ -35,8 +35,8 @@ def markdown(run: Run) -> str:
         lines += _folded(f"{title} ({len(cells)} rows)", [*_table(headings, cells), *told])
     if run.kills:
         killed = sum(bool(kill["killed"]) for kill in run.kills)
-        told = f"Planted faults: {killed} of {len(run.kills)} killed by their named check."
-        lines += ["", told]
+        planted = f"Planted faults: {killed} of {len(run.kills)} killed by their named check."
+        lines += ["", planted]
     lines += ["", tables.provenance(run)]
     return "\n".join(lines) + "\n"
 
