@@ -497,7 +497,9 @@ def test_every_sharded_strategy_meets_every_condition(shipped: list[Case], name:
     own = [
         case
         for case in shipped
-        if case.implementation == f"reference/{name}" and "refuses" not in case.expect
+        if case.implementation == f"reference/{name}"
+        and "refuses" not in case.expect
+        and case.backend != "nccl"  # what needs GPUs is no evidence here
     ]
     assert {trait for case in own for trait in case.workload.traits} == set(TRAITS)
     assert {case.world for case in own} >= {1, 2, 3, 4, 5}
