@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 #: Gravest first; the order in which tables and summaries name them.
-VERDICTS = (
+Verdict = Literal[
     "fail",
     "crash",
     "hang",
@@ -20,7 +20,8 @@ VERDICTS = (
     "pass (native only)",
     "xfail",
     "skip",
-)
+]
+VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
 OPEN = frozenset({"undecidable", "inconclusive", "precondition"})

@@ -38,6 +38,19 @@ TENSORS = tuple(
 )
 
 
+#: A run that has something of everything.
+FULL: dict[str, Any] = {
+    "cases": 420,
+    "failing": 30,
+    "kills": 40,
+    "survivors": 2,
+    "benches": 5,
+    "scalings": True,
+    "pipelines": 6,
+    "left_out": 3,
+}
+
+
 def write_run(
     path: Path,
     cases: int = 60,

@@ -21,7 +21,7 @@ import synthetic_runs as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suite import cli, results
+from suite import results
 from suite.comparison import baseline, figures, forms, hardware, tables, welch
 from suite.comparison.compare import Comparison, compare
 from suite.comparison.snapshot import Sample, Snapshot, label
@@ -590,20 +590,6 @@ def test_across_hardware_each_machine_has_a_column_of_its_own_ratios(run: Run) -
 
 
 # ---------------------------------------------------------------------------------------- command
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """``shardproof`` in this process: exit code, output, errors."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: Any) -> None:

@@ -498,20 +498,6 @@ def test_annotations_are_few(gate: Judge) -> None:
 # --------------------------------------------------------------------------------------- command
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """``shardproof`` in this process: exit code, output, errors."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
-
-
 def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, command: Any) -> None:
     lines = made.results(3)
     old, new = str(made.write(tmp_path / "old", lines)), str(made.write(tmp_path / "new", lines))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import write_run
+from synthetic import FULL, write_run
 
 from suite import report
 from suite.results import read
@@ -37,14 +37,7 @@ PHONE = {"width": 380, "height": 780}
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(
         tmp_path_factory.mktemp("browser") / "run",
-        cases=420,
-        failing=30,
-        kills=40,
-        survivors=2,
-        benches=5,
-        scalings=True,
-        pipelines=6,
-        left_out=3,
+        **FULL,
     )
     target = path / "report.html"
     target.write_text(report.html(read(path)), encoding="utf-8")

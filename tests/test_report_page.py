@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import TENSORS, scaling_lines, write_run
+from synthetic import FULL, TENSORS, scaling_lines, write_run
 from test_report import case, fill, result
 
 from suite import records, report
@@ -69,14 +69,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything in it."""
     return write_run(
         tmp_path_factory.mktemp("full") / "run",
-        cases=420,
-        failing=30,
-        kills=40,
-        survivors=2,
-        benches=5,
-        scalings=True,
-        pipelines=6,
-        left_out=3,
+        **FULL,
     )
 
 

@@ -31,25 +31,12 @@ from suite.errors import Problem, ScenarioError, nearest
 from suite.scenarios import load
 from suite.scenarios.schema import Model, Reason
 from suite.scenarios.source import Node
+from suite.verdicts import Verdict
 
 Level = Literal["break", "report", "ignore"]
 VerdictLevel = Literal["break", "new", "report", "ignore"]
-VerdictName = Literal[
-    "fail",
-    "crash",
-    "hang",
-    "xpass",
-    "refused",
-    "undecidable",
-    "inconclusive",
-    "precondition",
-    "pass",
-    "pass (native only)",
-    "xfail",
-    "skip",
-]
 #: ``new`` breaks where the reference has a better verdict.
-VERDICTS: Mapping[VerdictName, VerdictLevel] = {
+VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "fail": "break",
     "crash": "break",
     "hang": "break",
@@ -145,7 +132,7 @@ class Policy(Model):
     """A policy file."""
 
     about: str = Field("", description="what it is for")
-    verdicts: dict[VerdictName, VerdictLevel] = Field(
+    verdicts: dict[Verdict, VerdictLevel] = Field(
         default_factory=dict, description="verdict: break, new (than the baseline), report, ignore"
     )
     figures: Figures = Field(default=Figures.model_validate({}), description="exact figures")
