@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from suite import report, verdicts
 from suite.errors import Problem, SelectionError, nearest
 from suite.progress import Progress
+from suite.records import RecordError
 from suite.results import Durations, RunFolder, read
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def open_folder(path: Path | None) -> RunFolder:
         where = str(error.filename or path or RESULTS)
         what = f"results cannot be written: {error.strerror}"
         raise SelectionError(Problem(what, "choose another --results folder", where)) from None
+    except RecordError as error:
+        raise SelectionError(Problem(str(error), "choose another --results folder")) from None
 
 
 def execute(
