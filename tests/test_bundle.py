@@ -596,7 +596,8 @@ from pathlib import Path
 from suite.bundle import verify_archive
 found, _ = verify_archive(Path(sys.argv[1]))
 assert found.cases == 2 and not found.problems, found
-own = [name for name in opened if name.startswith(sys.argv[2])]
+own = [name for name in opened if name.startswith(sys.argv[2]) and not name.startswith(sys.prefix)]
+own = [name for name in own if ".egg-info/" not in name]  # as .venv, which may lie in the checkout
 odd = [name for name in own if not name.endswith((".py", ".pyc")) or "/impls/" in name]
 odd += [name for name in opened if "/results/" in name]
 print(odd)
