@@ -446,6 +446,19 @@ def scaling_lines() -> list[dict[str, Any]]:
                     else None,
                     "median_seconds": {},
                     "times": None,
+                    "cell": {
+                        "name": mode,
+                        "label": "",
+                        "base": {"name": "charnames_gpt", "global_batch": 8, "micro_batches": 1},
+                        "size": "1m",
+                        "optimizer": {"name": "adamw"},
+                        "dtype": "float32",
+                    },
+                    "wrapping": near,
+                    "blocks": 12,
+                    "launches": 3,
+                    "seconds": 40.0,
+                    "launches_differ_p": 0.001 if world == 4 else 0.5,
                 }
             )
     return lines

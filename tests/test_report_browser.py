@@ -200,3 +200,18 @@ def test_names_for_those_who_do_not_see(browser: Any, file: Path) -> None:
         assert page.evaluate("document.activeElement.className") == "skip-link"
         ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert ring == "solid"
+
+
+def test_the_kill_matrix_fits_a_phone(browser: Any, file: Path) -> None:
+    """Headings of checks stand upright: a column is as wide as its mark, a name may fold."""
+    with Visit(browser, file, viewport=PHONE) as page:
+        widths = page.eval_on_selector_all(
+            ".faults thead th.cap", "(heads) => heads.map((h) => h.getBoundingClientRect().width)"
+        )
+        assert len(widths) > 4
+        assert max(widths) < 48
+        name = page.locator(".faults tbody th").first
+        assert name.bounding_box()["width"] < PHONE["width"] / 2
+        head = page.locator(".faults thead th.cap").first
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"

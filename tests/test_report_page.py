@@ -18,6 +18,7 @@ from suite import records, report
 from suite.report import bars, curves, forest, heat, limits, summary, svg, timelines
 from suite.report.page import TEMPLATES
 from suite.results import RunFolder, read
+from suite.timing.scaling import judge
 
 
 class Page(HTMLParser):
@@ -86,6 +87,7 @@ def test_the_page_is_sound_and_asks_for_nothing(page: str) -> None:
     assert set(found.links) <= set(found.ids)
     assert found.tables == found.captions > 10
     assert found.bare_heads == 0
+    assert not re.search(r"<th[^>]*>\s*</th>", page), "a heading without a word"
     assert len(found.drawings) > 50
     assert all(drawing.get("aria-label") for drawing in found.drawings)
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\';' in page
@@ -111,6 +113,9 @@ def test_both_forms_tell_the_same(full: Path, page: str) -> None:
         assert "clipping is off" in found
         assert "0123456789abcdef" in found
     assert "| reference/ddp | gloo |" in text
+    assert not re.search(r"^\|(?:.*\|)?\s+\|.*\n\| ---", text, re.MULTILINE), (
+        "a heading without a word"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,6 +191,17 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     rows = curves.rows(scaling_lines())
     assert len(rows) == 20 and all(len(row) == len(curves.HEADINGS) for row in rows)
     assert rows[0][5] == "0.880 [0.850, 0.910]"
+
+
+def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:
+    lines = read(full).scalings
+    told = judge.remarks(lines)
+    assert len(told) == 4 * (1 + 3)  # a system: how, two measured worlds, one caution
+    text = report.document(read(full))
+    for remark in map(str.strip, told):
+        assert f"- {remark}" in text
+        assert remark.replace("'", "&#39;") in page
+    assert "caution: launches differ (p 0.001)" in page
 
 
 def test_efficiencies_beyond_one_stay_inside() -> None:

@@ -75,6 +75,15 @@ def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
     return found
 
 
+def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+    """How each system was measured, and what to make of single rows."""
+    if not lines:
+        return []  # what judges scaling is slow to import
+    from suite.timing.scaling import judge
+
+    return judge.remarks_by_system(lines)
+
+
 def panels(lines: Iterable[Line]) -> list[Panel]:
     """One panel for each mode, system and backend."""
     groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)

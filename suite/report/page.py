@@ -127,6 +127,7 @@ def html(run: Run) -> str:
         panels=curves.panels(run.scalings),
         scaling_headings=curves.HEADINGS,
         scaling=curves.rows(run.scalings),
+        scaling_remarks=curves.remarks(run.scalings),
         comparison_headings=forest.HEADINGS,
         comparisons=forest.comparisons(run.benches),
         axis=forest.axis(run.benches),

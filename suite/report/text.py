@@ -142,6 +142,10 @@ def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         yield from ("", "## Scaling", "")
         yield from _table(curves.HEADINGS, curves.rows(run.scalings))
+        yield ""
+        for heading, items in curves.remarks(run.scalings):
+            yield f"- {_safe(heading)}"
+            yield from (f"  - {_safe(item)}" for item in items)
 
 
 def _killed(run: Run) -> Iterator[str]:
@@ -181,7 +185,7 @@ def _limits(run: Run) -> Iterator[str]:
 def _environment(run: Run) -> Iterator[str]:
     headings, rows = environment(run)
     yield from ("", "## What ran, and where", "")
-    yield from _table(("", *headings), ((name, *texts) for name, texts in rows))
+    yield from _table(("fact", *headings), ((name, *texts) for name, texts in rows))
 
 
 # --------------------------------------------------------------------------------------- forms

@@ -285,7 +285,15 @@ def _rates(line: Line, *sides: str) -> list[str]:
 
 
 def remarks(lines: Sequence[Line]) -> list[str]:
-    """Below the tables: how it was measured, and what to make of single rows."""
+    """Below the tables on a terminal: :func:`remarks_by_system`, indented."""
+    told = []
+    for heading, items in remarks_by_system(lines):
+        told += [heading, *(f"    {item}" for item in items)]
+    return told
+
+
+def remarks_by_system(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+    """How each system was measured, and what to make of single rows."""
     told = []
     for members in _groups(lines):
         first = members[0]
@@ -293,17 +301,17 @@ def remarks(lines: Sequence[Line]) -> list[str]:
         base, size = cell["base"], f" {cell['size']}" if cell["size"] else ""
         batch = "in a step" if first["mode"] == "strong" else "a rank"
         target = f"target {first['target']:g}"
-        told.append(
+        heading = (
             f"{cell['name']}::{_name(first)}::{first['backend']}: {base['name']}{size}, "
             f"{base['global_batch']} samples {batch}, {base['micro_batches']} micro-batch(es), "
             f"{cell['optimizer']['name']} foreach=False, {cell['dtype']}; {target}"
         )
-        for line in members:
-            told += [f"    {line['world']} ranks: {text}" for text in _remarks(line)]
+        items = [f"{line['world']} ranks: {text}" for line in members for text in _remarks(line)]
         missing = [line for line in members if (line["modelled"] or {}).get("problem")]
         if missing:
             why = missing[0]["modelled"]["problem"]
-            told.append(f"    not modelled from {missing[0]['world']:,} ranks on: {why}")
+            items.append(f"not modelled from {missing[0]['world']:,} ranks on: {why}")
+        told.append((heading, items))
     return told
 
 
