@@ -550,6 +550,19 @@ def test_every_form_tells_the_same(run: Run) -> None:
     assert data["comparisons"][0]["times"][0]["verdict"] == "slower"
 
 
+def test_no_heading_is_empty(run: Run) -> None:
+    old = [*made.results(6), made.bench("zero1", 0.0, 0.01), made.scaling("ddp")]
+    new = made.changed(old, 2, made.figure("traffic", "bytes_sent", "77777"))[1:]
+    new += [made.result(made.case(9), 9)]
+    found = both(run, old, new)
+    for report in (tables.report([found]), hardware.report(found.before, [found])):
+        assert len(report.tables) > 3
+        for table in report.tables:
+            assert table.title and all(table.headings)
+            assert all(len(row) == len(table.headings) for row in table.rows)
+        assert not re.search(r"<(th|h1|h2)[^>]*>\s*</", forms.html(report))
+
+
 def test_the_page_opens_offline_and_escapes_what_it_shows(run: Run) -> None:
     old = made.results(1)
     new = made.changed(old, 0, made.figure("traffic", "formula", "<script>alert(1)</script>"))

@@ -116,7 +116,7 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
         rows.append(
             (
                 snapshot.name,
-                "reference" if not number else "",
+                "reference" if not number else "compared",
                 snapshot.hardware,
                 ", ".join(dict.fromkeys(v.suite for v in snapshot.versions)),
                 ", ".join(dict.fromkeys(v.torch for v in snapshot.versions)),
@@ -128,7 +128,7 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
             )
         )
     headings = (
-        *("run", "", "hardware", "suite", "torch", "Python", "commit", "date", "cases"),
+        *("run", "role", "hardware", "suite", "torch", "Python", "commit", "date", "cases"),
         "timed",
     )
     return Table("Runs", headings, rows)
@@ -241,7 +241,7 @@ def changes(found: Sequence[Change]) -> Table | None:
         )
         for change in found
     ]
-    headings = ("", "result", "figure", "reference", "now", "where")
+    headings = ("change", "result", "figure", "reference", "now", "where")
     return Table("Changes", headings, rows, [change.word for change in found])
 
 
