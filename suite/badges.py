@@ -143,7 +143,7 @@ def file_names(found: Iterable[Cell]) -> dict[str, Cell]:
 
 def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
     """The index in Markdown: every badge with its sentence as the text for who cannot see it."""
-    last = run.header["invocations"][-1] if run.header["invocations"] else {}
+    last = run.header["invocations"][-1]
     told = [
         f"# Badges of run {_plain(str(run.header.get('id', run.path.name)))}",
         "",

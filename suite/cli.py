@@ -19,6 +19,7 @@ from suite.version import VERSION
 
 if TYPE_CHECKING:
     from suite.case import Case
+    from suite.results import Run
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
 app = typer.Typer(
@@ -194,9 +195,11 @@ def run(
     if resume or rerun_failed:
         from suite.results import find_run
         from suite.resume import split
+        from suite.sealed import blamed
 
         results = find_run(str(results) if results is not None else None, execute.RESULTS)
-        cases, kept = split(results, cases, rerun_failed)
+        with blamed(results):
+            cases, kept = split(results, cases, rerun_failed)
     assert cases is not None
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
@@ -403,12 +406,20 @@ def report(
     shardproof report 20260102-030405 --format markdown
     shardproof report --into README.md
     """
+    from suite import execute
+    from suite.results import find_run, read
+    from suite.sealed import blamed
+
+    path = find_run(run, execute.RESULTS)
+    with blamed(path):
+        _report(read(path), form, into)
+
+
+def _report(found: Run, form: Format, into: Path | None) -> None:
     from suite import execute, scaling_command
     from suite import report as reports
-    from suite.results import find_run, read
     from suite.timing import peers
 
-    found = read(find_run(run, execute.RESULTS))
     if into is not None:
         if form is Format.html:
             raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))

@@ -83,9 +83,12 @@ def bundle(
     from suite import bundle as bundles
     from suite import execute
     from suite.results import find_run
+    from suite.sealed import blamed
 
     folder = find_run(run, execute.RESULTS)
-    packed = bundles.pack(folder, output, _reports(folder), force)
+    with blamed(folder):
+        reports = _reports(folder)
+    packed = bundles.pack(folder, output, reports, force)
     listing = packed.listing
     typer.echo(
         f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
@@ -134,10 +137,10 @@ def badges(
     from suite import execute
     from suite.bundle import open_run
     from suite.results import read
+    from suite.sealed import blamed
 
-    with open_run(run, execute.RESULTS) as folder:
-        found = read(folder)
-    names = drawing.write(found, output)
+    with open_run(run, execute.RESULTS) as folder, blamed(folder):
+        names = drawing.write(read(folder), output)
     typer.echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 
 

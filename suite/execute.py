@@ -19,6 +19,7 @@ from suite.errors import Problem, SelectionError, nearest
 from suite.progress import Progress
 from suite.records import RecordError
 from suite.results import Durations, RunFolder, read
+from suite.sealed import blamed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,7 +165,7 @@ def guarded(
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
     code = verdicts.INTERRUPTED
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, blamed(folder.path):
         try:
             try:
                 code = body(interrupts)

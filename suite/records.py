@@ -118,6 +118,8 @@ _COLUMNS: dict[str, dict[str, str]] = {
 }
 #: What of a rank's record becomes rows.
 _LISTS = ("steps", "traffic", "events", "actions", "memory")
+#: Keys of an entry of the manifest.
+_ENTRY = ("file", "line", "sha256", "before")
 
 
 class RecordError(ValueError):
@@ -331,10 +333,12 @@ class Manifest:
         for number, raw in enumerate(_raw_lines(self._path), 1):
             try:
                 entry = json.loads(raw)
-                found[entry["file"], entry["line"]] = entry["sha256"]
-                before = entry["before"]
-            except (ValueError, KeyError, TypeError):
+                file, line, sha256, before = (entry[key] for key in _ENTRY)
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise RecordError(f"{self._path}: line {number} is damaged") from None
+            if not isinstance(file, str) or not isinstance(line, int | None):
+                raise RecordError(f"{self._path}: line {number} is damaged")
+            found[file, line] = sha256
             if before != hashlib.sha256(last).hexdigest():
                 raise RecordError(f"{self._path}: line {number} does not follow the one before it")
             last = raw

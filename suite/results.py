@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from suite.case import Case
 from suite.errors import Problem, SelectionError
@@ -42,6 +42,8 @@ LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scal
 FORMAT = 1
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
 _KEPT_DURATIONS = 5
+#: Lists of an invocation: what it was about to run.
+_PLANNED = ("planned", "kills", "benches")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -79,8 +81,9 @@ class RunFolder:
         self._manifest = Manifest(path)
         self._data: set[str] = set()
         self._closed = False
-        self._lines.touch()
         self._manifest.mend()
+        self._manifest.read()  # a damaged one is refused before anything is written
+        self._lines.touch()
         self._mend_last_line()
         self._count = self._lines.read_bytes().count(b"\n")
         self._write_header()
@@ -202,7 +205,8 @@ def read(path: Path, strict: bool = False) -> Run:
         )
     last: dict[tuple[str, str], dict[str, Any]] = {}
     for line in _lines(path / "cases.jsonl", strict):
-        key = ("kill", line.get("name", "")) if line["kind"] == "kill" else ("", line.get("id", ""))
+        kill = line["kind"] == "kill"
+        key = ("kill", str(line.get("name"))) if kill else ("", str(line.get("id")))
         if line["kind"] != "left out" or last.get(key, line)["kind"] == "left out":
             last[key] = line
     run = Run(path, header)
@@ -256,13 +260,13 @@ def _lines(path: Path, strict: bool = False) -> Iterable[dict[str, Any]]:
         for number, raw in enumerate(stream, 1):
             try:
                 line = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if strict and raw.endswith(b"\n"):
                     remedy = "`shardproof verify` tells what else was changed"
                     problem = Problem("is damaged", remedy, file=str(path), line=number)
                     raise SelectionError(problem) from None
                 continue  # cut off by a kill
-            if isinstance(line, dict) and "kind" in line:
+            if isinstance(line, dict) and isinstance(line.get("kind"), str):
                 yield line
 
 
@@ -271,12 +275,32 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         header = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or not isinstance(header.get("invocations"), list):
+    if not _is_header(header):
         file = str(path / "run.json")
-        raise SelectionError(Problem("is damaged", "choose another folder", file=file))
+        raise SelectionError(
+            Problem("is damaged", "choose another folder, or a whole copy of it", file=file)
+        )
     return header
+
+
+def _is_header(told: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether ``told`` has at least one invocation, each with what every reader asks of it."""
+    invocations = told.get("invocations") if isinstance(told, dict) else None
+    sound = isinstance(invocations, list) and all(map(_is_invocation, invocations))
+    return sound and bool(invocations)
+
+
+def _is_invocation(told: Any) -> bool:
+    return (
+        isinstance(told, dict)
+        and isinstance(told.get("command"), list)
+        and isinstance(told.get("packages"), dict)
+        and isinstance(told.get("fingerprint"), dict)
+        and isinstance(told.get("python"), str)
+        and all(isinstance(told.get(name, []), list) for name in _PLANNED)
+    )
 
 
 def _replace(path: Path, text: str) -> None:

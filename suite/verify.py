@@ -7,7 +7,6 @@ every verdict a record; and does :func:`suite.decide.decide` make the same resul
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -20,8 +19,9 @@ from suite.account import Account
 from suite.case import Case
 from suite.decide import decide
 from suite.kills import Pair, judge_kill, parent_case
-from suite.records import Manifest, RecordError
+from suite.records import RecordError
 from suite.results import Run, lines, read, standard
+from suite.sealed import changed
 from suite.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
@@ -83,47 +83,6 @@ def _again(run: Run, results: list[dict[str, Any]]) -> Iterator[str]:
     for line in (*run.benches, *run.scalings):
         yield from _timed_again(run.path, line)
     yield from _reported_again(run.path)
-
-
-def changed(path: Path) -> Iterator[str]:
-    """Files and lines of the run in ``path`` that are not what its manifest says, as sentences."""
-    try:
-        sealed = Manifest(path).read()
-    except RecordError as error:
-        yield str(error)
-        return
-    if not sealed:
-        yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
-        return
-    is_there = (path / "cases.jsonl").is_file()
-    lines = (path / "cases.jsonl").read_bytes().split(b"\n") if is_there else [b""]
-    ended = lines.pop()
-    if not is_there:
-        yield f"{path / 'cases.jsonl'}: missing"
-    for number, line in enumerate(lines, 1):
-        known = sealed.get(("cases.jsonl", number))
-        if known is None:
-            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) is not in the manifest"
-        elif known != hashlib.sha256(line).hexdigest():
-            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) was changed"
-    if ended:
-        yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
-    for file, place in sealed:
-        if place is not None:
-            if place > len(lines) and is_there:
-                yield f"{path / file}: line {place} is missing"
-        elif not (path / file).is_file():
-            yield f"{path / file}: missing"
-        elif records.digest(path / file) != sealed[file, None]:
-            yield f"{path / file}: was changed"
-
-
-def _id(line: bytes) -> str:
-    try:
-        told = json.loads(line)
-        return str(told.get("id") or told.get("name"))
-    except (ValueError, AttributeError):
-        return "unreadable"
 
 
 def _missing(run: Run) -> Iterator[str]:

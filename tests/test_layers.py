@@ -12,7 +12,7 @@ _LAYERS = """
 version contract comm schedules formulas promises errors case verdicts
 oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
-launch rank_program decide judge runner results records budget calibrate capability_matrix \
+launch rank_program decide judge runner results records sealed budget calibrate capability_matrix \
 bundle gathered timing worker cluster verify resume junit doctor overhead comparison
 cli report badges bubbles __main__ __init__ catalogue execute progress \
 selection bench_command scaling_command compare_commands evidence_commands pytest_plugin proving

@@ -30,7 +30,7 @@ from suite.bundle.form import (
 from suite.errors import Problem, SelectionError
 from suite.records import Manifest
 from suite.results import read
-from suite.verify import changed
+from suite.sealed import changed
 from suite.version import VERSION
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from suite import verdicts
@@ -119,14 +120,12 @@ def of_run(run: Run) -> Snapshot:
     :raises SelectionError: a line that is damaged or lacks what this version needs.
     """
     invocations = run.header["invocations"]
-    if not invocations:
-        raise SelectionError(Problem("a run without an invocation", "run it again", str(run.path)))
     try:
         versions = [_version(told) for told in invocations]
         machines = [told["fingerprint"] for told in invocations]
         hardware = list(dict.fromkeys(label(machine) for machine in machines))
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(run, "run.json", error) from None
+        raise _damaged(run.path / "run.json", "", error) from None
     by_id = _invocation_of(invocations)
     last = len(versions) - 1
     snapshot = Snapshot(
@@ -160,14 +159,15 @@ def of_run(run: Run) -> Snapshot:
             snapshot.left_out[line["id"]] = str(line["reason"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         name = line.get("id") or line.get("name") if isinstance(line, Mapping) else ""
-        raise _damaged(run, str(name), error) from None
+        raise _damaged(run.path / "cases.jsonl", str(name or "a line"), error) from None
     return snapshot
 
 
-def _damaged(run: Run, what: str, error: Exception) -> SelectionError:
-    why = f"cannot be compared: {type(error).__name__} {error} in {what or 'a line'}"
+def _damaged(file: Path, what: str, error: Exception) -> SelectionError:
+    where = f" in {what}" if what else ""
+    why = f"cannot be compared: {type(error).__name__} {error}{where}"
     remedy = "it is damaged or of another version; `shardproof verify` says which"
-    return SelectionError(Problem(why, remedy, None, str(run.path)))
+    return SelectionError(Problem(why, remedy, None, str(file)))
 
 
 def _version(told: Mapping[str, Any]) -> Version:
