@@ -57,7 +57,8 @@ def execute(
 ) -> int:
     """Run the cases of ``plan``; ``budget`` is in minutes.  Returns the exit code.
 
-    ``kept`` are results that the folder holds already: they count, too.
+    ``kept`` are results that the folder holds already: they count, too, as do those of cases that
+    the budget leaves out.
     """
     from suite import junit, runner
 
@@ -82,14 +83,19 @@ def execute(
             _, late = runner.run_cases(plan.chosen, jobs, note, seconds, folder.keep)
         for case in late:
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+        left_out = [*plan.left_out, *late]
+        stay = _results_of(folder, left_out)
+        found.extend(stay)
         if found:
             report.show(found, console.print)
             report.show_memory(found, console.print)
             report.show_bubbles(found, console.print)
-        left_out = len(plan.left_out) + len(late)
         for line in report.skips(found):
             tell(console, line)
-        tell(console, verdicts.summary(verdicts.count(found), left_out))
+        if stay:
+            what = f"not run again, results of before stay ({len(stay)})"
+            tell(console, f"{what}: no room in a budget of {budget:g} minutes")
+        tell(console, verdicts.summary(verdicts.count(found), len(left_out) - len(stay)))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]
         if medians:
             tell(console, f"median of a case: {', '.join(medians)}")
@@ -113,6 +119,12 @@ def execute(
             junit_file.write_text(told, encoding="utf-8")
 
     return guarded(folder, console, body, interrupted, finish)
+
+
+def _results_of(folder: RunFolder, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What ``folder`` holds of ``cases`` that a budget left out: it hides no failure of before."""
+    names = {case.id for case in cases}
+    return [result for result in read(folder.path).cases if result["id"] in names] if names else []
 
 
 def execute_mutants(

@@ -14,7 +14,7 @@ import pytest
 from impls.reference.parts.schedules import one_f_one_b
 from suite import execute, junit, records
 from suite.account import Account, restore
-from suite.budget import plan
+from suite.budget import Plan, plan
 from suite.case import Case
 from suite.kills import pair
 from suite.records import Manifest
@@ -169,6 +169,23 @@ def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> Non
     assert code == 1
     assert verify(run).problems == []
     assert len(read(run).cases) == 4
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_budget_hides_no_failure_of_before(
+    run: Path, planned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither where the plan has no room for it, nor where the budget is used up on the way."""
+    again, kept = split(run, None, failed=True)
+    durations = Durations(run.parent / "none.json")
+    chosen = Plan([], again, 0.0) if planned else Plan(again, [], 0.0)
+    with RunFolder(run, ["test", "--rerun-failed"]) as folder:
+        code = execute.execute(folder, chosen, 1, 1e-5, durations, kept)
+    assert code == 1
+    told = capsys.readouterr().out
+    assert "not run again, results of before stay (2): no room in a budget of" in told
+    assert "3 judged (1 fail, 1 crash, 1 pass), 0 xfailed, 1 skipped, 0 left out" in told
+    assert verify(run).problems == []
 
 
 def test_runs_of_the_same_cells_share_a_key(made: Path, tmp_path: Path) -> None:
