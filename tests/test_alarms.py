@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from suite.timing import alarms, pinning
+from suite import results
+from suite.timing import alarms, pinning, plan, session
+from suite.verify import verify
 
 
 def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> Any:
@@ -144,3 +146,49 @@ assert seen == {tuple(own)}, (seen, own)
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+class _Clockwork:
+    """A session whose comparisons take a minute each, by a clock of its own."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def __enter__(self) -> _Clockwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def examine(self, pairs: list[plan.Pair]) -> list[session.Measured]:
+        return [session.Measured(pair) for pair in pairs]
+
+    def time(self, measured: session.Measured, tell: Any) -> None:
+        self.clock[0] += 60.0
+        measured.problem = ("precondition", "nothing is timed here")
+
+
+def test_sessions_beyond_the_budget_are_told_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that `verify` misses none of them, and a later invocation may still time them."""
+    clock, run = [0.0], tmp_path / "run"
+    monkeypatch.setattr(alarms, "Bench", lambda: _Clockwork(clock))
+    monkeypatch.setattr(alarms.time, "monotonic", lambda: clock[0])
+    more = ["--results", str(run), "--alike", "8", "--slowed", "4"]
+    assert alarms.main([*more, "--minutes", "2.5"]) == 3
+    found = results.read(run)
+    assert (len(found.benches), len(found.left_out)) == (2, 4)
+    assert {line["reason"] for line in found.left_out} == {"no room in a budget of 2.5 minutes"}
+    assert "left out by the budget: 4 sessions" in capsys.readouterr().out
+    assert not verify(run).problems
+    assert alarms.main(more) == 3
+    found = results.read(run)
+    assert (len(found.benches), len(found.left_out)) == (6, 0) and not verify(run).problems
+
+
+def test_a_budget_is_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        alarms.main(["--results", str(tmp_path / "run"), "--minutes", "0"])
+    assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -167,10 +167,14 @@ def _measure(folder: results.RunFolder, pairs: Sequence[plan.Pair], minutes: flo
     todo = [pair for pair in pairs if pair.id not in done]
     folder.plan_benches([pair.id for pair in todo])
     with Bench() as bench:
-        for pair in todo:
+        for number, pair in enumerate(todo):
             start = time.monotonic()
             spent = start - began
-            if minutes and spent + longest > 60 * minutes:
+            if minutes is not None and spent + longest > 60 * minutes:
+                for late in todo[number:]:
+                    why = f"no room in a budget of {minutes:g} minutes"
+                    folder.leave_out_bench(late.to_dict(), why)
+                print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
                 break
             (measured,) = bench.examine([pair])
             bench.time(measured, lambda blocks: None)
@@ -192,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--also", type=Path, action="append", default=[], help="a run whose A/A blocks count, too"
     )
     chosen = parser.parse_args(arguments)
+    if chosen.minutes is not None and chosen.minutes <= 0:
+        parser.error("--minutes: more than 0")
     try:
         others = [line for run in chosen.also for line in results.read(run).benches]
         folder = results.RunFolder(chosen.results, [parser.prog, *(arguments or sys.argv[1:])])
