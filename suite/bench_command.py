@@ -113,7 +113,7 @@ def bench(
     ] = None,
     fail_on: Annotated[
         list[FailOn] | None,
-        typer.Option("--fail-on", help="exit code 1 for `slower`, or for a missed `goal`"),
+        typer.Option("--fail-on", help="exit code 1 for `slower`, or a missed `goal` (target)"),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="afterwards: where a step's time goes, by phase")
@@ -171,7 +171,8 @@ def bench(
 
     Exit codes: 0 decided (slower is no failure unless --fail-on slower, below none unless --fail-on
     goal), 1 a crash, a hang or sides that do not train the same, 2 bad input, 3 inconclusive or
-    nothing timed.
+    nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
+    measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
     from suite import execute
     from suite.results import Durations
@@ -188,19 +189,27 @@ def bench(
         "--size": size,
         **_typed(context, "workload", "batch", "micro_batches", "optimizer", "dtype"),
     }
+    fails = frozenset(fail_on or ())
     if names and not _are_implementations(names):
         from suite import scaling_command
 
         if paths := scaling_command.files(names):
             mine = {"--profile": profile, "--no-memory": no_memory, "--goal": goal}
             _refuse(of_pair | mine, "name two implementations, or a scenario of pairs")
+            if FailOn.slower in fails:
+                what = "--fail-on slower: scaling has a target, and no side that is slower"
+                remedy = "write --fail-on goal: exit code 1 below the target"
+                raise SelectionError(Problem(what, remedy, " ".join(names)))
             found = scaling_command.cells(
                 paths, expression, backend, world, blocks, launches, deadline
             )
-            below_fails = FailOn.goal in (fail_on or ())
+            below_fails = FailOn.goal in fails
             code = scaling_command.run(found, results, below_fails, budget, dry_run)
             raise typer.Exit(code)
     if names is not None and _are_implementations(names):
+        if expression:
+            remedy = "leave it out: A and B are one pair"
+            raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
         pairs = [
             plan.Pair(
                 name="pair",
@@ -248,6 +257,9 @@ def bench(
     if twice := [name for name in ids if ids.count(name) > 1]:
         remedy = "give one of them another name"
         raise SelectionError(Problem("two comparisons of one id", remedy, twice[0]))
+    if FailOn.goal in fails and all(pair.goal is None for pair in pairs):
+        what, remedy = "--fail-on goal: no pair here has a goal", "give one, e.g. --goal 1.10"
+        raise SelectionError(Problem(what, remedy, ids[0]))
     if profile and any(pair.backend == "in_memory" for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
@@ -259,7 +271,7 @@ def bench(
             typer.echo(pair.id)
         typer.echo(told_of(planned), err=True)
         return
-    asked_for = _Asked(began, budget, not no_memory, profile, frozenset(fail_on or ()))
+    asked_for = _Asked(began, budget, not no_memory, profile, fails)
     with Bench() as session:
         code = _execute(session, planned, asked_for, durations, results)
     raise typer.Exit(code)

@@ -91,20 +91,18 @@ def run(
 
     :raises SelectionError: a system refuses its options.
     """
-    if dry_run:
-        for cell in chosen:
-            typer.echo(cell.id)
-        return verdicts.HELD
     console = execute.make_console()
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
+    if dry_run:
+        _tell_plan(chosen, budget, durations)
+        return verdicts.HELD
     lines: list[dict[str, Any]] = []
     late: list[Cell] = []
     began = time.monotonic()
 
     def fits(item: Measured) -> bool:
-        expected = durations.estimate(_name(item.cell))
-        seconds = _guess(item.cell) if expected is None else expected
+        seconds = _expected(item.cell, durations)
         return budget is None or time.monotonic() - began + seconds <= budget * 60
 
     with Bench() as bench:
@@ -149,6 +147,46 @@ def run(
             return execute.guarded(folder, console, body, interrupted, durations.save)
 
 
+def _tell_plan(chosen: Sequence[Cell], budget: float | None, durations: Durations) -> None:
+    """Print the ids of what would be measured or modelled; what a budget leaves out is counted.
+
+    :raises SelectionError: a system refuses its options.
+    """
+    if budget is None:  # all of it, whatever fits on this machine
+        for cell in chosen:
+            typer.echo(cell.id)
+        return
+    with Bench() as bench:
+        items = Scaling(bench).examine(chosen)
+    inside, seconds = within(items, budget, durations)
+    for item in inside:
+        typer.echo(item.cell.id)
+    late = len(items) - len(inside)
+    left_out = f", {late} left out by the budget" if late else ""
+    typer.echo(f"{len(inside)} cells, about {seconds:.0f} s{left_out}", err=True)
+
+
+def within(
+    items: Sequence[Measured], budget: float, durations: Durations
+) -> tuple[list[Measured], float]:
+    """Those that fit into ``budget`` minutes by past durations, in their order, and their seconds.
+
+    With a cell go those that are modelled from its launches.
+    """
+    inside: list[Measured] = []
+    used = 0.0
+    for item in items:
+        if item.timed:
+            seconds = _expected(item.cell, durations)
+            fits = used + seconds <= budget * 60
+            used += seconds if fits else 0.0
+        else:
+            fits = item.problem is not None or item.source in inside
+        if fits:
+            inside.append(item)
+    return inside, used
+
+
 def _time(session: Scaling, item: Measured, number: str, console: Console) -> None:
     """All launches of one cell."""
     cell = item.cell
@@ -166,8 +204,11 @@ def _name(cell: Cell) -> str:
     return f"{cell.id}::{cell.blocks}x{cell.launches}"
 
 
-def _guess(cell: Cell) -> float:
-    """Seconds of a cell of which no duration is known: warm-up of all sides, segments, launches."""
+def _expected(cell: Cell, durations: Durations) -> float:
+    """Seconds of a cell: those of the past, else a guess from warm-up, segments and launches."""
+    known = durations.estimate(_name(cell))
+    if known is not None:
+        return known
     sides = len(dict.fromkeys(judge.ORDER))
     launch = _LAUNCH_SECONDS + sides * WARM_SECONDS
     return cell.launches * launch + cell.blocks * len(judge.ORDER) * 2 * SEGMENT_SECONDS

@@ -19,12 +19,15 @@ from typer.testing import CliRunner
 
 from suite import bench_command, registry, results
 from suite.cli import app
+from suite.comparison import snapshot
 from suite.errors import SelectionError
 from suite.timing import peers, plan, session, stats, tables, timetable
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]
 SD = 0.05
+#: Losses of sides that train the same.
+ALIKE = {"a": [2.0, 1.9], "b": [2.0, 1.9]}
 
 
 def logs(mean: float, blocks: int = plan.BLOCKS, sd: float = SD) -> list[float]:
@@ -219,18 +222,40 @@ def test_tokens_and_samples_of_both_sides_are_told() -> None:
 
 
 def test_rates_come_from_medians_and_the_batch() -> None:
-    told = line("ddp", 0.0, losses={}, problem=None)
+    told = line("ddp", 0.0, losses=ALIKE, problem=None)
+    found = session.conclude(told, half_as_fast())
+    assert found["samples_per_second"] == {"a": 16 / 0.2, "b": 16 / 0.1}
+    assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
+
+
+def half_as_fast() -> list[dict[str, Any]]:
+    """Raw times of four blocks: A and its twin take 0.2 s, B takes 0.1 s."""
     rows = []
-    orders = {"ab": "abba", "aa": "attta"}
-    for block, pair in itertools.product(range(4), orders):
+    for block, pair in itertools.product(range(4), ("ab", "aa")):
         order = ("a", "b", "b", "a") if pair == "ab" else ("a", "twin", "twin", "a")
         for segment, side in enumerate(order):
             where = {"launch": 0, "pair": pair, "block": block, "segment": segment, "rank": 0}
             seconds = {"a": 0.2, "b": 0.1, "twin": 0.2}[side]
             rows.append(where | {"side": side, "step": 0, "seconds": seconds})
-    found = session.conclude(told, rows)
-    assert found["samples_per_second"] == {"a": 16 / 0.2, "b": 16 / 0.1}
-    assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
+    return rows
+
+
+def test_times_without_losses_have_figures_and_no_verdict() -> None:
+    """Ctrl-C in the first launch leaves blocks, and nobody knows what the ranks trained."""
+    told = line("ddp", 0.0, losses={}, problem=None, samples_per_second=None)
+    found = told | session.conclude(told, half_as_fast())
+    assert found["ratio"] == pytest.approx(2.0) and found["low"] > 1.1
+    assert (found["verdict"], found["trained_alike"]) == ("inconclusive", None)
+    assert "whether the sides train the same is not known" in found["reason"]
+    assert found["goal_met"] is None and told["pair"]["goal"] == 1.1
+    assert stats.family([found]) == {}  # no hypothesis for others to be adjusted for
+    version = snapshot.Version("0", "0")
+    entry = snapshot._bench(found, version)
+    assert entry.verdict == "inconclusive" and not entry.samples
+    same = told | {"losses": ALIKE}
+    known = same | session.conclude(same, half_as_fast())
+    assert known["verdict"] == "slower" and known["goal_met"] is False
+    assert known["trained_alike"] is True and snapshot._bench(known, version).samples
 
 
 # ----------------------------------------------------------------------------------------- peers
@@ -363,6 +388,9 @@ class _Clockwork:
 
     def time(self, item: session.Measured, tell: Any) -> None:
         self.clock[0] += self.each
+        warm = {side: {"losses": ALIKE["a"]} for side in "ab"}
+        ends = {"coordinates": {"a": 0, "b": 0}, "warm_up": warm, "targets": {"a": 1, "b": 1}}
+        item.records.append([ends | {"threads": 1, "cores": [], "segment_steps": 2, "pci": None}])
         where = {"launch": 0, "pair": "ab", "rank": 0, "step": 0}
         for block, (segment, side) in itertools.product(range(3), enumerate("abba")):
             item.rows.append(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from suite.comparison import snapshot
 from suite.errors import InputError, SelectionError
 from suite.results import RunFolder, read
 from suite.scenarios import load
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STRONG = ROOT / "scenarios" / "scaling" / "strong.yaml"
 WEAK = STRONG.with_name("weak.yaml")
+VERSION = snapshot.Version("0", "0")
 #: Log-ratio SD of a block, as in tests/test_timing.py.
 SD = 0.10
 SMALL = """\
@@ -177,6 +179,7 @@ def test_blocks_that_were_cut_off_do_not_count() -> None:
 
 def line_of(cell: plan.Cell, room: int, rows: Sequence[stats.Row], **more: Any) -> dict[str, Any]:
     """A line as :func:`session.result` has it, judged."""
+    sides = ("plain", "wrapped", "ranks")
     line: dict[str, Any] = {
         "kind": "scaling",
         "id": cell.id,
@@ -188,8 +191,8 @@ def line_of(cell: plan.Cell, room: int, rows: Sequence[stats.Row], **more: Any) 
         "cell": cell.to_dict(),
         "room": {"ranks": room, "of": "physical cores", "threads": 1},
         "problem": None,
-        "losses": {},
-        "targets_per_step": {"plain": 256, "wrapped": 256, "ranks": 256},
+        "losses": {side: [2.0, 1.9] for side in sides},
+        "targets_per_step": dict.fromkeys(sides, 256),
         "seconds": 1.0,
         "mesh": {"replicate": cell.world},
         "strategy": "ddp",
@@ -234,6 +237,22 @@ def test_sides_that_do_not_train_the_same_have_no_efficiency() -> None:
     # In weak scaling N ranks see another batch: that is no fault.
     weak = line_of(cells(WEAK)[2], 2, simulated(0.9, mode="weak"), losses=alike | {"ranks": [1.0]})
     assert weak["verdict"] == "holds"
+
+
+@pytest.mark.parametrize("path", [STRONG, WEAK], ids=["strong", "weak"])
+def test_times_without_losses_have_figures_and_no_verdict(path: Path) -> None:
+    """Ctrl-C in the first launch leaves blocks, and nobody knows what the ranks trained."""
+    cell = cells(path)[2]
+    told = line_of(cell, 2, simulated(0.95, mode=cell.mode), losses={})
+    assert told["efficiency"]["plain"]["low"] > 0.8 and told["trained_alike"] is None
+    assert told["verdict"] == "inconclusive" and "is not known" in told["reason"]
+    assert not snapshot._scaling(told, VERSION).samples
+    known = line_of(cell, 2, simulated(0.95, mode=cell.mode))
+    assert known["verdict"] == "holds" and known["trained_alike"] is True
+    assert snapshot._scaling(known, VERSION).samples
+    # What is refused claims nothing of times.
+    refused = line_of(cells(path)[64], 2, simulated(0.95, mode=cell.mode), losses={})
+    assert refused["verdict"] == "oversubscribed"
 
 
 def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
@@ -348,7 +367,8 @@ def test_commands_know_timed_files() -> None:
         (("strong", "--backend", "glue"), "gloo"),
         (("strong", "--world", "1"), "one rank is the base case"),
         (("strong", "--param", "layers=1"), "--param belongs to one pair"),
-        (("strong", "--profile"), "--profile belongs to one pair"),
+        (("strong", "--fail-on", "slower"), "scaling has a target"),
+        (("strong", "--fail-on", "goal", "--fail-on", "slower"), "write --fail-on goal"),
         (("strong", "--blocks", "2", "--launches", "3"), "at most one launch a block"),
     ],
 )
@@ -360,6 +380,66 @@ def test_bad_input_names_what_is_valid(arguments: tuple[str, ...], told: str) ->
     outcome = CliRunner().invoke(app, ["bench", *arguments, "--dry-run"])
     assert isinstance(outcome.exception, InputError), outcome.output
     assert told in str(outcome.exception)
+
+
+#: Options of `bench` that a cell has no use for, each with a value.
+OF_PAIRS = {
+    "workload": "charnames_gpt",
+    "size": "1m",
+    "param": "layers=1",
+    "batch": "16",
+    "micro_batches": "1",
+    "optimizer": "adamw",
+    "dtype": "float32",
+    "option_a": "a=1",
+    "option_b": "a=1",
+    "mesh_a": "replicate=2",
+    "mesh_b": "replicate=2",
+    "goal": "1.1",
+    "profile": None,
+    "no_memory": None,
+}
+#: Those that change which cells are measured, how, and what their figures come to.
+OF_CELLS = {"names", "expression", "backend", "world", "blocks", "launches", "fail_on", "budget"}
+OF_CELLS |= {"deadline", "results", "dry_run"}
+
+
+def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
+    import inspect
+
+    from typer.testing import CliRunner
+
+    from suite import bench_command
+    from suite.cli import app
+
+    known = set(inspect.signature(bench_command.bench).parameters) - {"context"}
+    assert known == OF_CELLS | set(OF_PAIRS)
+    for name, value in OF_PAIRS.items():
+        option = f"--{name.replace('_', '-')}"
+        more = [option] if value is None else [option, value]
+        outcome = CliRunner().invoke(app, ["bench", "strong", *more, "--dry-run"])
+        assert isinstance(outcome.exception, InputError), option
+        assert f"{option} belongs to one pair" in str(outcome.exception)
+
+
+def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
+    from suite.results import Durations
+    from suite.scaling_command import within
+
+    durations = Durations(tmp_path / "durations.json")
+    group = session._in_order([item(cell, 4) for cell in cells().values()])
+    for measured in group[:2]:
+        cell = measured.cell
+        durations.note(f"{cell.id}::{cell.blocks}x{cell.launches}", 40.0)
+    assert within(group, 2.0, durations) == (group, 80.0)
+    # Worlds beyond the machine are modelled from 4 ranks, which do not fit.
+    assert within(group, 1.0, durations) == (group[:1], 40.0)
+    assert within(group, 0.5, durations) == ([], 0.0)
+    done = shardproof(
+        "bench", str(small(tmp_path, worlds=(2, 64))), "--dry-run", "--budget", "0.01"
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "0 cells, about 0 s, 2 left out by the budget" in done.stderr
 
 
 def test_options_change_cells() -> None:

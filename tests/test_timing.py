@@ -241,7 +241,9 @@ def test_options_nest_and_are_yaml() -> None:
         (("data-parallel", "-k", "dpd"), "ddp"),
         (("data-parallel", "--option-a", "a=1"), "belongs to one pair"),
         (("data-parallel", "--batch", "16"), "--batch belongs to one pair"),
-        (("strong", "--optimizer", "sgd"), "--optimizer belongs to one pair"),
+        (("reference/ddp", "pytorch/ddp", "-k", "zero3"), "-k chooses among pairs of scenarios"),
+        (("reference/ddp", "pytorch/ddp", "--fail-on", "goal"), "no pair here has a goal"),
+        (("against-ddp", "--fail-on", "goal"), "no pair here has a goal"),
         (("reference/ddp", "pytorch/ddp", "--profile", "--backend", "in_memory"), "gloo"),
     ],
 )

@@ -225,7 +225,7 @@ def _case(line: Mapping[str, Any], version: Version) -> Entry:
 def _bench(line: Mapping[str, Any], version: Version) -> Entry:
     pair, told = line["pair"], line.get("log")
     names = [pair[side]["implementation"] for side in ("a", "b")]
-    known = bool(told) and line["verdict"] not in _NO_RATIO
+    known = bool(told) and _means_something(line)
     beside: dict[str, float] = {}
     exact: dict[str, figures.Scalar] = {}
     weighed = line.get("memory") or {}
@@ -257,7 +257,7 @@ def _bench(line: Mapping[str, Any], version: Version) -> Entry:
 def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
     cell, samples = line["cell"], {}
     for base, told in (line.get("efficiency") or {}).items():
-        if told:
+        if told and _means_something(line):
             samples[f"efficiency ({base})"] = _sample(told["log"])
     # A cell that was refused repeats what its source measured.
     if samples and line.get("wrapping"):
@@ -282,6 +282,11 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         },
     )
+
+
+def _means_something(line: Mapping[str, Any]) -> bool:
+    """Whether the ratios of a timed line are those of sides that train the same."""
+    return line["verdict"] not in _NO_RATIO and bool(line.get("trained_alike", True))
 
 
 def _sample(told: Mapping[str, Any]) -> Sample:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,8 @@ from suite.case import split
 from suite.launch.pool import Pool
 from suite.runner import JUDGING_SECONDS, Workspace
 from suite.timing import nvml, stats, telemetry
-from suite.timing.plan import LOSS_TOLERANCE, Pair, Side, natural_mesh
+from suite.timing.losses import alike, by_coordinate, losses_of
+from suite.timing.plan import Pair, Side, natural_mesh
 
 #: Verdicts that say that there is nothing to compare; the others are those of ``stats.verdict``.
 BROKEN = ("crash", "hang", "fail", "precondition")
@@ -31,6 +32,8 @@ LETTERS = ("a", "b")
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
 _LOOK_SECONDS = 1.0
+#: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass
@@ -77,11 +80,11 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._api is not None:
-                nvml.stop(self._api)
             self._pool.__exit__()
         finally:
             self._space.__exit__()
+            if self._api is not None and (why := nvml.stop(self._api)):
+                print(f"telemetry: {why}", file=sys.stderr)
 
     def examine(self, pairs: Sequence[Pair]) -> list[Measured]:
         """Ask the implementations what they can do, before anything is timed.
@@ -248,7 +251,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE_SECONDS)
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
@@ -299,16 +302,21 @@ def conclude(line: Mapping[str, Any], rows: Sequence[stats.Row]) -> dict[str, An
     """Verdict, reason and figures that raw times and the rest of the line give."""
     judged = stats.judge(rows)
     reason = ""
+    told = line["losses"]
+    same, why = alike(told.get("a"), told.get("b"), line["pair"]["dtype"])
     if line["problem"] is not None:
         judged["verdict"], reason = line["problem"]
-    elif (why := difference(line["losses"], line["pair"]["dtype"])) is not None:
+    elif same is False:
         judged["verdict"], reason = "fail", why
-    elif judged["verdict"] == "inconclusive" and "smallest_effect" in judged:
-        reason = f"effects from {judged['smallest_effect']:.1%} on can be seen with these blocks"
-    elif judged["verdict"] == "inconclusive":
+    elif judged["verdict"] == "inconclusive" and "smallest_effect" not in judged:
         reason = f"{judged['blocks']} whole blocks: an interval needs 2"
+    elif same is None:
+        judged["verdict"], reason = "inconclusive", why
+    elif judged["verdict"] == "inconclusive":
+        reason = f"effects from {judged['smallest_effect']:.1%} on can be seen with these blocks"
     goal = line["pair"]["goal"]
-    met = None if goal is None or "high" not in judged else judged["high"] <= goal
+    known = goal is not None and "high" in judged and same is not None
+    met = judged["high"] <= goal if known else None
     rates = {}
     for side, seconds in judged.get("median_seconds", {}).items():
         rates[side] = line["targets_per_step"][side] / seconds if "targets_per_step" in line else 0
@@ -316,6 +324,7 @@ def conclude(line: Mapping[str, Any], rows: Sequence[stats.Row]) -> dict[str, An
     return {
         **judged,
         "reason": reason,
+        "trained_alike": same,
         "goal_met": met,
         "targets_per_second": rates,
         "samples_per_second": {
@@ -340,38 +349,6 @@ def losses(measured: Measured) -> dict[str, list[float]]:
     if not measured.records:
         return {}
     return {side: losses_of(measured.records[0], side) for side in LETTERS}
-
-
-def losses_of(records: Sequence[Mapping[str, Any]], side: str) -> list[float]:
-    """Sums over data coordinates; of each the share of the first rank that learns it."""
-    told: dict[int, list[list[float | None]]] = {}
-    for record in records:
-        coordinate = record["coordinates"][side]
-        if coordinate is not None:
-            told.setdefault(coordinate, []).append(record["warm_up"][side]["losses"])
-    steps = zip(*(zip(*ranks, strict=True) for ranks in told.values()), strict=True)
-    return [
-        math.fsum(next((v for v in ranks if v is not None), 0.0) for ranks in coordinates)
-        for coordinates in steps
-    ]
-
-
-def difference(told: Mapping[str, Sequence[float]], dtype: str) -> str | None:
-    """A sentence if the sides do not train the same: then the faster one is no faster."""
-    for step, (a, b) in enumerate(zip(told.get("a", ()), told.get("b", ()), strict=True)):
-        if not abs(a - b) <= LOSS_TOLERANCE[dtype] * max(abs(a), abs(b)):
-            return f"the sides do not train the same: loss of step {step} is {a:.6g} and {b:.6g}"
-    return None
-
-
-def by_coordinate(records: Sequence[Mapping[str, Any]], side: str, key: str) -> list[Any]:
-    """What the first rank of each data coordinate tells of ``side`` under ``key``."""
-    found: dict[int, Any] = {}
-    for record in records:
-        coordinate = record["coordinates"][side]
-        if coordinate is not None:
-            found.setdefault(coordinate, record[key][side])
-    return list(found.values())
 
 
 # --------------------------------------------------------------------------------- in leaders
@@ -581,7 +558,7 @@ def keep_report(folder: results.RunFolder) -> None:
 
 
 #: Figures that runs of earlier versions do not have.
-_LATER = ("samples_per_second",)
+_LATER = ("samples_per_second", "trained_alike")
 
 
 def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:

@@ -181,12 +181,17 @@ def family(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Comparison -> ``p``, ``p_holm`` and ``verdict`` in a report that shows all of ``lines``.
 
     The hypotheses are "A and B take the same time", one a comparison that has a verdict of its
-    own; p is that of the interval, so a report of one says what the comparison says.  A difference
+    own (none where it is not known whether the sides train the same); p is that of the interval,
+    so a report of one says what the comparison says.  A difference
     that does not survive becomes inconclusive.  A/A pairs are controls and claim nothing; "same"
     claims that a difference is small, errs in at most 5 of 100 each, and is left as it is.
     """
     claims = get_args(Verdict)
-    told = [line for line in lines if "log" in line and line["verdict"] in claims]
+    told = [
+        line
+        for line in lines
+        if "log" in line and line["verdict"] in claims and line.get("trained_alike", True)
+    ]
     ps = [difference_p(Estimate(**line["log"])) for line in told]
     found = {}
     for line, p, adjusted in zip(told, ps, holm(ps), strict=True):

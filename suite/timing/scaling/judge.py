@@ -26,6 +26,7 @@ from dataclasses import asdict
 from typing import Any
 
 from suite.timing import stats
+from suite.timing.losses import alike
 from suite.timing.scaling import modelled
 from suite.timing.scaling.plan import BASES, Cell, oversubscribed
 
@@ -117,9 +118,10 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         judged["efficiency"] = judged["launches_differ_p"] = None
         judged["median_seconds"].pop("ranks", None)
     found, reason = judged["efficiency"], ""
+    same, why = _trained_alike(line["losses"], cell, refused)
     if line["problem"] is not None:
         word, reason = line["problem"]
-    elif (why := _difference(line["losses"], cell)) is not None:
+    elif same is False:
         word, reason = "fail", why
     elif refused:
         word = "oversubscribed"
@@ -127,6 +129,8 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         reason = f"{cell.world} ranks{threads}, {room['ranks']} {room['of']}: not measured"
     elif found is None:
         word, reason = "inconclusive", f"{judged['blocks']} whole blocks: an interval needs 2"
+    elif same is None:
+        word, reason = "inconclusive", why
     else:
         word = verdict(found["plain"], cell.target)
         if word == "inconclusive":
@@ -146,6 +150,7 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
     return {
         "verdict": word,
         "reason": reason,
+        "trained_alike": same,
         **judged,
         "tokens_per_second": rates,
         "modelled": modelled.modelled(line, judged["median_seconds"].get("plain")),
@@ -153,19 +158,18 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
     }
 
 
-def _difference(losses: Mapping[str, Sequence[float]], cell: Cell) -> str | None:
-    """A sentence if two sides of the same batch do not train the same."""
-    from suite.timing.session import difference
-
-    sides = ["wrapped", *(["ranks"] if cell.mode == "strong" else [])]
-    for side in sides:
-        if side not in losses or "plain" not in losses:
-            continue
-        why = difference({"a": losses["plain"], "b": losses[side]}, cell.dtype)
-        if why is not None:
+def _trained_alike(
+    losses: Mapping[str, Sequence[float]], cell: Cell, refused: bool
+) -> tuple[bool | None, str]:
+    """Whether the sides of one batch train the same (``None``: not known), and why not."""
+    for side in ["wrapped", *(["ranks"] if cell.mode == "strong" and not refused else [])]:
+        same, why = alike(losses.get("plain"), losses.get(side), cell.dtype)
+        if same is False:
             what = "the wrapped system alone" if side == "wrapped" else f"{cell.world} ranks"
-            return f"the plain program and {what}: {why}"
-    return None
+            why = f"the plain program and {what}: {why}"
+        if not same:
+            return same, why
+    return True, ""
 
 
 # ------------------------------------------------------------------------------------- tables
