@@ -230,6 +230,63 @@ def test_no_nvml_is_a_reason() -> None:
     assert nvml.start(none) == (None, "NVML sees no GPU") and none.open == 0
 
 
+class Stuck(nvml.Player):
+    """A driver that does not come back from the calls in ``never``, until ``over`` is set."""
+
+    def __init__(self, *never: str) -> None:
+        super().__init__(made_up())
+        self.never, self.over = never, threading.Event()
+
+    def nvmlInit(self) -> None:
+        super().nvmlInit()
+        self._wait("init")
+
+    def nvmlShutdown(self) -> None:
+        self._wait("shutdown")
+        super().nvmlShutdown()
+
+    def _wait(self, call: str) -> None:
+        if call in self.never:
+            assert self.over.wait(60)
+
+
+def test_a_driver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the beginning and at the end: each wait has a deadline, and says so."""
+    first, last = Stuck("init"), Stuck("shutdown")
+    assert nvml.start(last) == (last, "")
+    monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 0.05)
+    given_up = "NVML: no answer in 0.05 s: it was given up"
+    assert nvml.start(first) == (None, given_up)
+    assert nvml.stop(last) == given_up
+    first.over.set()
+    last.over.set()
+
+
+def test_a_session_ends_though_the_driver_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stuck = Stuck("shutdown")
+    with session.Bench(stuck):
+        monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 0.05)
+    assert "telemetry: NVML: no answer in 0.05 s" in capsys.readouterr().err
+    stuck.over.set()
+
+
+def test_work_that_does_not_end_is_no_recording(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def work(seconds: float) -> int:
+        assert over.wait(60)
+        return 1
+
+    player = nvml.Player(made_up())
+    more = {"rest": 0.01, "busy": 0.01, "every": 0.01, "patience": 0.05}
+    with pytest.raises(RuntimeError, match="had not ended"):
+        nvml.record(tmp_path / "r.json", player, work, **more)
+    over.set()
+    assert not list(tmp_path.iterdir()) and player.open == 0
+
+
 @pytest.mark.parametrize("figure", list(nvml.SAMPLED))
 def test_a_figure_that_is_not_supported_is_none_with_its_reason(figure: str) -> None:
     seen = seen_of(nvml.Player(made_up(), lacking=[figure]), 5)

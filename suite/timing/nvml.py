@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from suite.timing.patience import within
+
 FORMAT = 1
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _FUNCTION_NOT_FOUND = 2, 3, 13
+#: Seconds that NVML may take to begin or to end: a driver that hangs shall not hang the suite.
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -82,21 +86,26 @@ def start(api: Any = None) -> tuple[Any, str]:
         except ImportError:
             return None, "package nvidia-ml-py is not installed"
         api = pynvml
-    try:
+
+    def begin() -> int:
         api.nvmlInit()
-        if api.nvmlDeviceGetCount() > 0:
-            return api, ""
-        api.nvmlShutdown()
-    except api.NVMLError as error:
+        count = int(api.nvmlDeviceGetCount())
+        if not count:
+            api.nvmlShutdown()
+        return count
+
+    try:
+        count = within(PATIENCE_SECONDS, begin)
+    except (api.NVMLError, TimeoutError) as error:
         return None, f"NVML: {error}"
-    return None, "NVML sees no GPU"
+    return (api, "") if count else (None, "NVML sees no GPU")
 
 
 def stop(api: Any) -> str:
     """Let go of NVML; what it says against that."""
     try:
-        api.nvmlShutdown()
-    except api.NVMLError as error:
+        within(PATIENCE_SECONDS, api.nvmlShutdown)
+    except (api.NVMLError, TimeoutError) as error:
         return f"NVML: {error}"
     return ""
 
@@ -169,12 +178,14 @@ def record(
     rest: float = 2.0,
     busy: float = 6.0,
     every: float = 0.2,
+    patience: float = 60.0,
 ) -> dict[str, Any]:
     """Write to ``path`` what NVML answers during ``rest``, ``busy`` and ``rest`` seconds.
 
-    ``work(seconds)`` keeps the GPU busy and returns its number of steps.
+    ``work(seconds)`` keeps the GPU busy and returns its number of steps; it may take ``patience``
+    seconds longer (the first use of a GPU takes some).
 
-    :raises RuntimeError: there is no NVML here, or the work failed.
+    :raises RuntimeError: there is no NVML here, or the work failed or did not end.
     """
     api, why = start(api)
     if api is None:
@@ -200,7 +211,10 @@ def record(
         worker = threading.Thread(target=run, name="work", daemon=True)
         told["busy"] = {"from": time.monotonic() - began}
         worker.start()
+        until = time.monotonic() + busy + patience
         while worker.is_alive():
+            if time.monotonic() > until:
+                raise RuntimeError(f"the work of {busy:g} s had not ended {patience:g} s later")
             costs += _sample_for(every, began, api, devices, every, told["samples"])
         told["busy"] |= {"to": time.monotonic() - began, "steps": 0}
         if done and isinstance(done[0], BaseException):
