@@ -300,6 +300,35 @@ def test_sharding_divides_the_update() -> None:
     assert curve.update_share(PROMISES["ddp"](plan("replicate", 4))) == 1.0
 
 
+def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
+    """Two cores a rank, one of which computes: 100 ms of calls keep 1.9 of them busy."""
+    fits = {"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)}
+    compute = Compute(0.0, 0.1, 0.0)
+    (point,) = curve.modelled(
+        *("ddp", plan("replicate", 2), "replicate", "weak", 1, compute, fits, "gloo"),
+        worlds=[1024],
+        cores_per_rank=2,
+    )
+    made = point.prediction
+    assert made is not None and made.overlap == "full"
+    assert made.communication_seconds == pytest.approx(0.1, rel=0.01)
+    assert made.step_seconds == pytest.approx((0.1 + 0.19) / 2, rel=0.01)
+    assert point.efficiency == pytest.approx(0.1 / 0.145, rel=0.01)
+
+
+def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
+    """None is empty: ZeRO-3 gathers once for each that there is, not as often as when probed."""
+    base = plan("shard", 2, micro_batches=(4, 4))
+    assert curve.plan_at(base, "shard", 8).micro_batches == (4,) * 8
+    assert curve.plan_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
+    compute = Compute(0.0, 0.001, 0.004)
+    args = ("shard", "strong", 16, compute, FITS, "gloo")
+    made = curve.modelled("zero3", base, *args, worlds=[4, 8, 16])
+    for point, count in zip(made, (4, 2, 1), strict=True):
+        few = plan("shard", 2, micro_batches=(count, count))
+        assert curve.modelled("zero3", few, *args, worlds=[point.world]) == [point]
+
+
 def test_a_pipeline_is_as_long_as_its_bubble() -> None:
     eight = plan("pipe", 3, micro_batches=(8,), options={"schedule": "1f1b"})
     assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)

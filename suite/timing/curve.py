@@ -21,7 +21,7 @@ from suite.promises.schedules import FORMS, Setting
 from suite.promises.stages import schedule_name, stages_of
 from suite.promises.tensor import misfit
 from suite.timing.costs import Fit
-from suite.timing.model import Call, Overlap, Prediction, Unmodelled, predict, promised, slowest
+from suite.timing.model import Call, Prediction, Unmodelled, predict, promised, slowest
 from suite.timing.plan import Pair
 
 Mode = Literal["strong", "weak"]
@@ -68,17 +68,18 @@ def measured_compute(records: Sequence[Mapping[str, Any]], samples: int) -> Comp
     return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
-def plan_at(plan: Plan, axis: str, ranks: int) -> Plan:
+def plan_at(plan: Plan, axis: str, ranks: int, samples: int | None = None) -> Plan:
     """``plan`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
-    shapes) as the busiest one had.
+    shapes) as the busiest one had, but no more than its ``samples`` (``None``: enough for all).
 
     :raises Unpromised: layers or stages that cannot be cut so.
     """
     axes = {**plan.axes, axis: ranks}
     coordinates = axes.get("replicate", 1) * axes.get("shard", 1)
+    rounds = plan.rounds if samples is None else min(plan.rounds, samples)
     inputs = tuple((step[0],) * coordinates for step in plan.inputs)
     grown = dataclasses.replace(
-        plan, axes=axes, micro_batches=(plan.rounds,) * coordinates, inputs=inputs
+        plan, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
     )
     if problem := misfit(grown) if axes.get("tensor", 1) > 1 else "":
         raise Unpromised(problem)
@@ -156,13 +157,15 @@ def modelled(
     *,
     known: Sequence[Call] = (),
     worlds: Sequence[int] = WORLDS,
-    overlap: Overlap | None = None,
+    cores_per_rank: float | None = None,
+    threads: int = 1,
 ) -> list[Modelled]:
     """Modelled efficiency at ``worlds``, without starting a rank.
 
     ``plan`` is that of the measured world, ``axis`` the one that grows; ``samples`` the global
     batch (strong) or the batch of a data coordinate (weak).  Every rank has what the measured ones
-    had: as many cores, and a link of the alpha and beta that were probed.
+    had: ``cores_per_rank`` for ``threads`` that compute (what is hidden costs core time, too),
+    and a link of the alpha and beta that were probed.
 
     Strong: ``T1 / (N T_N)`` at a fixed global batch; weak: ``T1 / T_N`` at a fixed batch a data
     coordinate.  On a tensor or pipe axis the batch is that of the coordinate in both modes, and the
@@ -172,14 +175,14 @@ def modelled(
     is_data = axis in ("replicate", "shard")
     for world in worlds:
         try:
-            grown = plan_at(plan, axis, world)
-            promise = promise_of(strategy, grown)
-            if promise is None:
-                raise Unpromised(f"{strategy} has no formulas")
             if mode == "strong" and is_data and samples < world:
                 raise Unpromised(f"{samples} samples do not go round {world} ranks")
             # The rank that has most samples sets the pace.
             own = math.ceil(samples / world) if mode == "strong" and is_data else samples
+            grown = plan_at(plan, axis, world, own)
+            promise = promise_of(strategy, grown)
+            if promise is None:
+                raise Unpromised(f"{strategy} has no formulas")
             split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
             calls = promised(promise, known, plan.world)
             prediction = predict(
@@ -187,7 +190,8 @@ def modelled(
                 compute.seconds(own, split, update_share(promise)),
                 fits,
                 backend,
-                overlap=overlap,
+                cores_per_rank=cores_per_rank,
+                threads=threads,
             )
         except (Unpromised, Unmodelled) as error:
             found.append(Modelled(world, None, None, str(error)))

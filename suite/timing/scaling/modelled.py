@@ -82,7 +82,8 @@ def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
         cell.backend,
         known=_calls(probed),
         worlds=[cell.world],
-        overlap=model.overlap_of(cell.backend, probed["cores_per_rank"], probed["threads"])[0],
+        cores_per_rank=probed["cores_per_rank"],
+        threads=probed["threads"],
     )
     told = found.to_dict() | {"from": probed["world"]}
     if found.prediction is not None:
