@@ -186,6 +186,10 @@ def gate(
         Host | None,
         typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="judge the run again from its records, as `verify` does"),
+    ] = False,
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
@@ -199,15 +203,19 @@ def gate(
     shardproof gate RUN --against BASELINE --summary "$GITHUB_STEP_SUMMARY" --append \\
                     --annotations github
     shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      what expires by then
+    shardproof gate RUN.tar.gz --against BASELINE --verify                    made elsewhere
 
     Without a policy these break: fail, crash, hang, refused options; a verdict that was better; an
     exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
     more than 5 %; a case, fault or ratio that is missing. What is better than the baseline, and
     what a budget left out, is reported.
 
+    A run that is not what its manifest says breaks, whatever the policy. Who can change a run can
+    make its digests right again: --verify also judges it anew, which takes about as long as
+    `shardproof verify`.
+
     Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.
     """
-    from suite.comparison import baseline
     from suite.comparison import policy as policies
     from suite.comparison.compare import compare as compared
     from suite.comparison.gate import judge
@@ -216,11 +224,36 @@ def gate(
         raise SelectionError(Problem("--append belongs to --summary", "name --summary FILE"))
     told = policies.read(policy)
     today = _day(on)
-    found = compared(baseline.load(against), baseline.load(run))
-    policies.check(told, found.before, found.after)
-    gated = judge(found, told, today)
+    before, old_doubts = _evidence(against, again=False)
+    after, doubts = _evidence(run, again=verify)
+    if doubts is None:
+        what = "is a baseline, which has no evidence to judge"
+        raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
+    found = compared(before, after)
+    policies.check(told, before, after, max(today, _day(None)))
+    named = [(before.name, text) for text in old_doubts or ()]
+    gated = judge(found, told, today, [*named, *((after.name, text) for text in doubts)])
     _tell(gated, summary, append, junit, annotations)
     raise typer.Exit(gated.exit_code)
+
+
+def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
+    """A run as it is compared, and what is wrong with its evidence (``None``: it has none)."""
+    from suite.comparison import baseline
+    from suite.sealed import changed
+
+    with baseline.opened(name) as folder:
+        if folder is None:
+            return baseline.read(Path(name)), None
+        if again:
+            from suite.verify import verify
+
+            found = verify(folder).problems
+        else:
+            found = list(changed(folder))
+        if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
+            found = [told.replace(str(folder), name) for told in found]
+        return baseline.of_folder(folder), found
 
 
 def _day(text: str | None) -> datetime.date:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from suite.case import Case, WorkloadSpec
 from suite.contract import OptimizerSpec
+from suite.records import Manifest
 from suite.version import VERSION
 
 Line = dict[str, Any]
@@ -228,7 +230,24 @@ def write(
     (folder / "run.json").write_text(json.dumps(header))
     told = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "cases.jsonl").write_text(told)
+    seal(folder)
     return folder
+
+
+def seal(folder: Path) -> None:
+    """The manifest of what `write` wrote, as it is now."""
+    lines = (folder / "cases.jsonl").read_bytes().splitlines()
+    parts: list[tuple[str, int | None, bytes]] = [
+        ("cases.jsonl", number, line) for number, line in enumerate(lines, 1)
+    ]
+    parts.append(("run.json", None, (folder / "run.json").read_bytes()))
+    entries, last = [], b""
+    for file, number, content in parts:
+        digest, before = (hashlib.sha256(part).hexdigest() for part in (content, last))
+        entry = {"file": file, "line": number, "sha256": digest, "before": before}
+        last = json.dumps(entry).encode()
+        entries.append(last + b"\n")
+    (folder / Manifest.NAME).write_bytes(b"".join(entries))
 
 
 def results(count: int) -> list[Line]:

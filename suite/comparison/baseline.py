@@ -33,19 +33,41 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
     :raises SelectionError: nothing of that name, or what cannot be read: damaged, or of a format
         of another version.
     """
-    path = Path(name)
+    with opened(name, root) as folder:
+        return read(Path(name)) if folder is None else of_folder(folder)
+
+
+@contextmanager
+def opened(name: str, root: Path = Path("results")) -> Iterator[Path | None]:
+    """The folder of a run, of an id under ``root``, or of a bundle; ``None``: a file of its own.
+
+    :raises SelectionError: nothing of that name, or a bundle that is not what its list says.
+    """
+    if not Path(name).is_file():
+        yield results.find_run(name, root)
+    elif _packed(name):
+        from suite.bundle import open_run
+
+        with open_run(name, root) as folder:
+            yield folder
+    else:
+        yield None
+
+
+def _packed(name: str) -> bool:
     try:
-        if path.is_file():
-            with path.open("rb") as stream:
-                packed = stream.read(len(_GZIP)) == _GZIP
-            return _of_bundle(name, root) if packed else read(path)
+        with Path(name).open("rb") as stream:
+            return stream.read(len(_GZIP)) == _GZIP
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
         raise SelectionError(Problem(why, "name a run or a baseline", file=name)) from None
-    return _of_folder(results.find_run(name, root))
 
 
-def _of_folder(path: Path) -> Snapshot:
+def of_folder(path: Path) -> Snapshot:
+    """The snapshot of the run in ``path``.
+
+    :raises SelectionError: it is damaged, or of another format.
+    """
     run = results.read(path, strict=True)
     told = run.header.get("format")
     if told != results.FORMAT:
@@ -53,13 +75,6 @@ def _of_folder(path: Path) -> Snapshot:
         remedy = "compare it with the version of the suite that wrote it"
         raise SelectionError(Problem(what, remedy, file=str(path / "run.json")))
     return of_run(run)
-
-
-def _of_bundle(name: str, root: Path) -> Snapshot:
-    from suite.bundle import open_run
-
-    with open_run(name, root) as folder:
-        return _of_folder(folder)
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -35,11 +35,15 @@ Rule = Literal[
     "fault",
     "too good",
     "not needed",
+    "evidence",
 ]
 
 
 #: Verdicts of results whose figures say nothing.
 _UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+#: Verdicts that an expected failure is there for, and those that it does not expect.
+_FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
+_PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
 #: Verdicts that decide nothing: a run of these alone holds nothing.
 _UNDECIDED = verdicts.OPEN | {"skip"}
 #: Verdicts of timed results that say by themselves why there is no ratio.
@@ -94,11 +98,20 @@ class Gate:
         )
 
 
-def judge(found: Comparison, policy: PolicyFile, today: datetime.date) -> Gate:
-    """Every finding about ``found``; ``today`` decides what has expired."""
+def judge(
+    found: Comparison,
+    policy: PolicyFile,
+    today: datetime.date,
+    doubts: Iterable[tuple[str, str]] = (),
+) -> Gate:
+    """Every finding about ``found``; ``today`` decides what has expired.
+
+    ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
+    """
     decided = {pair.id for pair in found.pairs if pair.after.verdict not in _UNDECIDED}
     decided |= {time.id for time in found.times}
     gate = Gate(found, compared=found.comparable, decided=len(decided))
+    gate.findings += [Finding("breaks", "evidence", name, problem) for name, problem in doubts]
     judge = _Judge(found, policy, today)
     for part in (
         judge.verdicts(),
@@ -142,7 +155,8 @@ class _Judge:
         message = f"{entry.verdict}{was}" + (f": {entry.reason}" if entry.reason else "")
         breaks = level == "break" or (level == "new" and grade == "worse")
         expected = self._expected(entry.id)
-        if expected is not None and (breaks or entry.verdict == "xfail"):
+        excusable = breaks or entry.verdict == "xfail"
+        if expected is not None and excusable and entry.verdict != "xpass":
             lasts = expected.until >= self.today
             message += f" (expected until {expected.until}: {expected.reason})"
             state: State = "excused" if lasts else "breaks"
@@ -275,12 +289,16 @@ class _Judge:
                 for case in self.found.after.cases.values()
                 if fnmatchcase(case.id, entry.cases)
             ]
-            failing = sum(case.verdict in _UNTOLD for case in matched)
+            failing = sum(case.verdict in _FAILING for case in matched)
+            passing = sum(case.verdict in _PASSING for case in matched)
             file, line = self.told.file, self.told.line(["xfails", index])
-            if matched and not failing:
-                message = f"all {len(matched)} cases pass: remove the expected failure"
-                yield Finding("reported", "not needed", entry.cases, message, file, line)
-            elif failing and entry.until < self.today:
+            if passing:
+                state: State = "breaks" if entry.strict else "reported"
+                message = f"all {passing} cases pass: remove the expected failure"
+                if failing:
+                    message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
+                yield Finding(state, "not needed", entry.cases, message, file, line)
+            if failing and entry.until < self.today:
                 message = f"expired on {entry.until}, {failing} cases still break: {entry.reason}"
                 yield Finding("breaks", "expired", entry.cases, message, file, line)
 

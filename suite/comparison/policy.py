@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from suite.comparison.snapshot import Snapshot
 from suite.errors import Problem, ScenarioError, nearest
@@ -50,6 +50,9 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "pass (native only)": "new",
     "pass": "ignore",
 }
+#: Days that an expected failure may last from today on: someone looks at it again within a year.
+LONGEST = 366
+_WILD = re.compile(r"\[[^]]*\]|[^A-Za-z0-9]")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")
 
 
@@ -66,6 +69,16 @@ Date = Annotated[datetime.date, BeforeValidator(_date, json_schema_input_type=st
 #: A date that may be left out (a union would tell every fault of it twice).
 PerhapsDate = Annotated[datetime.date | None, BeforeValidator(_date, json_schema_input_type=str)]
 Pattern = Annotated[str, Field(min_length=1)]
+
+
+def _narrow(value: str) -> str:
+    if not _WILD.sub("", value):
+        raise ValueError("names no case: an expected failure says what it is about")
+    return value
+
+
+#: A pattern of wildcards alone would switch the gate off.
+NarrowPattern = Annotated[str, Field(min_length=1), AfterValidator(_narrow)]
 #: A share: 0.05 is 5 %.
 Slowdown = Annotated[float, Field(ge=0, le=10)]
 
@@ -123,9 +136,10 @@ class Cases(Model):
 class ExpectedFailure(Model):
     """Cases that may break until a day."""
 
-    cases: Pattern = Field(description="glob on ids of cases")
+    cases: NarrowPattern = Field(description="glob on ids of cases; wildcards alone name none")
     reason: Reason
-    until: Date = Field(description="the last day, YYYY-MM-DD")
+    until: Date = Field(description="the last day, YYYY-MM-DD, at most a year ahead")
+    strict: bool = Field(False, description="a case that passes breaks; else it is reported")
 
 
 class Policy(Model):
@@ -177,8 +191,8 @@ def read(path: Path | None) -> PolicyFile:
     return PolicyFile(policy, str(path), node)
 
 
-def check(told: PolicyFile, before: Snapshot, after: Snapshot) -> None:
-    """Every pattern must match something in one of the runs.
+def check(told: PolicyFile, before: Snapshot, after: Snapshot, today: datetime.date) -> None:
+    """Every pattern must match something in one of the runs, no expected failure last for ever.
 
     :raises ScenarioError: the lines of those that do not.
     """
@@ -189,9 +203,9 @@ def check(told: PolicyFile, before: Snapshot, after: Snapshot) -> None:
         for entry in (*snapshot.cases.values(), *snapshot.timed.values())
         for figure in (*entry.figures, "verdict")
     }
-    problems = []
+    problems = [*_too_long(told, today)]
     for path, pattern in _patterns(told.policy):
-        if pattern == "*":
+        if pattern == "*":  # everything, were it nothing
             continue
         known = names if "figures" in path[1:] else ids
         if not any(fnmatchcase(name, pattern) for name in known):
@@ -201,6 +215,16 @@ def check(told: PolicyFile, before: Snapshot, after: Snapshot) -> None:
             problems.append(Problem(what, remedy, pattern, told.file, told.line(path)))
     if problems:
         raise ScenarioError(problems)
+
+
+def _too_long(told: PolicyFile, today: datetime.date) -> Iterator[Problem]:
+    for index, entry in enumerate(told.policy.xfails):
+        if (entry.until - today).days > LONGEST:
+            path = ("xfails", index, "until")
+            what = f"{'.'.join(map(str, path))}: more than a year ahead"
+            last = today + datetime.timedelta(days=LONGEST)
+            remedy = f"write {last} or an earlier day"
+            yield Problem(what, remedy, str(entry.until), told.file, told.line(path))
 
 
 def _patterns(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -47,7 +47,7 @@ def summary(gate: Gate) -> str:
             (finding.state, finding.rule, finding.id, _first(finding.message), _place(finding))
             for finding in told[:SUMMARY_ROWS]
         ]
-        headings = ("", "rule", "result", "what", "where")
+        headings = ("state", "rule", "result", "what", "where")
         hidden = len(told) - SUMMARY_ROWS
         notes = [f"{hidden:,} more stand in the JUnit file."] if hidden > 0 else []
         table = tables.Table("Findings", headings, rows, notes=notes)
