@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from suite.case import Case, WorkloadSpec
+from suite.comparison import baseline
+from suite.comparison.snapshot import Snapshot
 from suite.contract import OptimizerSpec
 from suite.records import Manifest
 from suite.version import VERSION
@@ -270,3 +272,8 @@ def figure(check: str, key: str, value: Any) -> Callable[[Line], None]:
         told["figures"][key] = value
 
     return change
+
+
+def snapshot(folder: Path, lines: Sequence[Mapping[str, Any]], **more: Any) -> Snapshot:
+    """`lines` written as a run, and read as it is compared."""
+    return baseline.load(str(write(folder, lines, **more)))

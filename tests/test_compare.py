@@ -9,9 +9,6 @@ import math
 import random
 import re
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,9 @@ import synthetic_runs as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suite import results
 from suite.comparison import baseline, figures, forms, hardware, tables, welch
 from suite.comparison.compare import Comparison, compare
-from suite.comparison.snapshot import Sample, Snapshot, label
-from suite.errors import SelectionError
-from suite.report import insert
+from suite.comparison.snapshot import Sample, Snapshot
 from suite.timing import stats
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +32,7 @@ def run(tmp_path: Path) -> Callable[..., Snapshot]:
     """Writes lines as a run and reads it as it is compared."""
 
     def write(name: str, lines: list[made.Line], **more: Any) -> Snapshot:
-        return baseline.load(str(made.write(tmp_path / name, lines, **more)))
+        return made.snapshot(tmp_path / name, lines, **more)
 
     return write
 
@@ -410,121 +404,6 @@ def test_single_blocks_have_no_interval() -> None:
         welch.difference(Sample(0, 0, 1), Sample(0, 0, 5))
 
 
-# -------------------------------------------------------------------------------------- baselines
-
-
-def test_a_baseline_says_all_that_its_run_says(run: Run, tmp_path: Path) -> None:
-    lines = [*made.results(60), made.bench("zero1", 0.1), made.scaling("ddp"), made.kill("x")]
-    told = run("run", lines)
-    baseline.save(told, tmp_path / "b.json")
-    again = baseline.load(str(tmp_path / "b.json"))
-    assert again.cases == told.cases and again.timed == told.timed and again.kills == told.kills
-    assert again.versions == told.versions and again.hardware == told.hardware
-    found = compare(told, again)
-    assert found.unchanged and len(found.pairs) == 62
-    size = (tmp_path / "b.json").stat().st_size
-    assert size < (tmp_path / "run" / "cases.jsonl").stat().st_size / 5
-
-
-def test_runs_of_one_machine_are_joined_and_others_are_not(run: Run) -> None:
-    lines = made.results(4)
-    one, two = run("one", lines[:3]), run("two", [*lines[2:], made.bench("zero1")])
-    found = baseline.joined([one, two])
-    assert len(found.cases) == 4 and len(found.timed) == 1
-    with pytest.raises(SelectionError, match="two machines"):
-        baseline.joined([one, run("three", lines, machine=made.MACHINE | {"cores": 16})])
-    with pytest.raises(SelectionError, match="two versions"):
-        baseline.joined([one, run("four", lines, torch="2.14.0")])
-
-
-def test_hardware_is_named_by_its_accelerators_first() -> None:
-    gpus = [{"name": "H100", "memory": "80 GB", "driver": "1"}] * 2
-    assert label(made.MACHINE | {"gpus": gpus}) == "2 x H100, Synthetic 9000, 2 cores"
-    assert label({}) == "unknown processor, ? cores"
-
-
-# -------------------------------------------------------------------------------------- bad input
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    lines = made.results(2)
-    with pytest.raises(SelectionError, match="no such run"):
-        baseline.load(str(tmp_path / "nothing"))
-    (tmp_path / "text.json").write_text("no json")
-    with pytest.raises(SelectionError, match="damaged"):
-        baseline.load(str(tmp_path / "text.json"))
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(SelectionError, match="neither run nor baseline"):
-        baseline.load(str(tmp_path / "list.json"))
-    path = made.write(tmp_path / "run", lines)
-    header = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps(header | {"format": 2}))
-    with pytest.raises(SelectionError, match="format 2"):
-        baseline.load(str(path))
-
-
-def test_a_damaged_line_is_refused_and_one_cut_off_by_a_kill_is_not(tmp_path: Path) -> None:
-    path = made.write(tmp_path / "run", made.results(3))
-    content = (path / "cases.jsonl").read_text()
-    (path / "cases.jsonl").write_text(content[:-30])
-    assert len(baseline.load(str(path)).cases) == 2
-    (path / "cases.jsonl").write_text(content.replace('"verdict"', '"verdict', 1))
-    with pytest.raises(SelectionError, match=r"cases\.jsonl:1: is damaged"):
-        baseline.load(str(path))
-    first, rest = content.split("\n", 1)
-    line = json.loads(first)
-    del line["case"]["mesh"]
-    (path / "cases.jsonl").write_text(json.dumps(line) + "\n" + rest)
-    with pytest.raises(SelectionError, match="mesh"):
-        baseline.load(str(path))
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_damaged_baseline_is_refused_in_a_sentence(
-    data: st.DataObject, tmp_path_factory: Any
-) -> None:
-    folder = tmp_path_factory.mktemp("damaged")
-    told = baseline.load(str(made.write(folder / "run", made.results(2))))
-    text = baseline.text(told)
-    at = data.draw(st.integers(0, len(text) - 2))
-    (folder / "b.json").write_text(
-        text[:at] + data.draw(st.sampled_from("[{}]x,:")) + text[at + 1 :]
-    )
-    try:
-        baseline.load(str(folder / "b.json"))
-    except SelectionError as error:
-        assert "b.json" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("sound", "damaged"),
-    [
-        ('"versions": [{', '"versions": [], "were": [{'),
-        ('"time":[0.02,', '"time":[1e999,'),
-        ('"time":[0.02,', '"time":[NaN,'),
-        ('"time":[0.02,0.05,24]', '"time":[0.02,0.05,0]'),
-        ('"figures": [', '"deep": ' + "[" * 100_000 + "]" * 100_000 + ', "figures": ['),
-    ],
-)
-def test_a_baseline_of_impossible_values_is_refused(
-    run: Run, tmp_path: Path, sound: str, damaged: str
-) -> None:
-    text = baseline.text(run("one", [*made.results(1), made.bench("zero1")]))
-    assert sound in text
-    (tmp_path / "b.json").write_text(text.replace(sound, damaged))
-    with pytest.raises(SelectionError, match="is damaged"):
-        baseline.load(str(tmp_path / "b.json"))
-
-
-def test_another_format_of_baselines_is_refused(run: Run, tmp_path: Path) -> None:
-    text = baseline.text(run("run", made.results(1)))
-    path = tmp_path / "b.json"
-    path.write_text(text.replace('"format": 1', '"format": 7'))
-    with pytest.raises(SelectionError, match="format 7"):
-        baseline.load(str(path))
-
-
 # ------------------------------------------------------------------------------------------ forms
 
 
@@ -600,83 +479,6 @@ def test_across_hardware_each_machine_has_a_column_of_its_own_ratios(run: Run) -
     assert row[-2].endswith("slower") and row[-1].endswith("(not comparable)")
     assert len(told["Scaling"].rows) == 3
     assert "exposed share" in text
-
-
-# ---------------------------------------------------------------------------------------- command
-
-
-def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: Any) -> None:
-    lines = made.results(3)
-    old = str(made.write(tmp_path / "old", lines))
-    worse = made.changed(lines, 0, made.figure("traffic", "bytes_sent", "77777"))
-    new = str(made.write(tmp_path / "new", worse))
-    code, out, _ = command("compare", old, new)
-    assert code == 0 and "77,777" in out
-    far = str(made.write(tmp_path / "far", lines, torch="2.14.0"))
-    assert command("compare", old, far)[0] == 3
-    for arguments in ([old], [old, "nothing"], [old, new, "--into", "x.md", "--format", "csv"]):
-        code, _, err = command("compare", *arguments)
-        assert code == 2 and len(err.splitlines()) == 1
-    saved = str(tmp_path / "base.json")
-    assert command("compare", old, "--save", saved)[0] == 0
-    assert command("compare", saved, old, "--only-changed")[0] == 0
-    code, _, err = command("compare", old, "--save", saved, "--by", "backend")
-    assert code == 2 and "--by" in err
-
-
-def test_a_bundle_may_stand_for_its_run(tmp_path: Path) -> None:
-    bundle = pytest.importorskip("suite.bundle")
-    with results.RunFolder(tmp_path / "run", ["shardproof"]) as folder:
-        for line in made.results(2):
-            folder.add(line)
-        folder.close(0)
-    told = baseline.load(str(tmp_path / "run"))
-    output = tmp_path / "run.tar.gz"
-    bundle.pack(tmp_path / "run", output)
-    assert compare(told, baseline.load(str(output))).unchanged
-
-
-def test_the_committed_table_is_what_the_command_makes(tmp_path: Path) -> None:
-    """``shardproof compare results/baselines/*.json --by hardware --into results/README.md``."""
-    files = sorted(BASELINES.glob("*.json"))
-    assert files, "commit a baseline: docs/compare-and-gate.md"
-    reference, *others = (baseline.load(str(path)) for path in files)
-    report = hardware.report(reference, [compare(reference, other) for other in others])
-    copy = tmp_path / "README.md"
-    committed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    copy.write_text(committed, encoding="utf-8")
-    insert(forms.markdown(report), copy)
-    assert copy.read_text(encoding="utf-8") == committed
-    assert all(path.stat().st_size < 500_000 for path in files)
-
-
-def test_two_runs_of_2000_cases_are_compared_without_the_slow_imports(tmp_path: Path) -> None:
-    """The measure is under 3 s with start-up; no test asserts seconds, but what would cost them."""
-    lines = made.results(2000)
-    old = made.write(tmp_path / "old", lines)
-    new = made.write(
-        tmp_path / "new", made.changed(lines, 9, made.figure("traffic", "bytes_sent", "7"))
-    )
-    program = (
-        "import sys; sys.argv = ['shardproof', 'compare', *sys.argv[1:]]\n"
-        "from suite.cli import main\n"
-        "try:\n    main()\n"
-        "finally:\n"
-        "    slow = {'torch', 'scipy', 'numpy', 'pandas', 'pyarrow'} & set(sys.modules)\n"
-        "    print('slow imports:', sorted(slow))\n"
-    )
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(old), str(new)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    print(f"compare of two runs of 2,000 cases: {time.monotonic() - began:.2f} s")
-    assert done.returncode == 0, done.stderr
-    assert "2,000 results compared" in done.stdout and "slow imports: []" in done.stdout
 
 
 def test_digests_stand_for_equal_json_only() -> None:
