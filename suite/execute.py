@@ -151,6 +151,9 @@ def execute_mutants(
         for line in lines:
             folder.add(line, "kill")
         judged = [line for line in lines if line["verdict"] != "left out"]
+        late = {line["name"] for line in lines} - {line["name"] for line in judged}
+        stay = [line for line in read(folder.path).kills if line["name"] in late]
+        judged += [line for line in stay if line["verdict"] != "left out"]
         if judged:
             report.show_kills(judged, console.print)
         killed = sum(bool(line["killed"]) for line in judged)

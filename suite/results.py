@@ -207,7 +207,7 @@ def read(path: Path, strict: bool = False) -> Run:
     for line in _lines(path / "cases.jsonl", strict):
         kill = line["kind"] == "kill"
         key = ("kill", str(line.get("name"))) if kill else ("", str(line.get("id")))
-        if line["kind"] != "left out" or last.get(key, line)["kind"] == "left out":
+        if not _left_out(line) or _left_out(last.get(key, line)):
             last[key] = line
     run = Run(path, header)
     lists = {
@@ -222,6 +222,12 @@ def read(path: Path, strict: bool = False) -> Run:
         if line["kind"] in lists:
             lists[line["kind"]].append(line)
     return run
+
+
+def _left_out(line: Mapping[str, Any]) -> bool:
+    """A case or a fault that was not run, which takes nothing from what an earlier one found."""
+    kind = line["kind"]
+    return bool(kind == "left out" or (kind == "kill" and line.get("verdict") == "left out"))
 
 
 def find_run(name: str | None, root: Path = Path("results")) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from test_report import kill
 
 from impls.reference.parts.schedules import one_f_one_b
 from suite import execute, junit, records
@@ -186,6 +187,18 @@ def test_a_budget_hides_no_failure_of_before(
     assert "not run again, results of before stay (2): no room in a budget of" in told
     assert "3 judged (1 fail, 1 crash, 1 pass), 0 xfailed, 1 skipped, 0 left out" in told
     assert verify(run).problems == []
+
+
+def test_a_budget_hides_no_survivor_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mutant = load_mutant("ddp_never_reduces")
+    with RunFolder(tmp_path / "run", ["test"]) as folder:
+        folder.add(kill(mutant.name, killed=False), "kill")
+        assert execute.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
+    told = capsys.readouterr().out
+    assert "1 faults judged (0 killed, 1 survive), 0 left out" in told
+    assert [line["killed"] for line in read(tmp_path / "run").kills] == [False]
 
 
 def test_runs_of_the_same_cells_share_a_key(made: Path, tmp_path: Path) -> None:

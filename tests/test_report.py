@@ -121,7 +121,9 @@ def test_what_is_left_out_later_keeps_its_result(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", ["again"]) as folder:
         folder.leave_out(case("b", "reference/ddp", 3), "no room")
         folder.add(result(case("d")))
+        folder.add(kill("other", False) | {"verdict": "left out", "why_not": "no room"}, "kill")
     run = read(tmp_path / "run")
+    assert {line["name"]: line["verdict"] for line in run.kills}["other"] == "fail"
     assert {line["id"]: line["verdict"] for line in run.cases}["b"] == "fail"
     assert run.left_out == [] and len(run.cases) == 4
 
