@@ -118,6 +118,9 @@ def bench(
     profile: Annotated[
         bool, typer.Option("--profile", help="afterwards: where a step's time goes, by phase")
     ] = False,
+    score: Annotated[
+        bool, typer.Option("--score", help="afterwards: each side beside its predicted step")
+    ] = False,
     no_memory: Annotated[
         bool,
         typer.Option("--no-memory", help="leave out the passes of each side alone: bytes, energy"),
@@ -194,8 +197,8 @@ def bench(
         from suite import scaling_command
 
         if paths := scaling_command.files(names):
-            mine = {"--profile": profile, "--no-memory": no_memory, "--goal": goal}
-            _refuse(of_pair | mine, "name two implementations, or a scenario of pairs")
+            of_pair |= {"--profile": profile, "--score": score, "--no-memory": no_memory}
+            _refuse(of_pair | {"--goal": goal}, "name two implementations, or a scenario of pairs")
             if FailOn.slower in fails:
                 what = "--fail-on slower: scaling has a target, and no side that is slower"
                 remedy = "write --fail-on goal: exit code 1 below the target"
@@ -265,13 +268,13 @@ def bench(
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
-    planned = timetable.plan(pairs, durations, budget, not no_memory, profile)
+    planned = timetable.plan(pairs, durations, budget, not no_memory, profile, score)
     if dry_run:
         for pair in planned.chosen:
             typer.echo(pair.id)
         typer.echo(told_of(planned), err=True)
         return
-    asked_for = _Asked(began, budget, not no_memory, profile, fails)
+    asked_for = _Asked(began, budget, not no_memory, profile, fails, score)
     with Bench() as session:
         code = _execute(session, planned, asked_for, durations, results)
     raise typer.Exit(code)
@@ -328,7 +331,7 @@ def _chosen(pairs: list[Pair], expression: str) -> list[Pair]:
 @dataclass(frozen=True)
 class _Asked:
     """How to time: ``budget`` in minutes from ``began`` on, passes of a side ``alone``,
-    ``profile``, and what fails.
+    ``profile``, ``score``, and what fails.
     """
 
     began: float
@@ -336,6 +339,7 @@ class _Asked:
     alone: bool
     profile: bool
     fail_on: frozenset[FailOn]
+    score: bool = False
 
 
 def told_of(planned: Timetable) -> str:
@@ -361,7 +365,9 @@ def _execute(
     def fits(pair: Pair) -> bool:
         if asked.budget is None:
             return True
-        expected = timetable.estimates(pairs, durations, asked.alone, asked.profile)[pair.id]
+        expected = timetable.estimates(pairs, durations, asked.alone, asked.profile, asked.score)[
+            pair.id
+        ]
         return time.monotonic() - asked.began + expected <= asked.budget * 60
 
     with execute.open_folder(results) as folder:
@@ -389,7 +395,7 @@ def _execute(
                         with interrupts.held():
                             lines.append(keep(folder, item))
                 if item.problem is None:
-                    name = timetable.name_of(pair, asked.alone, asked.profile)
+                    name = timetable.name_of(pair, asked.alone, asked.profile, asked.score)
                     durations.note(name, time.monotonic() - started)
             keep_report(folder)
             show(lines, console)
@@ -412,6 +418,9 @@ def _time(session: Any, item: Any, asked: _Asked, blocks: Blocks) -> None:
         if asked.alone and item.problem is None:
             shown.say("each side alone")
             session.alone(item)
+        if asked.score and item.problem is None:
+            shown.say("scorecard")
+            session.score(item)
         if asked.profile and item.problem is None:
             shown.say("profile")
             session.profile(item)

@@ -397,6 +397,7 @@ OF_PAIRS = {
     "mesh_b": "replicate=2",
     "goal": "1.1",
     "profile": None,
+    "score": None,
     "no_memory": None,
 }
 #: Those that change which cells are measured, how, and what their figures come to.

@@ -312,6 +312,46 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert any("raw times give" in problem for problem in verify(run).problems)
 
 
+def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ("--score", "--results", str(run))
+    done = shardproof("bench", "reference/zero1", "reference/ddp", *SMALL, *more)
+    assert done.returncode in (0, 3), done.stdout + done.stderr
+    (line,) = read(run).benches
+    assert line["strategies"] == {"a": "zero1", "b": "ddp"}
+    for letter in ("a", "b"):
+        card = line["scorecard"][letter]
+        assert card["achieved_over_predicted"] > 0 and 0 <= card["exposed_share"] < 1
+        assert card["memory_over_formula"] > 1 and card["achieved_over_probed"] > 0
+        assert f"scorecard of {letter.upper()}: achieved / predicted" in done.stdout
+    assert not verify(run).problems
+    assert (
+        "achieved over predicted, B" in shardproof("compare", str(run), "--by", "hardware").stdout
+    )
+    again = session.conclude(line | {"probed": _twice_as_long(line["probed"])}, [])
+    first = line["scorecard"]["a"]["achieved_over_predicted"]
+    assert again["scorecard"]["a"]["achieved_over_predicted"] == pytest.approx(first / 2)
+
+
+def _twice_as_long(probed: dict[str, Any]) -> dict[str, Any]:
+    """The same probes, and steps that took twice as long."""
+    sides = {
+        letter: side | {"together": 2 * side["together"]}
+        for letter, side in probed["sides"].items()
+    }
+    return probed | {"sides": sides}
+
+
+def test_what_cannot_be_predicted_says_why() -> None:
+    from suite.timing import card, tables
+
+    assert card.unscored("gloo", {"replicate": 2, "shard": 2}) == ""
+    assert "tensor and pipe" in card.unscored("gloo", {"pipe": 2, "tensor": 2})
+    assert "no cost formulas for backend mpi" in card.unscored("mpi", {"shard": 2})
+    assert tables._scorecards({"scorecard": {"a": {"problem": "so"}}}) == ["no scorecard of A: so"]
+    assert card.cards({"probed": None}) is None and tables._scorecards({}) == []
+
+
 @pytest.mark.slow
 def test_sides_that_train_differently_are_not_compared(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -234,6 +234,8 @@ def _bench(line: Mapping[str, Any], version: Version) -> Entry:
             exact[f"memory.ledger_bytes_{side}"] = weighed[side]
         elif side in weighed:
             beside[f"resident_bytes_{side}"] = float(weighed[side])
+    for side, card in (line.get("scorecard") or {}).items():
+        beside |= {f"{name}, {side.upper()}": value for name, value in _numbers(card).items()}
     cell = _cell(pair, _TIMED_CELL)
     cell["sides"] = {side: {"options": pair[side]["options"]} for side in ("a", "b")}
     cell["meshes"] = {side: dict(line["meshes"].get(side) or {}) for side in ("a", "b")}
@@ -276,12 +278,16 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
         cell=_cell(cell, (*_TIMED_CELL, "system")),
         reason=str(line.get("reason") or ""),
         samples=samples,
-        beside={
-            name: float(value)
-            for name, value in beside.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        },
+        beside=_numbers(beside),
     )
+
+
+def _numbers(told: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in told.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _means_something(line: Mapping[str, Any]) -> bool:

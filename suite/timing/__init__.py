@@ -4,6 +4,8 @@
 ``plan``     what is compared: sides, pairs, their scenario files, the constants of the procedure
 ``blocks``   the rank program that times A B B A, and the one that looks at memory
 ``pinning``  a core for every rank while the clock runs
+``losses``   whether sides train the same, without which times decide nothing
+``patience`` a deadline for calls into a driver
 ``profile``  the rank program that says where a step's time goes
 ``nvml``     what NVIDIA's management library answers, recorded and played back, too
 ``telemetry``  resident memory and GPU figures while sides run, seen by a thread of the leader
@@ -14,5 +16,6 @@
 ``curve``    modelled efficiency at worlds that no machine here has
 ``probes``   what a rank measures for them
 ``score``    a step measured beside its prediction
+``card``     the scorecard that follows from it, of scaling cells and of pairs
 ``fit``      whether the prediction holds on this machine, measured once a release
 """

@@ -150,6 +150,8 @@ def measure(
     rank: int,
 ) -> dict[str, Any]:
     """The rank program: seconds of steps by subject and segment, and what the probes found."""
+    import torch
+
     from suite.backends import BACKENDS
     from suite.timing import blocks, pinning, probes
 
@@ -182,6 +184,7 @@ def measure(
     return {
         "rank": rank,
         "cores": cores,
+        "threads": torch.get_num_threads(),
         "alone": [{"steps": one.steps, "gradients": one.gradients} for one in alone],
         "together": found,
         "probes": prober.record(),

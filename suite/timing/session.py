@@ -21,7 +21,7 @@ from suite.backends import BACKENDS
 from suite.case import split
 from suite.launch.pool import Pool
 from suite.runner import JUDGING_SECONDS, Workspace
-from suite.timing import nvml, stats, telemetry
+from suite.timing import card, nvml, score, stats, telemetry
 from suite.timing.losses import alike, by_coordinate, losses_of
 from suite.timing.plan import Pair, Side, natural_mesh
 
@@ -55,6 +55,9 @@ class Measured:
     #: Why there are no figures of GPUs.
     no_gpu: str = ""
     on_threads: bool = False
+    #: What each side claims to be, and what was probed for its scorecard (suite.timing.card).
+    strategies: dict[str, str] = field(default_factory=dict)
+    probed: dict[str, Any] | None = None
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
 
@@ -110,6 +113,7 @@ class Bench:
                     measured.problem = ("precondition", f"{side.implementation}: {why}")
                     break
                 measured.meshes[letter] = dict(side.mesh) or natural_mesh(say["axes"], pair.world)
+                measured.strategies[letter] = say["strategy"]
                 measured.on_threads = say["threads"] and (letter == "a" or measured.on_threads)
             measured.meshes["twin"] = measured.meshes.get("a", {})
             found.append(measured)
@@ -168,6 +172,31 @@ class Bench:
         on_gpu = BACKENDS[measured.pair.backend].device == "cuda"
         measured.no_gpu = self._no_gpu if on_gpu else f"{measured.pair.backend} computes on the CPU"
         return telemetry.Sampler(lambda: telemetry.pids_in(workdir), self._api if on_gpu else None)
+
+    def score(self, measured: Measured) -> None:
+        """Both sides beside their predictions, probed in a launch of its own."""
+        pair = measured.pair
+        reasons = {
+            letter: card.unscored(pair.backend, measured.meshes[letter]) for letter in LETTERS
+        }
+        letters = [each for each in LETTERS if not reasons[each]]
+        probed: dict[str, Any] = {"sides": {}}
+        if letters:
+            workdir = self.folder()
+            subjects = [score.Subject(pair, each, measured.meshes[each]) for each in letters]
+            payload = {
+                "subjects": [subject.to_dict() for subject in subjects],
+                "rounds": score.ROUNDS,
+                "workdir": str(workdir),
+            }
+            told = self.lead("suite.timing.score:run", pair.id, payload, 2 * pair.deadline)
+            if "problem" in told:
+                why = told["problem"]
+                measured.probed = {"problem": why if isinstance(why, str) else why[1]}
+                return
+            probed = card.digest(pair.backend, letters, told)
+        probed["sides"] |= {each: {"problem": why} for each, why in reasons.items() if why}
+        measured.probed = probed
 
     def profile(self, measured: Measured) -> None:
         """Where a mean step's time goes, by side."""
@@ -283,6 +312,8 @@ def result(measured: Measured) -> dict[str, Any]:
         "seconds": round(measured.seconds, 3),
         "losses": losses(measured),
         "memory": measured.memory,
+        "strategies": measured.strategies,
+        "probed": measured.probed,
         "profile": measured.profile,
         "telemetry": _telemetry(measured),
         "problem": None if measured.problem is None else list(measured.problem),
@@ -325,6 +356,7 @@ def conclude(line: Mapping[str, Any], rows: Sequence[stats.Row]) -> dict[str, An
         **judged,
         "reason": reason,
         "trained_alike": same,
+        "scorecard": card.cards(line) if same else None,
         "goal_met": met,
         "targets_per_second": rates,
         "samples_per_second": {
@@ -378,7 +410,8 @@ def about(side: Side, backend: str, dtype: str, world: int) -> dict[str, Any]:
     from suite.contract import Refused
 
     try:
-        claims = registry.load(side.implementation).capabilities(side.options)
+        system = registry.load(side.implementation)
+        claims = system.capabilities(side.options)
     except registry.BrokenImplementation as error:
         return {"missing": str(error)}
     except Refused as error:
@@ -394,7 +427,12 @@ def about(side: Side, backend: str, dtype: str, world: int) -> dict[str, Any]:
     elif claims.max_world is not None and world > claims.max_world:
         missing = f"runs on at most {claims.max_world} ranks"
     threads = "in_memory" in claims.backends
-    return {"axes": list(claims.axes), "missing": missing, "threads": threads}
+    return {
+        "axes": list(claims.axes),
+        "missing": missing,
+        "threads": threads,
+        "strategy": system.strategy,
+    }
 
 
 def time_sides(payload: dict[str, Any]) -> None:
@@ -558,7 +596,7 @@ def keep_report(folder: results.RunFolder) -> None:
 
 
 #: Figures that runs of earlier versions do not have.
-_LATER = ("samples_per_second", "trained_alike")
+_LATER = ("samples_per_second", "trained_alike", "scorecard")
 
 
 def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:

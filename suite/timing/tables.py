@@ -136,8 +136,33 @@ def details(line: Line) -> list[str]:
         told.append(f"    caution: launches differ (p {differ:.1g}), the interval is too narrow")
     if line.get("memory") and "problem" in line["memory"]:
         told.append(f"    no memory figures: {line['memory']['problem']}")
+    told += [f"    {text}" for text in _scorecards(line)]
     told += [f"    {text}" for text in telemetry.texts(line.get("telemetry"))]
     return told + _profile(line.get("profile"))
+
+
+#: Figures of a scorecard, their words and form.
+_SCORES = {
+    "achieved_over_predicted": ("achieved / predicted", "{:.3f}"),
+    "exposed_share": ("exposed communication", "{:.1%}"),
+    "memory_over_formula": ("memory / formula", "{:.2f}"),
+    "achieved_over_probed": ("achieved / probed rates", "{:.2f}"),
+}
+
+
+def _scorecards(line: Line) -> list[str]:
+    told = []
+    for letter, card in sorted((line.get("scorecard") or {}).items()):
+        if "problem" in card:
+            told.append(f"no scorecard of {letter.upper()}: {card['problem']}")
+            continue
+        figures = [
+            f"{words} {form.format(card[figure])}"
+            for figure, (words, form) in _SCORES.items()
+            if card.get(figure) is not None
+        ]
+        told.append(f"scorecard of {letter.upper()}: {', '.join(figures)}")
+    return told
 
 
 def _profile(told: Mapping[str, Any] | None) -> list[str]:

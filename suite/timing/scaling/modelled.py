@@ -17,6 +17,7 @@ from suite.case import Case
 from suite.promises import Plan, Unpromised, promise_of
 from suite.promises.plan import plan_of
 from suite.timing import costs, curve, model
+from suite.timing.card import calls_of, card, fits_of
 from suite.timing.scaling.plan import Cell, on_ranks
 
 Line = Mapping[str, Any]
@@ -78,9 +79,9 @@ def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
         cell.mode,
         cell.base.global_batch,
         compute,
-        _fits(probed),
+        fits_of(probed),
         cell.backend,
-        known=_calls(probed),
+        known=calls_of(probed),
         worlds=[cell.world],
         cores_per_rank=probed["cores_per_rank"],
         threads=probed["threads"],
@@ -100,31 +101,13 @@ def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
     if probed is None:
         return None
     cell = Cell.from_dict(line["cell"])
-    machine = probed["machine"]
     try:
-        prediction = model.predict(
-            _calls(probed),
-            probed["alone"],
-            _fits(probed),
-            cell.backend,
-            cores_per_rank=probed["cores_per_rank"],
-            threads=probed["threads"],
+        return card(
+            *(probed, seconds, cell.backend, cell.optimizer.name, line["peak_bytes"]),
+            formula_bytes(line["strategy"], cell, line["mesh"]),
         )
     except model.Unmodelled:
         return None
-    probed_seconds = None
-    if machine["flop_rate"]:
-        probed_seconds = model.probed_compute(
-            *(probed["flops"], probed["elements"], cell.optimizer.name),
-            *(machine["flop_rate"], machine["byte_rate"]),
-        )
-    return model.scorecard(
-        seconds,
-        prediction,
-        peak_bytes=line["peak_bytes"],
-        formula_bytes=formula_bytes(line["strategy"], cell, line["mesh"]),
-        probed_seconds=probed_seconds,
-    ).to_dict()
 
 
 def formula_bytes(strategy: str, cell: Cell, mesh: Mapping[str, int]) -> int | None:
@@ -153,12 +136,3 @@ def plan_for(cell: Cell, mesh: Mapping[str, int]) -> Plan:
     )
     workload = workloads.make(cell.workload, cell.dtype, "native")
     return plan_of(case, workload, workload.model("meta"))
-
-
-def _fits(probed: Line) -> dict[str, costs.Fit]:
-    told = probed["machine"]["fits"].items()
-    return {op: costs.Fit(**{**each, "sizes": tuple(each["sizes"])}) for op, each in told}
-
-
-def _calls(probed: Line) -> list[model.Call]:
-    return [model.Call(**each) for each in probed["calls"]]

@@ -270,9 +270,8 @@ def examine(payload: dict[str, Any]) -> None:
     cell = Cell.from_dict(payload["cell"])
     told = about(cell.system, cell.backend, cell.dtype, 1)
     if not told.get("missing") and not told.get("refused"):
-        system = registry.load(cell.system.implementation)
-        claims = system.capabilities(cell.system.options)
-        told |= {"max_world": claims.max_world, "strategy": system.strategy}
+        claims = registry.load(cell.system.implementation).capabilities(cell.system.options)
+        told |= {"max_world": claims.max_world}
     if BACKENDS[cell.backend].device == "cuda":
         import torch
 
