@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,25 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import shardproof, started
 
 from suite.cli import main
 from suite.results import read
 
 ROOT = Path(__file__).parents[1]
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "60"}
-
-
-def shardproof(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "suite", *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -301,14 +288,7 @@ include:
 
 
 def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "suite", "run", "ddp-gpt", "-j", "1", "--results", "stopped"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = started("run", "ddp-gpt", "-j", "1", "--results", "stopped", cwd=tmp_path)
     lines = tmp_path / "stopped" / "cases.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (lines.exists() and lines.stat().st_size):

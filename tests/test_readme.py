@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import shardproof
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,14 +22,8 @@ def example() -> str:
 def judge(folder: Path, *selection: str) -> subprocess.CompletedProcess[str]:
     command = re.search(r"^ +shardproof (run .*--impl mine:Mine)$", README, re.MULTILINE)
     assert command, "the README does not say how to judge mine.py"
-    return subprocess.run(
-        [sys.executable, "-m", "suite", *command[1].split(), *selection, "--results", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{folder.parent}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    arguments = (*command[1].split(), *selection, "--results", str(folder))
+    return shardproof(*arguments, paths=[folder.parent])
 
 
 def test_the_example_passes_its_proof(tmp_path: Path) -> None:
@@ -55,14 +48,7 @@ def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProce
     found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", README, re.DOTALL)
     assert found and re.search(r"^ +shardproof run mine\.yaml$", README, re.MULTILINE)
     (folder / "mine.yaml").write_text(found[1].replace(leave_out, "") if leave_out else found[1])
-    return subprocess.run(
-        [sys.executable, "-m", "suite", "run", "mine.yaml", "--results", "run"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    return shardproof("run", "mine.yaml", "--results", "run", cwd=folder)
 
 
 def test_the_schedule_passes_its_proof(tmp_path: Path) -> None:

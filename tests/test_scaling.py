@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import shardproof, started
 
 from suite.comparison import snapshot
 from suite.errors import InputError, SelectionError
@@ -29,7 +27,6 @@ from suite.timing.session import load_times, write_times
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 STRONG = ROOT / "scenarios" / "scaling" / "strong.yaml"
 WEAK = STRONG.with_name("weak.yaml")
 VERSION = snapshot.Version("0", "0")
@@ -47,18 +44,6 @@ worlds: {worlds}
 blocks: 3
 implementations: {systems}
 """
-
-
-def shardproof(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "suite", *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 def small(
@@ -548,14 +533,8 @@ def test_every_system_of_the_shipped_scenarios_scales_somehow(backend: str, tmp_
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "suite", "bench", str(small(tmp_path)), "--blocks", "4000"]
-    with subprocess.Popen(
-        [*command, "--results", str(run)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    more = ("--blocks", "4000", "--results", str(run))
+    with started("bench", str(small(tmp_path)), *more) as process:
         assert process.stdout is not None
         for text in process.stdout:
             if "/4000 blocks in" in text and " 0/4000" not in text:
@@ -566,6 +545,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "stopped: 1 of 1 cells" in rest
     (line,) = read(run).scalings
     assert 0 < line["blocks"] < 4000 and not verify(run).problems
+    if line["verdict"] != "oversubscribed":
+        assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import shardproof, started
 
 from suite.errors import InputError
 from suite.results import read
@@ -25,22 +23,9 @@ from suite.timing import plan, session, stats
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SMALL = ("--param", "layers=1", "--blocks", "4", "--launches", "1")
 #: Log-ratio SD of a block, as calibrated (results/evidence/bench-calibration.md), rounded up.
 SD = 0.10
-
-
-def shardproof(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "suite", *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
 
 
 def simulated(ratio: float, sd: float, blocks: int, seed: int, ranks: int = 2) -> list[stats.Row]:
@@ -399,11 +384,8 @@ def test_ledgers_that_are_on_stop_a_timed_run(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "suite", "bench", "reference/ddp", "pytorch/ddp"]
-    command += ["--param", "layers=1", "--blocks", "400", "--results", str(run)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    ) as process:
+    more = ("--param", "layers=1", "--blocks", "400", "--results", str(run))
+    with started("bench", "reference/ddp", "pytorch/ddp", *more) as process:
         assert process.stdout is not None
         for text in process.stdout:
             if "/400 blocks in" in text:
@@ -415,6 +397,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "stopped" in rest
     (line,) = read(run).benches
     assert 0 < line["blocks"] < 400 and not verify(run).problems
+    assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
 
 
 def test_losses_are_those_of_the_ranks_that_learn_them() -> None:
