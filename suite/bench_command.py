@@ -354,7 +354,7 @@ def _execute(
     from suite import execute
     from suite.results import read
     from suite.timing import timetable
-    from suite.timing.session import keep, keep_report
+    from suite.timing.evidence import keep, keep_report
 
     console = execute.make_console()
     pairs = [*planned.chosen, *planned.left_out]

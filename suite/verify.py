@@ -129,10 +129,10 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
 
 def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
     """Judge the raw times of a comparison, or of a scaling cell."""
-    from suite.timing import session
+    from suite.timing import evidence
     from suite.timing.scaling import session as scaling
 
-    kind = scaling if line["kind"] == "scaling" else session
+    kind = scaling if line["kind"] == "scaling" else evidence
     try:
         problem = kind.verify_line(path, line)
     except (RecordError, KeyError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from suite import bench_command, registry, results
 from suite.cli import app
 from suite.comparison import snapshot
 from suite.errors import SelectionError
-from suite.timing import peers, plan, session, stats, tables, timetable
+from suite.timing import evidence, peers, plan, session, stats, tables, timetable
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +177,7 @@ def written(path: Path, told: list[dict[str, Any]]) -> results.Run:
         folder.plan_benches([one["id"] for one in told])
         for one in told:
             folder.add({k: v for k, v in one.items() if k != "kind"}, "bench")
-        session.keep_report(folder)
+        evidence.keep_report(folder)
         folder.close(0)
     return results.read(path)
 
@@ -185,7 +185,7 @@ def written(path: Path, told: list[dict[str, Any]]) -> results.Run:
 def test_the_report_is_made_again_by_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "verify_line", lambda run, told: None)  # no raw times here
+    monkeypatch.setattr(evidence, "verify_line", lambda run, told: None)  # no raw times here
     told = [line("ddp", 0.2), line("zero1", 0.0)]
     written(tmp_path / "run", told)
     assert not verify(tmp_path / "run").problems
@@ -200,7 +200,7 @@ def test_the_report_is_made_again_by_verify(
 def test_an_older_report_is_held_against_what_stood_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "verify_line", lambda run, told: None)
+    monkeypatch.setattr(evidence, "verify_line", lambda run, told: None)
     written(tmp_path / "run", [line("ddp", 0.2)])
     written(tmp_path / "run", [line("ddp", 0.0), line("zero1", 0.0)])
     assert not verify(tmp_path / "run").problems
@@ -223,7 +223,7 @@ def test_tokens_and_samples_of_both_sides_are_told() -> None:
 
 def test_rates_come_from_medians_and_the_batch() -> None:
     told = line("ddp", 0.0, losses=ALIKE, problem=None)
-    found = session.conclude(told, half_as_fast())
+    found = evidence.conclude(told, half_as_fast())
     assert found["samples_per_second"] == {"a": 16 / 0.2, "b": 16 / 0.1}
     assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
 
@@ -243,7 +243,7 @@ def half_as_fast() -> list[dict[str, Any]]:
 def test_times_without_losses_have_figures_and_no_verdict() -> None:
     """Ctrl-C in the first launch leaves blocks, and nobody knows what the ranks trained."""
     told = line("ddp", 0.0, losses={}, problem=None, samples_per_second=None)
-    found = told | session.conclude(told, half_as_fast())
+    found = told | evidence.conclude(told, half_as_fast())
     assert found["ratio"] == pytest.approx(2.0) and found["low"] > 1.1
     assert (found["verdict"], found["trained_alike"]) == ("inconclusive", None)
     assert "whether the sides train the same is not known" in found["reason"]
@@ -253,7 +253,7 @@ def test_times_without_losses_have_figures_and_no_verdict() -> None:
     entry = snapshot._bench(found, version)
     assert entry.verdict == "inconclusive" and not entry.samples
     same = told | {"losses": ALIKE}
-    known = same | session.conclude(same, half_as_fast())
+    known = same | evidence.conclude(same, half_as_fast())
     assert known["verdict"] == "slower" and known["goal_met"] is False
     assert known["trained_alike"] is True and snapshot._bench(known, version).samples
 

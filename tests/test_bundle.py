@@ -38,7 +38,7 @@ from suite.errors import SelectionError
 from suite.kills import pair
 from suite.registry import load_mutant
 from suite.results import Durations, RunFolder, read
-from suite.timing import session
+from suite.timing import evidence, session
 from suite.timing.plan import Pair, Side
 from suite.version import VERSION
 
@@ -59,8 +59,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         side = Side("reference/ddp")
         workload = WorkloadSpec("charnames_gpt")
         sides = Pair("speed", side, side, "gloo", 2, workload, OptimizerSpec())
-        line = session.result(session.Measured(sides, problem=("precondition", "not today")))
-        line["times"] = session.write_times(path, sides.id, [])
+        line = evidence.result(session.Measured(sides, problem=("precondition", "not today")))
+        line["times"] = evidence.write_times(path, sides.id, [])
         folder.seal(line["times"])
         folder.add(line, "bench")
     (path / "local" / "case0000").mkdir(parents=True)

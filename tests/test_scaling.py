@@ -21,9 +21,9 @@ from suite.errors import InputError, SelectionError
 from suite.results import RunFolder, read
 from suite.scenarios import load
 from suite.timing import stats
+from suite.timing.evidence import load_times, write_times
 from suite.timing.plan import Side, files
 from suite.timing.scaling import judge, plan, session, table
-from suite.timing.session import load_times, write_times
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from suite.timing import nvml, plan, session, telemetry
+from suite.timing import evidence, nvml, plan, session, telemetry
 
 DATA = Path(__file__).parent / "data"
 #: Recordings, and what stands for them.
@@ -541,7 +541,7 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
             pass
         measured.seen.add(sampler.seen)
     assert bench._asked.open == 0  # NVML is let go of
-    told = session.result(measured)["telemetry"]
+    told = evidence.result(measured)["telemetry"]
     if backend == "nccl":
         assert [gpu["name"] for gpu in told["launches"]["gpus"]] == ["Synthetic GPU"]
         assert told["no_gpu"] is None

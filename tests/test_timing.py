@@ -19,7 +19,7 @@ from commands import shardproof, started
 
 from suite.errors import InputError
 from suite.results import read
-from suite.timing import plan, session, stats
+from suite.timing import evidence, plan, session, stats
 from suite.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -285,14 +285,14 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert told["no_gpu"] == f"{backend} computes on the CPU"
     assert set(told["sides"]) == (set() if backend == "in_memory" else {"a", "b"})
     assert all(side["resident_bytes"] > 0 for side in told["sides"].values())
-    rows = session.load_times(run / line["times"])
+    rows = evidence.load_times(run / line["times"])
     assert {row["rank"] for row in rows} == {0, 1}
     found = verify(run)
     assert not found.problems and found.benches == 1
 
     for row in rows[::2]:
         row["seconds"] *= 100
-    session.write_times(run, line["id"], rows)
+    evidence.write_times(run, line["id"], rows)
     assert any("was changed" in problem for problem in verify(run).problems)
     assert any("raw times give" in problem for problem in verify(run).problems)
 
@@ -313,7 +313,7 @@ def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> No
     assert (
         "achieved over predicted, B" in shardproof("compare", str(run), "--by", "hardware").stdout
     )
-    again = session.conclude(line | {"probed": _twice_as_long(line["probed"])}, [])
+    again = evidence.conclude(line | {"probed": _twice_as_long(line["probed"])}, [])
     first = line["scorecard"]["a"]["achieved_over_predicted"]
     assert again["scorecard"]["a"]["achieved_over_predicted"] == pytest.approx(first / 2)
 
@@ -409,5 +409,5 @@ def test_losses_are_those_of_the_ranks_that_learn_them() -> None:
         return {"coordinates": dict.fromkeys("ab", coordinate), "warm_up": {"a": warm, "b": warm}}
 
     ranks = [record(0, None), record(0, 2.0), record(1, 3.0), record(1, 3.0)]
-    told = session.losses(session.Measured(pair, records=[ranks]))
+    told = evidence.losses(session.Measured(pair, records=[ranks]))
     assert told == {"a": [5.0, 5.0], "b": [5.0, 5.0]}

@@ -9,7 +9,9 @@
 ``profile``  the rank program that says where a step's time goes
 ``nvml``     what NVIDIA's management library answers, recorded and played back, too
 ``telemetry``  resident memory and GPU figures while sides run, seen by a thread of the leader
-``session``  launches on ranks, what they measured, and the evidence of it
+``session``  launches on ranks, and what they measured
+``leaders``  what runs in the processes that start ranks for it
+``evidence``  lines and raw times of a run folder: written, read, judged again
 ``alarms``   how often the procedure errs on this machine, measured once a release
 ``costs``    the alpha-beta model: cost formulas of collectives, fits of alpha and beta
 ``model``    a step predicted from calls, compute and fits; the scorecard

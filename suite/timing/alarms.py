@@ -28,7 +28,8 @@ from suite import registry, results, verdicts
 from suite.contract import Batch, Observe, StepResult
 from suite.errors import InputError
 from suite.timing import plan
-from suite.timing.session import Bench, keep
+from suite.timing.evidence import keep
+from suite.timing.session import Bench
 
 PARENT = "reference/ddp"
 SIZE = "1m"

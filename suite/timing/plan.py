@@ -49,6 +49,8 @@ SEGMENT_STEPS = 2
 WARM_STEPS = 20
 WARM_SECONDS = 2.0
 WARM_LEAST = 4
+#: Letters of the sides of a comparison.
+LETTERS = ("a", "b")
 #: Relative difference of the first losses from which two sides do not train the same: sums in
 #: another order differ by 1e-6 in fp32.  Only a guard; numbers are what ``shardproof run`` judges.
 LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}

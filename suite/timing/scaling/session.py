@@ -19,22 +19,14 @@ from suite.case import DATA_AXES, split
 from suite.errors import Problem, SelectionError
 from suite.launch.procs import physical_cores
 from suite.timing import costs
+from suite.timing.evidence import load_times, write_times
+from suite.timing.leaders import about, launched, tell
 from suite.timing.losses import by_coordinate, losses_of
 from suite.timing.plan import natural_mesh
 from suite.timing.scaling import modelled
 from suite.timing.scaling.judge import conclude
 from suite.timing.scaling.plan import BASES, THREADS, Cell, on_ranks, oversubscribed
-from suite.timing.session import (
-    Bench,
-    OnBlocks,
-    Watch,
-    about,
-    launched,
-    load_times,
-    read_times,
-    tell,
-    write_times,
-)
+from suite.timing.session import Bench, OnBlocks, Watch, read_times
 
 _EXAMINING_SECONDS = 120.0
 
