@@ -1,46 +1,21 @@
-"""The command ``bench``: pairs of implementations, timed side by side, and the table of them."""
+"""The command ``bench``: its options, and which pairs or scaling cells they choose."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from suite import verdicts
 from suite.errors import Problem, SelectionError, nearest
-from suite.timing.tables import (
-    HEADINGS,
-    NARROW,
-    beside,
-    cells,
-    details,
-    lost,
-    markdown,
-    narrow,
-)
+from suite.pairs_command import Asked, FailOn, run, told_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from suite.results import Durations
     from suite.timing.plan import Pair
-    from suite.timing.timetable import Timetable
-
-__all__ = ["HEADINGS", "cells", "details", "exit_code", "markdown", "register", "show"]
-
-Line = Mapping[str, Any]
-
-
-class FailOn(StrEnum):
-    """What is a failure beside a crash."""
-
-    slower = "slower"
-    goal = "goal"
 
 
 class OptimizerChoice(StrEnum):
@@ -274,9 +249,9 @@ def bench(
             typer.echo(pair.id)
         typer.echo(told_of(planned), err=True)
         return
-    asked_for = _Asked(began, budget, not no_memory, profile, fails, score)
+    asked_for = Asked(began, budget, not no_memory, profile, fails, score)
     with Bench() as session:
-        code = _execute(session, planned, asked_for, durations, results)
+        code = run(session, planned, asked_for, durations, results)
     raise typer.Exit(code)
 
 
@@ -326,191 +301,3 @@ def _chosen(pairs: list[Pair], expression: str) -> list[Pair]:
         remedy = nearest(expression, [pair.name for pair in pairs], "pairs")
         raise SelectionError(Problem("-k matches no pair", remedy, expression))
     return chosen
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """How to time: ``budget`` in minutes from ``began`` on, passes of a side ``alone``,
-    ``profile``, ``score``, and what fails.
-    """
-
-    began: float
-    budget: float | None
-    alone: bool
-    profile: bool
-    fail_on: frozenset[FailOn]
-    score: bool = False
-
-
-def told_of(planned: Timetable) -> str:
-    """What a timetable holds, in words."""
-    left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
-    return f"{len(planned.chosen)} comparisons, about {planned.seconds:.0f} s{left_out}"
-
-
-def _execute(
-    session: Any, planned: Timetable, asked: _Asked, durations: Durations, results: Path | None
-) -> int:
-    from suite import execute
-    from suite.results import read
-    from suite.timing import timetable
-    from suite.timing.evidence import keep, keep_report
-
-    console = execute.make_console()
-    pairs = [*planned.chosen, *planned.left_out]
-    measured = session.examine(pairs)
-    lines: list[dict[str, Any]] = []
-    late: list[Pair] = []
-
-    def fits(pair: Pair) -> bool:
-        if asked.budget is None:
-            return True
-        expected = timetable.estimates(pairs, durations, asked.alone, asked.profile, asked.score)[
-            pair.id
-        ]
-        return time.monotonic() - asked.began + expected <= asked.budget * 60
-
-    with execute.open_folder(results) as folder:
-
-        def body(interrupts: execute.Interrupts) -> int:
-            folder.plan_benches([pair.id for pair in pairs])
-            known = {line["id"] for line in read(folder.path).benches}
-            if asked.budget is not None:
-                execute.tell(console, told_of(planned))
-            for number, item in enumerate(measured, 1):
-                pair = item.pair
-                if item.problem is None and not fits(pair):
-                    late.append(pair)
-                    if pair.id not in known:  # figures of an earlier invocation stay
-                        why = f"no room in a budget of {asked.budget:g} minutes"
-                        folder.leave_out_bench(pair.to_dict(), why)
-                    continue
-                said = f"{number}/{len(pairs)} {pair.a.implementation} v {pair.b.implementation}"
-                started = time.monotonic()
-                try:
-                    if item.problem is None:
-                        _time(session, item, asked, Blocks(console, said, pair.blocks))
-                finally:
-                    if item.rows or item.problem:  # also after Ctrl-C: whole blocks can be judged
-                        with interrupts.held():
-                            lines.append(keep(folder, item))
-                if item.problem is None:
-                    name = timetable.name_of(pair, asked.alone, asked.profile, asked.score)
-                    durations.note(name, time.monotonic() - started)
-            keep_report(folder)
-            show(lines, console)
-            for pair in late:
-                execute.tell(console, f"left out by the budget: {pair.id}")
-            return exit_code(lines, asked.fail_on)
-
-        def interrupted() -> None:
-            keep_report(folder)
-            show(lines, console)
-            execute.tell(console, f"stopped: {len(lines)} of {len(pairs)} comparisons have figures")
-
-        return execute.guarded(folder, console, body, interrupted, durations.save)
-
-
-def _time(session: Any, item: Any, asked: _Asked, blocks: Blocks) -> None:
-    """All passes of one comparison."""
-    with blocks as shown:
-        session.time(item, shown.tell)
-        if asked.alone and item.problem is None:
-            shown.say("each side alone")
-            session.alone(item)
-        if asked.score and item.problem is None:
-            shown.say("scorecard")
-            session.score(item)
-        if asked.profile and item.problem is None:
-            shown.say("profile")
-            session.profile(item)
-
-
-def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
-    """1 something broke, 3 something is open, 0 all decided."""
-    told = [line["verdict"] for line in lines]
-    slower = FailOn.slower in fail_on and "slower" in told
-    missed = FailOn.goal in fail_on and any(line["goal_met"] is False for line in lines)
-    if slower or missed or any(word in ("crash", "hang", "fail") for word in told):
-        return verdicts.BROKEN
-    if not told or any(word in ("inconclusive", "precondition") for word in told):
-        return verdicts.NOT_DECIDED
-    return verdicts.HELD
-
-
-class Blocks:
-    """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        self._console, self._what, self._total = console, what, total
-        self._began = self._spoke = time.monotonic()
-        self._bar: Any = None
-
-    def __enter__(self) -> Blocks:
-        if self._console.is_terminal:
-            from rich import progress
-
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.TextColumn("{task.completed}/{task.total} blocks"),
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._what, total=self._total)
-        else:
-            self._line(f"{self._what}: {self._total} blocks")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def tell(self, done: int) -> None:
-        """So many blocks are over."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-            return
-        now = time.monotonic()
-        if now - self._spoke > 10.0 or done == self._total:
-            self._spoke = now
-            self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
-
-    def say(self, what: str) -> None:
-        """What comes after the blocks."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._what}: {what}")
-        else:
-            self._line(f"  {what}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def show(lines: Sequence[Line], console: Console) -> None:
-    """The table, and what belongs to each row."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from suite import execute
-    from suite.timing import stats
-
-    if not lines:
-        return
-    report = stats.family(lines)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in NARROW:
-        table.add_column(heading, no_wrap=heading == "pair")
-    for line in lines:
-        red = line["verdict"] in ("slower", "crash", "hang", "fail")
-        table.add_row(*(Text(cell, style="red" if red else "") for cell in narrow(line, report)))
-    console.print(table)
-    for line in lines:
-        first, *rest = details(line)
-        for text in (first, *beside(line), *rest):
-            execute.tell(console, text)
-    if (told := lost(lines, report)) is not None:
-        execute.tell(console, told)

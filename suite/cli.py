@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from suite import bench_command, compare_commands, evidence_commands, verdicts
+from suite import bench_command, compare_commands, evidence_commands, pairs_command, verdicts
 from suite.errors import InputError, Problem, SelectionError
 from suite.launch.procs import cores
 from suite.version import VERSION
@@ -418,7 +418,7 @@ def report(
 def _report(found: Run, form: Format, into: Path | None) -> None:
     from suite import execute, scaling_command
     from suite import report as reports
-    from suite.timing import peers
+    from suite.timing import peers, tables
 
     if into is not None:
         if form is Format.html:
@@ -435,7 +435,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             typer.echo(f"{into}: reference beside native systems, run {found.path.name}")
     elif form is Format.markdown:
         timed = [
-            *([bench_command.markdown(found.benches)] if found.benches else []),
+            *([tables.markdown(found.benches)] if found.benches else []),
             *([scaling_command.markdown(found.scalings)] if found.scalings else []),
         ]
         judged = [reports.markdown(found)] if found.cases or not timed else []
@@ -450,7 +450,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
-        bench_command.show(found.benches, console)
+        pairs_command.show(found.benches, console)
         scaling_command.show(found.scalings, console)
         if found.cases or not (found.benches or found.scalings):
             execute.tell(console, reports.closing(found))

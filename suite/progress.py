@@ -87,3 +87,55 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Blocks:
+    """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        self._console, self._what, self._total = console, what, total
+        self._began = self._spoke = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Blocks:
+        if self._console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.completed}/{task.total} blocks"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total)
+        else:
+            self._line(f"{self._what}: {self._total} blocks")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, done: int) -> None:
+        """So many blocks are over."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+            return
+        now = time.monotonic()
+        if now - self._spoke > 10.0 or done == self._total:
+            self._spoke = now
+            self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
+
+    def say(self, what: str) -> None:
+        """What comes after the blocks."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._what}: {what}")
+        else:
+            self._line(f"  {what}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from suite import execute, verdicts
-from suite.bench_command import Blocks
 from suite.errors import Problem, SelectionError, nearest
+from suite.progress import Blocks
 from suite.results import Durations, read
 from suite.scenarios.load import timed
 from suite.scenarios.select import compile_expression

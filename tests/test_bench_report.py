@@ -17,7 +17,7 @@ import pytest
 from scipy import stats as distributions
 from typer.testing import CliRunner
 
-from suite import bench_command, registry, results
+from suite import pairs_command, registry, results
 from suite.cli import app
 from suite.comparison import snapshot
 from suite.errors import SelectionError
@@ -406,16 +406,16 @@ def test_what_does_not_fit_is_left_out_by_name(
 ) -> None:
     """Guesses let two in; the clock shows that the second no longer fits."""
     clock = [0.0]
-    monkeypatch.setattr(bench_command.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pairs_command.time, "monotonic", lambda: clock[0])
     pairs = plan.read(["peers"])[:3]
     durations = known(tmp_path, {})
     guess = timetable.estimates(pairs, durations, True, False)[pairs[0].id]
     minutes = 2.5 * guess / 60
     planned = timetable.plan(pairs, durations, minutes)
     assert len(planned.chosen) == 2
-    asked = bench_command._Asked(0.0, minutes, True, False, frozenset())
+    asked = pairs_command.Asked(0.0, minutes, True, False, frozenset())
     run = tmp_path / "run"
-    code = bench_command._execute(_Clockwork(clock, 2 * guess), planned, asked, durations, run)
+    code = pairs_command.run(_Clockwork(clock, 2 * guess), planned, asked, durations, run)
     found = results.read(run)
     assert [one["pair"]["name"] for one in found.benches] == ["ddp"] and code == 0
     assert [one["pair"]["name"] for one in found.left_out] == ["zero1", "zero2"]
@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_left_out_by_name(
     assert stored == {timetable.name_of(pairs[0], True, False): [pytest.approx(2 * guess)]}
 
     # Left out later, figures of before stay.
-    bench_command._execute(
+    pairs_command.run(
         _Clockwork(clock, 1.0), timetable.plan(pairs, durations, 0.01), asked, durations, run
     )
     assert [one["pair"]["name"] for one in results.read(run).benches] == ["ddp"]
@@ -435,9 +435,7 @@ def test_what_does_not_fit_is_left_out_by_name(
 def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:
     pairs = plan.read(["peers"])[:1]
     durations = known(tmp_path, {})
-    asked = bench_command._Asked(0.0, 0.01, True, False, frozenset())
+    asked = pairs_command.Asked(0.0, 0.01, True, False, frozenset())
     planned = timetable.plan(pairs, durations, 0.01)
-    code = bench_command._execute(
-        _Clockwork([0.0], 1.0), planned, asked, durations, tmp_path / "run"
-    )
+    code = pairs_command.run(_Clockwork([0.0], 1.0), planned, asked, durations, tmp_path / "run")
     assert code == 3 and not results.read(tmp_path / "run").benches

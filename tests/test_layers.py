@@ -15,7 +15,8 @@ checks evidence account kills scenarios campaign
 launch rank_program decide judge runner results records sealed budget calibrate capability_matrix \
 bundle gathered timing worker cluster verify resume junit doctor overhead comparison
 cli report badges bubbles __main__ __init__ catalogue execute progress \
-selection bench_command scaling_command compare_commands evidence_commands pytest_plugin proving
+selection bench_command pairs_command scaling_command compare_commands evidence_commands \
+pytest_plugin proving
 """
 LAYERS: list[set[str]] = [set(line.split()) for line in _LAYERS.strip().splitlines()]
 #: Vocabulary that may be asked from anywhere: it only reads names or writes text.
