@@ -35,7 +35,8 @@ def plan(cases: Sequence[Case], durations: Durations, jobs: int, minutes: float 
     """Choose from ``cases`` what ``jobs`` workers can run in ``minutes`` (``None``: all)."""
     estimates = _estimates(cases, durations)
     if minutes is None:
-        return Plan(list(cases), [], START_SECONDS + sum(estimates.values()) / jobs)
+        used = START_SECONDS + sum(estimates.values()) / jobs
+        return Plan(list(cases), [], used if cases else 0.0)
     chosen: list[Case] = []
     left_out: list[Case] = []
     used = START_SECONDS
@@ -46,7 +47,7 @@ def plan(cases: Sequence[Case], durations: Durations, jobs: int, minutes: float 
             chosen.append(case)
         else:
             left_out.append(case)
-    return Plan(chosen, left_out, used)
+    return Plan(chosen, left_out, used if chosen else 0.0)
 
 
 def _estimates(cases: Sequence[Case], durations: Durations) -> dict[str, float]:

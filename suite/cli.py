@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +19,8 @@ from suite.launch.procs import cores
 from suite.version import VERSION
 
 if TYPE_CHECKING:
-    from suite.case import Case
     from suite.results import Run
+    from suite.selection import Selection
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
 app = typer.Typer(
@@ -38,6 +39,7 @@ app = typer.Typer(
     shardproof run                                             the quick conformance matrix
     shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
     shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
+    shardproof run --resume --results results/RUN              go on with that run
     shardproof list cases                                      what there is to run
     shardproof mutants                                         prove that the checks can fail
     shardproof bench reference/ddp pytorch/ddp --size 20m      which is faster here, if any
@@ -132,6 +134,7 @@ Results = Annotated[
 
 @app.command()
 def run(
+    context: typer.Context,
     scenarios: Scenarios = None,
     impl: Impl = None,
     backend: BackendOption = None,
@@ -150,10 +153,12 @@ def run(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="go on with a run (default: the newest): what has no result"),
+        typer.Option(
+            "--resume", help="go on with the run of --results (default: the newest): what is left"
+        ),
     ] = False,
     rerun_failed: Annotated[
-        bool, typer.Option("--rerun-failed", help="run again what did not hold in a run")
+        bool, typer.Option("--rerun-failed", help="the same run again: what did not hold")
     ] = False,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there, too")
@@ -173,6 +178,11 @@ def run(
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
+    shardproof run --resume --results results/RUN       with that run, not with the newest
+    shardproof run --rerun-failed --backend gloo        a part of what did not hold
+
+    With --resume and --rerun-failed nothing is run but what that run had planned: filters choose
+    among it, and what was not planned is refused.
 
     A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
     evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
@@ -182,25 +192,40 @@ def run(
     from suite.results import Durations
 
     kept: list[dict[str, Any]] = []
-    cases: list[Case] | None = None
+    if resume and rerun_failed:
+        remedy = "give one: --resume runs what has no result, --rerun-failed what did not hold"
+        raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
     if campaign is not None:
-        given = {"SCENARIO": scenarios, "--backend": backend, "--world": world}
-        clash = next((name for name, value in given.items() if value), "-k" if expression else "")
+        given = {
+            "SCENARIO": scenarios,
+            "--backend": backend,
+            "--world": world,
+            "-k": expression,
+            "--resume": resume,
+            "--rerun-failed": rerun_failed,
+        }
+        clash = next((name for name, value in given.items() if value), "")
         if clash:
             what = "--campaign draws its own cases"
             raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
         cases = execute.draw_campaign(campaign, seed or 0, impl or ())
-    elif not (resume or rerun_failed) or scenarios or impl or backend or world or expression:
-        cases = _select(scenarios, impl, backend, world, expression, tier, seed)
-    if resume or rerun_failed:
-        from suite.results import find_run
-        from suite.resume import split
-        from suite.sealed import blamed
+    else:
+        selection = _selection(scenarios, impl, backend, world, expression, tier, seed)
+        if resume or rerun_failed:
+            from suite.results import find_run
+            from suite.resume import split
+            from suite.sealed import blamed
 
-        results = find_run(str(results) if results is not None else None, execute.RESULTS)
-        with blamed(results):
-            cases, kept = split(results, cases, rerun_failed)
-    assert cases is not None
+            source = context.get_parameter_source("tier")
+            if source is not None and source.name == "DEFAULT":
+                selection = replace(selection, tier="")
+            results = find_run(str(results) if results is not None else None, execute.RESULTS)
+            with blamed(results):
+                cases, kept = split(results, selection.within, rerun_failed)
+        else:
+            from suite.scenarios.vocabulary import installed
+
+            cases = selection.cases(installed())
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()
@@ -208,10 +233,11 @@ def run(
     if dry_run:
         for case in planned.chosen:
             typer.echo(case.id)
+        told = f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s"
+        if not planned.chosen:
+            told = "nothing to run" + ("" if cases else f": {len(kept)} results are there")
         left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
-        typer.echo(
-            f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s{left_out}", err=True
-        )
+        typer.echo(f"{told}{left_out}", err=True)
         return
     with execute.open_folder(results) as folder:
         raise typer.Exit(execute.execute(folder, planned, workers, budget, durations, kept, junit))
@@ -290,8 +316,10 @@ def list_(
     shardproof list traits
     """
     if what is What.cases:
-        cases = _select(scenarios, impl, backend, world, expression, tier, seed)
-        rows = [(case.id, "") for case in cases]
+        from suite.scenarios.vocabulary import installed
+
+        selection = _selection(scenarios, impl, backend, world, expression, tier, seed)
+        rows = [(case.id, "") for case in selection.cases(installed())]
     elif scenarios or impl or backend or world or expression or seed is not None:
         raise SelectionError(
             Problem("filters belong to `list cases`", "leave them out", what.value)
@@ -456,7 +484,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             execute.tell(console, reports.closing(found))
 
 
-def _select(
+def _selection(
     scenarios: list[str] | None,
     impl: list[str] | None,
     backend: list[str] | None,
@@ -464,11 +492,10 @@ def _select(
     expression: str,
     tier: TierChoice,
     seed: int | None,
-) -> list[Case]:
-    from suite.scenarios.vocabulary import installed
+) -> Selection:
     from suite.selection import Selection
 
-    selection = Selection(
+    return Selection(
         scenarios=scenarios or (),
         implementations=impl or (),
         backends=backend or (),
@@ -477,7 +504,6 @@ def _select(
         tier=tier.value,
         seed=seed,
     )
-    return selection.cases(installed())
 
 
 @app.command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,23 @@ def planned(path: Path) -> list[Case]:
             continue  # cut off by a kill, before any case of that invocation ran
         found[case.id] = case
     if not found:
-        remedy = "name the scenarios to run, or another run folder"
+        remedy = "run its scenarios again without --resume, or name another run"
         raise SelectionError(Problem("no plan to go on with", remedy, str(file)))
     return list(found.values())
 
 
 def split(
-    path: Path, chosen: list[Case] | None, failed: bool
+    path: Path, narrow: Callable[[list[Case]], list[Case]] | None, failed: bool
 ) -> tuple[list[Case], list[dict[str, Any]]]:
     """The cases to run, and the results that stay as they are.
 
-    ``chosen``: only among these (``None``: all that were planned).  ``failed``: run those that did
-    not hold; otherwise those without a result.
+    ``narrow`` chooses among all that were planned (``None``: all of it).  ``failed``: run those
+    that did not hold; otherwise those without a result.
 
-    :raises SelectionError: nothing failed.
+    :raises SelectionError: nothing was planned, or nothing failed; whatever ``narrow`` raises.
     """
     run = read(path)
-    cases = planned(path) if chosen is None else chosen
+    cases = planned(path) if narrow is None else narrow(planned(path))
     done = {result["id"]: result for result in run.cases if _whole(run, result)}
     if failed:
         again = [case for case in cases if case.id in done and _open(done[case.id])]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from suite.case import Case
 from suite.errors import Problem, SelectionError, nearest
@@ -17,6 +18,7 @@ from suite.scenarios.vocabulary import Vocabulary
 _SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
 _CAMPAIGN = re.compile(r"campaign-([0-9]{1,10})::([0-9]{1,6})::")
 _ID_PARTS = 8
+_NOT_PLANNED = "cases of another plan run without --resume and --rerun-failed"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,50 @@ class Selection:
             pool = [c for c in everything if wanted is None or c.scenario in wanted]
             found += [case for case in self._filtered(pool, vocabulary) if case not in found]
         return found
+
+    def within(self, planned: list[Case]) -> list[Case]:
+        """Those of ``planned``, the cases of an earlier run, that every filter keeps.
+
+        Each value of a filter must match some of them: filters narrow a run and never add to it.
+        An empty ``tier`` keeps both.
+
+        :raises SelectionError: a value that was not planned; what was is named.
+        """
+        expression = self.expression.strip()
+        cases = self._of_scenarios(planned)
+        cases = _narrow(
+            cases,
+            "--impl",
+            self.implementations,
+            lambda case: (case.implementation, system_of(case)),
+        )
+        cases = _narrow(cases, "--backend", self.backends, lambda case: (case.backend,))
+        cases = _narrow(cases, "--world", self.worlds, lambda case: (case.world,))
+        seeds = () if self.seed is None else (self.seed,)
+        cases = _narrow(cases, "--seed", seeds, lambda case: (case.workload.seed,))
+        if self.tier:
+            of_tier = _narrow(cases, "--tier", (self.tier,), lambda case: (case.tier,))
+            cases = cases if self.tier == "full" else of_tier
+        if _is_id(expression):
+            return _narrow(cases, "-k", (expression,), lambda case: (case.id,))
+        matches = compile_expression(expression)
+        return _keep(cases, lambda case: matches(case.id), "-k", expression, [_NOT_PLANNED])
+
+    def _of_scenarios(self, planned: list[Case]) -> list[Case]:
+        kept: set[str] = set()
+        for given in self.scenarios:
+            names = {given}
+            if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
+                if (Path(given) / "run.json").is_file():
+                    remedy = f"a run is named by --results {given}"
+                    raise SelectionError(Problem("a run is no scenario", remedy, given))
+                names = {file.name for file in find([given])}
+            found = {case.id for case in planned if names & {case.id, case.scenario}}
+            if not found:
+                there = {case.scenario for case in planned}
+                raise _unplanned("SCENARIO", given, nearest(given, there, "planned"))
+            kept |= found
+        return [case for case in planned if case.id in kept or not self.scenarios]
 
     def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
         expression = self.expression.strip()
@@ -157,6 +203,32 @@ def _is_id(text: str) -> bool:
 
 def _scenario_of(name: str) -> str:
     return name.split("::", 1)[0].split("[", 1)[0]
+
+
+def _narrow(
+    cases: list[Case],
+    option: str,
+    values: Sequence[str | int],
+    names: Callable[[Case], tuple[str | int, ...]],
+) -> list[Case]:
+    """The cases that one of ``values`` matches (all without any), each of which must match some."""
+    if not values:
+        return cases
+    matches = fnmatchcase if option == "--impl" else str.__eq__
+    kept: set[str] = set()
+    for value in map(str, values):
+        found = {c.id for c in cases if any(matches(str(name), value) for name in names(c))}
+        if not found:
+            there = {str(names(case)[-1]) for case in cases}
+            raise _unplanned(option, value, nearest(value, there, "planned"))
+        kept |= found
+    return [case for case in cases if case.id in kept]
+
+
+def _unplanned(option: str, value: str, remedy: str) -> SelectionError:
+    return SelectionError(
+        Problem(f"{option}: not planned in this run", f"{remedy}; {_NOT_PLANNED}", value)
+    )
 
 
 def _keep(
