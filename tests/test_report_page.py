@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections import Counter
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import FULL, TENSORS, scaling_lines, write_run
+from synthetic import FULL, TENSORS, bench, scaling_lines, write_run
 from test_report import case, fill, result
 
 from suite import records, report
 from suite.report import bars, curves, forest, heat, limits, summary, svg, timelines
 from suite.report.page import TEMPLATES
-from suite.results import RunFolder, read
+from suite.results import Run, RunFolder, read
 from suite.timing.scaling import judge
 
 
@@ -157,6 +158,36 @@ def test_what_was_not_checked_is_told_with_its_reason(full: Path) -> None:
     assert power[1:] == ("initial parameters", "final.scalar.factor", "equivalence")
     asked = told["Capabilities that no judged case asked about"]
     assert "reference/pipeline" in {row[0]: row[2] for row in asked.rows}["memory"]
+
+
+def test_timings_that_decide_nothing_are_among_what_was_not_checked(tmp_path: Path) -> None:
+    found = read(write_run(tmp_path / "run", benches=5, scalings=True))
+    [told] = [limit for limit in limits.limits(found) if limit.title.startswith("Times that")]
+    wanted = {
+        line["id"]
+        for line in [*found.benches, *found.scalings]
+        if summary.verdicts_head(line["verdict"]) in (*summary.OPEN, "oversubscribed")
+    }
+    assert wanted and wanted <= {row[0] for row in told.rows}
+    assert "oversubscribed" in {row[1] for row in told.rows}
+    for form in (report.html(found), report.document(found)):
+        assert "Nothing was left out" not in form
+        assert all(row[2] in form for row in told.rows)
+
+
+def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
+    draw = random.Random(0)
+    lines = [bench(number, draw) for number in range(2)]
+    lines[0] |= {"verdict": "small difference"}
+    lines[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
+    family = {lines[0]["id"]: {"verdict": "inconclusive"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits.stats, "family", lambda told: family)
+        [told] = limits.limits(Run(Path("run"), {"invocations": []}, benches=lines))
+    assert told.rows == (
+        (lines[0]["id"], "inconclusive", "small difference alone, not beside 1 comparisons (Holm)"),
+        (lines[1]["id"], "inconclusive", "effects from 9.0% on can be seen"),
+    )
 
 
 def test_bars_are_what_was_held_and_sent(full: Path) -> None:

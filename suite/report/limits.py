@@ -14,6 +14,7 @@ from suite import capability_matrix, verdicts
 from suite.report import matrix, summary
 from suite.report.tables import Result
 from suite.results import Run
+from suite.timing import stats
 
 #: Rows of one table that are told; the rest is counted.
 MOST = 200
@@ -45,6 +46,7 @@ def limits(run: Run) -> list[Limit]:
             _left_out(run),
             _skipped(run.cases),
             _open(run.cases),
+            _open_times(run),
             _skipped_checks(run.cases),
             _never_asked(run),
             _not_tested(run.cases),
@@ -112,6 +114,29 @@ def _open(results: Iterable[Result]) -> Limit:
         tuple((str(len(ids)), *key) for key, ids in told),
         tuple(tuple(ids) for _, ids in told),
         rest,
+    )
+
+
+def _open_times(run: Run) -> Limit:
+    """Comparisons and cells of scaling that were not measured, or do not suffice for a verdict.
+
+    A comparison that others beside it make undecided (Holm) is open as well.
+    """
+    family = stats.family(run.benches) if run.benches else {}
+    rows = []
+    for told in (*run.benches, *run.scalings):
+        word, why = str(told["verdict"]), str(told.get("reason") or "")
+        beside = str(family.get(told["id"], {}).get("verdict", word))
+        if summary.verdicts_head(beside) in summary.OPEN and beside != word:
+            word, why = beside, f"{word} alone, not beside {len(family)} comparisons (Holm)"
+        if summary.verdicts_head(word) in (*summary.OPEN, "oversubscribed"):
+            rows.append((told["id"], word, why))
+    return Limit(
+        "Times that decide nothing",
+        "Comparisons and efficiencies that were not measured, or whose interval leaves it open.",
+        ("timing", "verdict", "reason"),
+        tuple(rows[:MOST]),
+        rest=len(rows[MOST:]),
     )
 
 
