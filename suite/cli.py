@@ -419,7 +419,8 @@ def schema(
 @app.command()
 def report(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="run folder or id (default: the newest)")
+        str | None,
+        typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)"),
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
     into: Annotated[
@@ -427,19 +428,22 @@ def report(
         typer.Option("--into", metavar="FILE", help="put the Markdown between FILE's markers"),
     ] = None,
 ) -> None:
-    """Show a run again.
+    """Show a run again, on the terminal or as a file's text on standard output.
 
     \b
     shardproof report
     shardproof report 20260102-030405 --format markdown
+    shardproof report 20260102-030405.tar.gz --format html > report.html
     shardproof report --into README.md
     """
     from suite import execute
-    from suite.results import find_run, read
-    from suite.sealed import blamed
+    from suite.bundle import open_run
+    from suite.results import read
+    from suite.sealed import blamed, insist
 
-    path = find_run(run, execute.RESULTS)
-    with blamed(path):
+    with open_run(run, execute.RESULTS) as path, blamed(path):
+        if into is not None:
+            insist(path)
         _report(read(path), form, into)
 
 
@@ -452,13 +456,17 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
         if form is Format.html:
             raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
         beside = bool(peers.lines_of(found))
-        if not (found.cases or beside):
-            remedy = "name a run of cases, or of reference strategies beside native systems"
-            raise SelectionError(Problem("--into: nothing to put there", remedy, found.path.name))
+        missing = peers.missing(found) if beside else []
+        if not found.cases and (missing or not beside):
+            why = "--into: nothing to put there" + (f": {peers.why_not(missing)}" * bool(missing))
+            remedy = "name a run of cases, or of the whole `shardproof bench peers`"
+            raise SelectionError(Problem(why, remedy, found.path.name))
         if found.cases:
             reports.insert(reports.markdown(found), into)
             typer.echo(f"{into}: table of run {found.path.name}")
-        if beside:
+        if missing:
+            typer.echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
+        elif beside:
             reports.insert(peers.section(found), into, peers.BEGIN, peers.END)
             typer.echo(f"{into}: reference beside native systems, run {found.path.name}")
     elif form is Format.markdown:

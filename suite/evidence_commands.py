@@ -126,7 +126,8 @@ def badges(
     passed, every case of it; `native only` passed in native precision and nowhere else; `open` is
     undecided. Colours are told apart without seeing hues, and the words say the same.
 
-    Badges of before in FOLDER are replaced, other files stay.
+    Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
+    nothing, if the run is not what its manifest says.
 
     \b
     shardproof badges
@@ -137,9 +138,10 @@ def badges(
     from suite import execute
     from suite.bundle import open_run
     from suite.results import read
-    from suite.sealed import blamed
+    from suite.sealed import insist
 
-    with open_run(run, execute.RESULTS) as folder, blamed(folder):
+    with open_run(run, execute.RESULTS) as folder:
+        insist(folder)
         names = drawing.write(read(folder), output)
     typer.echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 

@@ -63,6 +63,17 @@ def _id(line: bytes) -> str:
         return "unreadable"
 
 
+def insist(path: Path) -> None:
+    """For what is shown outside of the run: nothing is made of one that was changed.
+
+    :raises SelectionError: the files and lines that are not what the manifest says.
+    """
+    told = list(changed(path))
+    if told:
+        remedy = "take a whole copy, or run it again: `shardproof verify` tells more"
+        raise SelectionError([Problem(text, remedy) for text in told[:_MOST]])
+
+
 @contextmanager
 def blamed(path: Path) -> Iterator[None]:
     """What is inside reads the run in ``path``; what damaged evidence raises becomes bad input.

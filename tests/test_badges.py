@@ -10,10 +10,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from suite.badges import COLOURS, INDEX, OVERALL, badge, file_names, of_cell, width, write
 from suite.capability_matrix import CAPABILITIES, STATES, Cell, overall
 from suite.case import Case, WorkloadSpec
+from suite.cli import app
 from suite.contract import OptimizerSpec
 from suite.errors import SelectionError
 from suite.results import Run, RunFolder, read
@@ -249,3 +251,18 @@ def test_nothing_that_was_not_judged_is_green() -> None:
     green = COLOURS["pass"][0]
     for cell in (overall([]), overall([line("skip")]), overall([], [line()]), Cell("a", "b", "c")):
         assert green not in of_cell(cell)
+
+
+def test_nothing_is_drawn_of_a_run_that_was_changed(tmp_path: Path) -> None:
+    run(tmp_path / "run", line(name="a"))
+    told = (tmp_path / "run" / "cases.jsonl").read_text()
+    (tmp_path / "run" / "cases.jsonl").write_text(told.replace('"pass"', '"fail"'))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
+    for arguments in (["badges", "RUN", "--output", "OUT"], ["report", "RUN", "--into", "PAGE"]):
+        places = {"RUN": "run", "OUT": "badges", "PAGE": "page.md"}
+        command = [str(tmp_path / places[a]) if a in places else a for a in arguments]
+        done = CliRunner().invoke(app, command)
+        assert isinstance(done.exception, SelectionError)
+        assert "line 1 (a) was changed" in str(done.exception)
+    assert not (tmp_path / "badges").exists() and "old" in page.read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -274,63 +275,81 @@ def test_every_reference_strategy_has_a_peer() -> None:
     assert {p.world for p in pairs} == {2, 4}
 
 
+CASE = {"reason": "", "checks": [], "seconds": 0.1}
+
+
+def every_peer() -> list[dict[str, Any]]:
+    """A line of every pair of the scenario."""
+    means = {"sequence": -0.2, "hybrid": 0.3}
+    return [line(pair.name, means.get(pair.name, 0.0)) for pair in plan.read(["peers"])]
+
+
+def into(run: Path, page: Path) -> Any:
+    return CliRunner().invoke(app, ["report", str(run), "--into", str(page)])
+
+
 def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
-    told = [
-        line("ddp", 0.0),
-        line("sequence", -0.2),
-        line("hybrid", 0.3, meshes={side: {"pipe": 2, "shard": 2} for side in "ab"}),
-    ]
-    broken = line("zero1-deepspeed", 0.0, verdict="precondition", reason="package is not installed")
+    told = {one["pair"]["name"]: one for one in every_peer()}
+    told["hybrid"]["meshes"] = {side: {"pipe": 2, "shard": 2} for side in "ab"}
+    broken = told["zero1-deepspeed"]
+    broken |= {"verdict": "precondition", "reason": "package is not installed"}
     for key in ("log", "ratio", "margin", "memory"):
         broken.pop(key)
     with_ddp = line("zero1", 0.0)
     with_ddp["pair"]["b"]["implementation"] = "reference/ddp"
-    written(tmp_path / "run", [*told, broken, with_ddp])
-    with results.RunFolder(tmp_path / "run", ["shardproof", "bench"]) as folder:
-        missing = next(p for p in plan.read(["peers"]) if p.name == "tensor")
-        folder.leave_out_bench(missing.to_dict(), "no room in a budget of 1 minutes")
-        folder.close(0)
+    written(tmp_path / "run", [*told.values(), with_ddp | {"id": "another"}])
     page = tmp_path / "page.md"
     page.write_text(f"above\n{peers.BEGIN}\nold\n{peers.END}\nbelow\n")
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--into", str(page)])
+    done = into(tmp_path / "run", page)
     assert done.exit_code == 0, done.output
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     rows = [row for row in text.splitlines() if row.startswith("| `reference/")]
-    assert len(rows) == 4 and "`reference/ddp` | `pytorch/ddp` | same" in rows[0]
-    assert "sequence_parallel" in rows[1] and "| faster |" in rows[1]
-    assert "pipe 2 x shard 2" in rows[2] and "1.350 [" in rows[2]
-    assert "precondition: package is not installed" in rows[3]
-    assert "Left out: tensor (no room" in text and "2 to 4 gloo ranks" in text
-    again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--into", str(page)])
-    assert again.exit_code == 0 and page.read_text() == text
+    assert len(rows) == len(told) and "`reference/ddp` | `pytorch/ddp` | same" in rows[0]
+    by_name = dict(zip(told, rows, strict=True))
+    assert "sequence_parallel" in by_name["sequence"] and "| faster |" in by_name["sequence"]
+    assert "pipe 2 x shard 2" in by_name["hybrid"] and "1.350 [" in by_name["hybrid"]
+    assert "precondition: package is not installed" in by_name["zero1-deepspeed"]
+    assert "2 to 4 gloo ranks" in text and "`shardproof bench peers --blocks 24`" in text
+    assert into(tmp_path / "run", page).exit_code == 0 and page.read_text() == text
     shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--format", "markdown"])
     assert shown.stdout.startswith("| pair | verdict") and "0 judged" not in shown.stdout
 
 
-def test_a_scaling_cell_that_was_left_out_is_no_peer(tmp_path: Path) -> None:
-    from suite.timing.scaling.plan import read
-
-    written(tmp_path / "run", [line("ddp", 0.0)])
-    with results.RunFolder(tmp_path / "run", ["shardproof", "bench", "strong"]) as folder:
-        (cell, *_) = read([ROOT / "scenarios" / "scaling" / "strong.yaml"])
-        folder.leave_out_bench(cell.to_dict(), "no room")
-    run = results.read(tmp_path / "run")
-    assert len(run.left_out) == 1 and "Left out" not in peers.section(run)
+def test_only_the_whole_scenario_replaces_the_table_of_peers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    old = f"{peers.BEGIN}\nold\n{peers.END}\n"
+    page.write_text(old)
+    by_hand = line("zero1", 0.0)
+    by_hand["pair"]["name"] = "pair"
+    for name, lines in (
+        ("one", [line("ddp", 0.0)]),
+        ("all-but-one", every_peer()[1:]),
+        ("by-hand", [*every_peer()[2:], by_hand]),
+    ):
+        done = into(written(tmp_path / name, lines).path, page)
+        assert isinstance(done.exception, SelectionError) and page.read_text() == old
+        assert "only a run of the whole scenario `peers`" in str(done.exception)
+    with results.RunFolder(tmp_path / "one", ["shardproof", "run"]) as folder:
+        made = {"implementation": "plain", "backend": "gloo", "mesh": {"replicate": 1}}
+        folder.add({"id": "c", "case": {**made, "scenario": "s"}, "verdict": "pass"} | CASE)
+        folder.close(0)
+    page.write_text(f"<!-- results:begin -->\n<!-- results:end -->\n{old}")
+    done = into(tmp_path / "one", page)
+    assert done.exit_code == 0, done.exception
+    assert "its table of peers stays: only a run of the whole" in done.stdout
+    assert page.read_text().endswith(old) and "| plain | gloo |" in page.read_text()
 
 
 def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    run = written(tmp_path / "run", [line("ddp", 0.0)])
-    done = CliRunner().invoke(app, ["report", str(run.path), "--into", str(page)])
+    done = into(written(tmp_path / "run", every_peer()).path, page)
     assert isinstance(done.exception, SelectionError) and peers.BEGIN in str(done.exception)
     assert page.read_text() == "nothing\n"
     own = line("ddp", 0.0)
     own["pair"]["b"]["implementation"] = "reference/ddp"
-    done = CliRunner().invoke(
-        app, ["report", str(written(tmp_path / "none", [own]).path), "--into", str(page)]
-    )
+    done = into(written(tmp_path / "none", [own]).path, page)
     assert isinstance(done.exception, SelectionError) and "nothing to put" in str(done.exception)
     with pytest.raises(SelectionError, match="shardproof bench peers"):
         peers.section(written(tmp_path / "other", [own]))
@@ -374,6 +393,8 @@ def test_a_dry_run_tells_the_plan(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     names = [text for text in done.stdout.splitlines() if text.startswith("bench::")]
     assert done.exit_code == 0 and 0 < len(names) < len(plan.read(["peers"]))
+    late = {pair.id for pair in plan.read(["peers"])} - set(names)
+    assert late == set(re.findall("left out by the budget: (.*)", done.stderr))
     assert "left out by the budget" in done.stderr and not (tmp_path / "r").exists()
 
 

@@ -490,6 +490,11 @@ def test_bundle_here_and_verify_there(
     assert code == 0 and "reference-ddp_in-memory_traffic.svg" in (
         {path.name for path in (there / "badges").iterdir()}
     )
+    code, told = shardproof("report", "theirs.tgz")
+    assert code == 0 and "reference/ddp" in told
+    assert {path.name for path in there.iterdir()} == {
+        *("theirs.tgz", "forged.tgz", "cut.tgz", "badges"),
+    }
     elsewhere = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "COLUMNS": "90"}
     done = subprocess.run(
         [sys.executable, "-m", "suite", "verify", "theirs.tgz"],

@@ -30,7 +30,7 @@ from suite.bundle.form import (
 from suite.errors import Problem, SelectionError
 from suite.records import Manifest
 from suite.results import read
-from suite.sealed import changed
+from suite.sealed import insist
 from suite.version import VERSION
 
 
@@ -63,11 +63,7 @@ def pack(
         output = (output or Path()) / f"{name}{SUFFIX}"
     if not force and output.exists():
         raise _exists(output)
-    problems = list(changed(folder))
-    if problems:
-        raise SelectionError(
-            [Problem(told, "pack the run as it was judged") for told in problems[:20]]
-        )
+    insist(folder)
     sources: dict[str, Path | bytes] = {}
     for file in sorted({*_sealed(folder), *ALWAYS, *REPORTS}):
         if (folder / file).exists():

@@ -2,6 +2,8 @@
 
     make peers     times scenarios/speed/peers.yaml and puts the table between the markers
 
+Only a run of all pairs of that scenario gives the table.
+
 Pure functions of comparisons as a run holds them.  A is the reference; where it is not the faster
 one, the verdict says whether that is more than the margin.  Verdicts are those beside all other
 rows (:func:`suite.timing.stats.family`): a table of twenty finds a difference by chance in one.
@@ -9,14 +11,17 @@ rows (:func:`suite.timing.stats.family`): a table of twenty finds a difference b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from suite.errors import Problem, SelectionError
 from suite.results import Run
-from suite.timing import stats
+from suite.timing import plan, stats
 from suite.timing.tables import Line, interval, markdown_table
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
+#: What the table is made of: every reference strategy has its pair there.
+SCENARIO = "peers"
 OURS = "reference"
 #: Families that are not somebody else's system.
 _NOT_NATIVE = (OURS, "plain", "mutants")
@@ -34,6 +39,26 @@ def is_peers(line: Line) -> bool:
     """Whether A is ours and B somebody else's."""
     a, b = (str(line["pair"][letter]["implementation"]) for letter in ("a", "b"))
     return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_NATIVE
+
+
+def missing(run: Run) -> list[str]:
+    """Names of the pairs of ``scenarios/speed/peers.yaml`` of which ``run`` has no line.
+
+    Sides and name tell a pair; with a package missing its line is a ``precondition``.  A part of
+    the scenario, or a pair of the command line, is no table of every strategy.
+    """
+    there = {_told(line["pair"]) for line in run.benches}
+    return [pair.name for pair in plan.read([SCENARIO]) if _told(pair.to_dict()) not in there]
+
+
+def why_not(missing: Sequence[str]) -> str:
+    """Why a run with these pairs ``missing`` has no table of peers, in a clause."""
+    names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    return f"only a run of the whole scenario `{SCENARIO}` gives one, and this has no {names}"
+
+
+def _told(pair: Mapping[str, Any]) -> tuple[str, str, str]:
+    return pair["name"], pair["a"]["implementation"], pair["b"]["implementation"]
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -90,25 +115,21 @@ def _peak(line: Line) -> str:
 def section(run: Run) -> str:
     """The table of ``run`` with what was measured where, as it stands between the markers.
 
-    :raises SelectionError: no comparison of a reference strategy with a native system in it.
+    :raises SelectionError: the run has not every pair of the scenario.
     """
-    told = lines_of(run)
-    if not told:
+    absent = missing(run)
+    if absent:
         remedy = "time them: shardproof bench peers"
-        raise SelectionError(Problem("no reference beside a native system", remedy, str(run.path)))
-    missing = [line for line in run.left_out if "a" in line.get("pair", ()) and is_peers(line)]
-    parts = [table(told)]
-    if missing:
-        names = ", ".join(f"{line['pair']['name']} ({line['reason']})" for line in missing)
-        parts.append(f"\nLeft out: {names}.\n")
+        raise SelectionError(Problem(why_not(absent), remedy, str(run.path)))
+    told = lines_of(run)
+    blocks = max(line["pair"]["blocks"] for line in told)
     last = run.header["invocations"][-1]
-    machine = last.get("fingerprint", {})
-    parts.append(
-        f"\nRun `{run.path.name}`: commit {str(last.get('commit') or 'unknown')[:12]}, torch "
+    machine, commit = last.get("fingerprint", {}), str(last.get("commit") or "unknown")
+    return (
+        f"{table(told)}\nRun `{run.path.name}`: commit {commit[:12]}, torch "
         f"{last['packages'].get('torch')}, Python {last['python']}, {machine.get('cpu')}, "
-        f"{machine.get('cores')} cores. Again: `make peers`.\n"
+        f"{machine.get('cores')} cores. Again: `shardproof bench {SCENARIO} --blocks {blocks}`.\n"
     )
-    return "".join(parts)
 
 
 def _notes(lines: Sequence[Line]) -> str:

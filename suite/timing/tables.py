@@ -58,9 +58,10 @@ def beside(line: Line) -> list[str]:
     told = dict(zip(HEADINGS, cells(line), strict=True))
     if "ratio" not in line:
         return []
+    p = "no p, which takes 6 blocks" if line.get("p") is None else f"p {told['p']} by sign flips"
     return [
         f"    A {told['A a second']}; B {told['B a second']}",
-        f"    p {told['p']} by sign flips, margin {told['margin']}, peak {told['peak A / B']}",
+        f"    {p}, margin {told['margin']}, peak {told['peak A / B']}",
     ]
 
 
