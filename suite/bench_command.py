@@ -247,6 +247,8 @@ def bench(
     if dry_run:
         for pair in planned.chosen:
             typer.echo(pair.id)
+        for pair in planned.left_out:
+            typer.echo(f"left out by the budget: {pair.id}", err=True)
         typer.echo(told_of(planned), err=True)
         return
     asked_for = Asked(began, budget, not no_memory, profile, fails, score)

@@ -259,7 +259,7 @@ def choose_mutants(patterns: Sequence[str]) -> list[Any]:
         ]
         if not named:
             known = {name for m in declared for name in (m.name, m.parent)}
-            remedy = nearest(short, known, "faults")
+            remedy = nearest(short, known, "faults and their parents")
             raise SelectionError(Problem("--impl matches no fault", remedy, pattern))
         found += [m for m in named if m not in found]
     return found

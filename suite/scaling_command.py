@@ -148,7 +148,7 @@ def run(
 
 
 def _tell_plan(chosen: Sequence[Cell], budget: float | None, durations: Durations) -> None:
-    """Print the ids of what would be measured or modelled; what a budget leaves out is counted.
+    """Print the ids of what would be measured or modelled; what a budget leaves out is named, too.
 
     :raises SelectionError: a system refuses its options.
     """
@@ -161,8 +161,11 @@ def _tell_plan(chosen: Sequence[Cell], budget: float | None, durations: Duration
     inside, seconds = within(items, budget, durations)
     for item in inside:
         typer.echo(item.cell.id)
-    late = len(items) - len(inside)
-    left_out = f", {late} left out by the budget" if late else ""
+    names = {item.cell.id for item in inside}
+    late = [item.cell.id for item in items if item.cell.id not in names]
+    for name in late:
+        typer.echo(f"left out by the budget: {name}", err=True)
+    left_out = f", {len(late)} left out by the budget" if late else ""
     typer.echo(f"{len(inside)} cells, about {seconds:.0f} s{left_out}", err=True)
 
 

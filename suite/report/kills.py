@@ -38,6 +38,15 @@ def kill_counts(kills: Sequence[Result]) -> str:
     return f"kills by lane: {by_lane}; seen by one check only: {lone.total()} ({only or 'none'})"
 
 
+def verdict_counts(kills: Sequence[Result]) -> str:
+    """How many of the faults that ran were killed, and how many did not run, as a sentence."""
+    told = judged(kills)
+    killed = len(told) - len(survivors(kills))
+    late = len(kills) - len(told)
+    more = f"; {late} more were not run (no time in the budget)" if late else ""
+    return f"Planted faults: {killed} of {len(told)} killed by their named check{more}."
+
+
 def judged(kills: Sequence[Result]) -> list[Result]:
     """The faults that were run, survivors first."""
     there = [kill for kill in kills if kill["verdict"] != "left out"]

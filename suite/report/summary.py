@@ -126,11 +126,7 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
     if run.cases or run.left_out:
         yield verdicts.summary(counts, len(run.left_out)) + "."
     if run.kills:
-        told = kills.judged(run.kills)
-        killed = len(told) - len(kills.survivors(run.kills))
-        late = len(run.kills) - len(told)
-        more = f", {late} left out" if late else ""
-        yield f"Planted faults: {killed} of {len(told)} killed by their named check{more}."
+        yield kills.verdict_counts(run.kills)
     for what, lines in (("Comparisons of times", run.benches), ("Scaling", run.scalings)):
         if lines:
             heads = Counter(verdicts_head(told["verdict"]) for told in lines)

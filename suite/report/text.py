@@ -34,9 +34,7 @@ def markdown(run: Run) -> str:
         told = [part for note in notes for part in ("", note)]
         lines += _folded(f"{title} ({len(cells)} rows)", [*_table(headings, cells), *told])
     if run.kills:
-        killed = sum(bool(kill["killed"]) for kill in run.kills)
-        planted = f"Planted faults: {killed} of {len(run.kills)} killed by their named check."
-        lines += ["", planted]
+        lines += ["", kills.verdict_counts(run.kills)]
     lines += ["", tables.provenance(run)]
     return "\n".join(lines) + "\n"
 
