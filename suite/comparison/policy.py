@@ -187,7 +187,7 @@ def read(path: Path | None) -> PolicyFile:
     """
     if path is None:
         return PolicyFile(Policy.model_validate({}))
-    policy, node = load.read_as(path, Policy)
+    policy, node = load.read_as(path, Policy, "policy")
     return PolicyFile(policy, str(path), node)
 
 
@@ -210,7 +210,7 @@ def check(told: PolicyFile, before: Snapshot, after: Snapshot, today: datetime.d
         known = names if "figures" in path[1:] else ids
         if not any(fnmatchcase(name, pattern) for name in known):
             noun = "figures" if known is names else "ids"
-            what = f"{'.'.join(map(str, path))}: matches none of the {noun} of both runs"
+            what = f"{load.dotted(path)}: matches none of the {noun} of both runs"
             remedy = nearest(pattern, known, noun) if known is names else "correct or remove it"
             problems.append(Problem(what, remedy, pattern, told.file, told.line(path)))
     if problems:
@@ -221,7 +221,7 @@ def _too_long(told: PolicyFile, today: datetime.date) -> Iterator[Problem]:
     for index, entry in enumerate(told.policy.xfails):
         if (entry.until - today).days > LONGEST:
             path = ("xfails", index, "until")
-            what = f"{'.'.join(map(str, path))}: more than a year ahead"
+            what = f"{load.dotted(path)}: more than a year ahead"
             last = today + datetime.timedelta(days=LONGEST)
             remedy = f"write {last} or an earlier day"
             yield Problem(what, remedy, str(entry.until), told.file, told.line(path))

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from suite.errors import Problem, ScenarioError, SelectionError, nearest
 from suite.scenarios.schema import Scenario
-from suite.scenarios.source import MAX_BYTES, Node, parse, read
+from suite.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
 
 #: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
 SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
@@ -22,6 +22,8 @@ SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
 Shape = typing.TypeVar("Shape", bound=BaseModel)
 #: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.
 _TIMED = re.compile(r"^(?:(pairs)|mode|worlds|implementations)[ \t]*:", re.MULTILINE)
+#: Keys that only policies of ``shardproof gate`` have.
+_POLICY = re.compile(r"^(?:verdicts|figures|times|xfails)[ \t]*:", re.MULTILINE)
 #: The key that only scenarios have.
 _JUDGED = re.compile(r"^matrix[ \t]*:", re.MULTILINE)
 
@@ -52,6 +54,9 @@ def load(path: Path) -> ScenarioFile:
     """
     if kind := timed(path):
         raise ScenarioError([_not_judged(path, f"a {kind} scenario")])
+    if _head(path, _POLICY):
+        remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
+        raise ScenarioError(Problem("a policy, no scenario", remedy, file=_shown(path)))
     return _validate(read(path), _shown(path))
 
 
@@ -61,17 +66,22 @@ def timed(path: Path) -> str:
     What stands at the top level says so, whatever the file's folder: ``pairs:`` or ``mode:``, and
     no ``matrix:``.  A file that cannot be read is left to who loads it.
     """
-    if not path.is_file():
+    found = _head(path, _TIMED)
+    if found is None:
         return ""
+    return "speed" if found[1] else "scaling"
+
+
+def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
+    """The first of ``keys`` in a file that is no scenario; one that cannot be read has none."""
+    if not path.is_file():
+        return None
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES).decode("utf-8", "replace")
     except OSError:
-        return ""
-    found = _TIMED.search(text)
-    if found is None or _JUDGED.search(text):
-        return ""
-    return "speed" if found[1] else "scaling"
+        return None
+    return None if _JUDGED.search(text) else keys.search(text)
 
 
 def timed_files(folder: Path) -> list[Path]:
@@ -89,12 +99,15 @@ def load_text(text: str, file: str = "<text>") -> ScenarioFile:
     return _validate(parse(text, file), file)
 
 
-def read_as(path: Path, kind: type[Shape]) -> tuple[Shape, Node]:
+def read_as(path: Path, kind: type[Shape], noun: str = SCENARIO) -> tuple[Shape, Node]:
     """A file of another shape than a scenario's, and where its parts stand.
+
+    ``noun`` names it in errors; it may be empty where no key is required.
 
     :raises ScenarioError: with all its faults.
     """
-    node = read(path)
+    optional = not any(field.is_required() for field in kind.model_fields.values())
+    node = read(path, noun, optional)
     return _as(kind, node, _shown(path)), node
 
 
@@ -230,7 +243,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
     kind, given = detail["type"], detail["input"]
     line = node.locate(location)
     key = str(location[-1]) if location else ""
-    where = _dotted(location)
+    where = dotted(location)
     context = detail.get("ctx", {})
     if kind == "extra_forbidden":
         model = _model_at(location[:-1], kind_of)
@@ -246,9 +259,11 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         )
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        return Problem(
-            f"{where}: unknown value", nearest(str(given), valid), _given(given), file, line
-        )
+        if "[key]" in detail["loc"]:
+            what, remedy = f"unknown key {where}", nearest(str(given), valid, "valid keys")
+        else:
+            what, remedy = f"{where}: unknown value", nearest(str(given), valid)
+        return Problem(what, remedy, _given(given), file, line)
     if kind == "value_error":
         what = str(context.get("error", detail["msg"]))
         return Problem(
@@ -263,7 +278,8 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
     return Problem(f"{where}: {wanted[0].lower()}{wanted[1:]}", remedy, _given(given), file, line)
 
 
-def _dotted(location: Sequence[str | int]) -> str:
+def dotted(location: Sequence[str | int]) -> str:
+    """A path as every message names it: ``matrix.cases[0].backend``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -26,6 +26,8 @@ MAX_NODES = 100_000
 MAX_DEPTH = 32
 
 Scalar = str | int | float | bool | None
+#: What a file is that says nothing else.
+SCENARIO = "scenario"
 
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {_PREFIX + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
@@ -71,8 +73,14 @@ class Node:
         return line
 
 
-def read(path: Path) -> Node:
-    """The node of the file at ``path``, whose top level must be a mapping."""
+def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
+    """The node of the file at ``path``, whose top level must be a mapping.
+
+    ``noun`` names in errors what the file is; ``optional``: all of it may be left out, so an empty
+    file is an empty mapping.
+
+    :raises ScenarioError: what cannot be read, or is no YAML that stays within the limits.
+    """
     shown = str(path)
 
     def refuse(what: str, remedy: str, value: str | None = None) -> ScenarioError:
@@ -84,39 +92,43 @@ def read(path: Path) -> Node:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise refuse(
-            "no such file", "check the path; `shardproof list scenarios` shows all"
-        ) from None
+        more = "; `shardproof list scenarios` shows all" if noun == SCENARIO else ""
+        raise refuse("no such file", f"check the path of the {noun}{more}") from None
     except OSError as error:
         raise refuse("cannot be read", "check the file's rights", error.strerror) from None
     if len(raw) > MAX_BYTES:
-        raise refuse("file is over 1 MiB", "split it into several scenarios")
+        raise refuse("file is over 1 MiB", _too_large(noun))
     if b"\0" in raw:
-        raise refuse("binary file", "a scenario is YAML text in UTF-8")
+        raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
         raise refuse("not UTF-8 text", "save it as UTF-8", byte) from None
-    return parse(text, shown)
+    return parse(text, shown, noun, optional)
 
 
-def parse(text: str, file: str) -> Node:
-    """The node of YAML ``text``; ``file`` is only named in errors."""
+def _too_large(noun: str) -> str:
+    return "split it into several scenarios" if noun == SCENARIO else "make it shorter"
+
+
+def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) -> Node:
+    """The node of YAML ``text``; ``file`` and ``noun`` are only named in errors."""
     if len(text) > MAX_BYTES:
-        raise ScenarioError(
-            Problem("text is over 1 MiB", "split it into several scenarios", None, file)
-        )
-    reader = _Reader(file)
+        raise ScenarioError(Problem("text is over 1 MiB", _too_large(noun), None, file))
+    reader = _Reader(file, noun)
     events = reader.check(text)
+    if not events and optional:
+        return Node(1, {}, {})
     if not events:
-        raise reader.error(
-            1, "empty file", "a scenario needs at least name, about, matrix and checks"
-        )
+        needed = "name, about, matrix and checks" if noun == SCENARIO else "name and about"
+        raise reader.error(1, "empty file", f"a {noun} needs at least {needed}")
     stream = iter(events)
     node = reader.build(next(stream), stream)
     if not isinstance(node.value, dict):
-        raise reader.error(node.line, "not a mapping", "start with `name: ...`", _show(node.value))
+        start = "about" if optional else "name"
+        remedy = f"start with `{start}: ...`"
+        raise reader.error(node.line, "not a mapping", remedy, _show(node.value))
     return node
 
 
@@ -127,8 +139,9 @@ def _events(text: str) -> Iterator[Any]:
 
 
 class _Reader:
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, noun: str) -> None:
         self.file = file
+        self.noun = noun
         self.anchors: dict[str | None, Node] = {}
 
     def error(self, line: int, what: str, remedy: str, value: str | None = None) -> ScenarioError:
@@ -150,7 +163,7 @@ class _Reader:
                     documents += 1
                     if documents > 1:
                         raise self.error(
-                            line, "second document", "one scenario a file; remove `---`"
+                            line, "second document", f"one {self.noun} a file; remove `---`"
                         )
                 if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
                     continue
@@ -206,7 +219,7 @@ class _Reader:
         tag = getattr(event, "tag", None)
         if tag is not None and tag != "!" and tag not in _TAGS:
             shown = tag.replace(_PREFIX, "!!")
-            raise self.error(line, "YAML tag", "remove it: scenarios are plain data", shown)
+            raise self.error(line, "YAML tag", "remove it: files are plain data", shown)
 
     @staticmethod
     def _syntax_hint(text: str, line: int) -> str:
