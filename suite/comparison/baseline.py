@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from suite import results
-from suite.comparison.snapshot import Entry, Sample, Snapshot, Version, of_run
+from suite.comparison.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from suite.errors import Problem, SelectionError
 
 FORMAT = 1
@@ -225,7 +225,8 @@ def _entry(
     return Entry(
         id=name,
         implementation=str(implementation),
-        strategy=str(strategy),
+        # Older baselines call one implementation by the names of several formulas.
+        strategy=strategy_of(str(implementation).split(" v ")[0], str(strategy)),
         backend=str(backend),
         world=int(world),
         verdict=str(row["verdict"]),

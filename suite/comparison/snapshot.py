@@ -28,6 +28,8 @@ _TIMED_CELL = ("workload", "base", "optimizer", "dtype", "size", "mode")
 _NO_RATIO = frozenset({"fail", "crash", "hang", "precondition", "refused"})
 _FORMULA = re.compile(r"([a-z][a-z0-9_]*)\.payload_bytes\Z")
 _DIGEST_CHARACTERS = 16
+#: How implementations of the suite are named: family, then strategy.
+_NAMED = ("reference/", "pytorch/", "deepspeed/")
 #: How the id of a planted fault begins.
 FAULTS = "mutants/"
 #: Verdict of a comparison that has a ratio: which side is faster is for the ratio to say.
@@ -208,7 +210,7 @@ def _case(line: Mapping[str, Any], version: Version) -> Entry:
     return Entry(
         id=line["id"],
         implementation=_titled(case["implementation"], case.get("label")),
-        strategy=_strategy(case["implementation"], found),
+        strategy=strategy_of(case["implementation"], _claimed(found)),
         backend=case["backend"],
         world=math.prod(case["mesh"].values()),
         verdict=verdicts.kind(line["verdict"]),
@@ -242,7 +244,7 @@ def _bench(line: Mapping[str, Any], version: Version) -> Entry:
     return Entry(
         id=line["id"],
         implementation=" v ".join(names),
-        strategy=_strategy(names[0], {}),
+        strategy=strategy_of(names[0]),
         backend=pair["backend"],
         world=int(pair["world"]),
         verdict=TIMED if known else str(line["verdict"]),
@@ -269,7 +271,7 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
     return Entry(
         id=line["id"],
         implementation=_titled(str(line["implementation"]), cell.get("label")),
-        strategy=_strategy(str(line["implementation"]), {}),
+        strategy=strategy_of(str(line["implementation"])),
         backend=line["backend"],
         world=int(line["world"]),
         verdict=str(line["verdict"]),
@@ -309,12 +311,24 @@ def _titled(implementation: str, more: str | None) -> str:
     return implementation + (f"+{more}" if more else "")
 
 
-def _strategy(implementation: str, found: Mapping[str, figures.Scalar]) -> str:
-    """What it claims to be: the memory check says so, or the formula of its bytes, or its name."""
+def strategy_of(implementation: str, claimed: str = "") -> str:
+    """The one name of what ``implementation`` is (its label left out).
+
+    Those of the suite are called what they are named, whatever a check compares them with; another
+    is what it claims to be, or else its own name.
+    """
+    name = implementation.split("+", 1)[0]
+    if claimed and not name.startswith(_NAMED) and name != "plain":
+        return claimed
+    return re.split("[/:.]", name)[-1]
+
+
+def _claimed(found: Mapping[str, figures.Scalar]) -> str:
+    """What the memory check took it for, or the formula of its bytes."""
     told = found.get("memory.strategy")
     if told is None and (formula := _FORMULA.match(str(found.get("traffic.formula")))):
         told = formula[1]
-    return str(told or re.split("[/:.]", implementation)[-1])
+    return str(told or "")
 
 
 def _cell(told: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
