@@ -67,6 +67,9 @@ def compare(
         Path | None,
         typer.Option("--save", metavar="FILE", help="write the runs as one baseline, and no more"),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="--save replaces FILE if it is there")
+    ] = False,
     into: Annotated[
         Path | None,
         typer.Option(
@@ -97,8 +100,13 @@ def compare(
         if clash:
             what = "--save writes a baseline and compares nothing"
             raise SelectionError(Problem(what, f"leave out {clash}", str(save)))
+        if not force and save.exists():
+            remedy = "give --force to replace it, or another name"
+            raise SelectionError(Problem("--save: is there already", remedy, file=str(save)))
         _save([baseline.load(name) for name in runs], save)
         return
+    if force:
+        raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
     if into is not None and form not in (Form.table, Form.markdown):
         raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
     if len(runs) < 2 and by is not By.hardware:
@@ -151,6 +159,10 @@ def _compare(
         else:
             forms.text(told, _console().print)
     if found and not any(comparison.comparable for comparison in found):
+        if form in (Form.csv, Form.json) or by is By.hardware or into is not None:
+            for comparison in found:
+                name = comparison.after.name
+                typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
         return verdicts.NOT_DECIDED
     return verdicts.HELD
 

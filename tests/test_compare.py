@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from suite.comparison import baseline, figures, forms, hardware, tables, welch
 from suite.comparison.compare import Comparison, compare
-from suite.comparison.snapshot import Sample, Snapshot
+from suite.comparison.snapshot import Sample, Snapshot, strategy_of
 from suite.timing import stats
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +178,43 @@ def test_a_figure_that_is_gone_is_a_change_and_one_that_is_new_everywhere_a_note
     found = both(run, new, old)
     assert found.unchanged
     assert found.notes == ["figures that are recorded only now: traffic.bytes_expected"]
+
+
+def test_a_narrow_run_has_lost_no_figures(run: Run) -> None:
+    """What its cases never measured is not recorded no longer."""
+    old = made.results(3)
+    for line in old[:2]:
+        line["checks"] = [check for check in line["checks"] if check["check"] != "memory"]
+    found = both(run, old, old[:2])
+    assert found.notes == [] and not found.changes
+    assert both(run, old[:2], old).notes == []
+
+
+def test_a_note_names_few_figures(run: Run) -> None:
+    old, new = made.results(2), made.results(2)
+    for line in new:
+        del line["checks"][4]["figures"]["source"]
+        line["checks"] = [check for check in line["checks"] if check["check"] != "memory"]
+    [note] = both(run, old, new).notes
+    assert re.search(r"no longer: (\S+, ){3}\S+ and \d+ more$", note)
+
+
+@pytest.mark.parametrize("verdict", ["fail", "crash(rank 1)", "undecidable"])
+def test_figures_of_what_broke_are_neither_better_nor_listed(run: Run, verdict: str) -> None:
+    """A case that sends nothing because it broke saves no bytes."""
+    old = made.results(9)
+    new = made.changed(old, 8, made.figure("traffic", "bytes_sent", "0"))
+    new[8]["verdict"], new[8]["reason"] = verdict, "because"
+    new = made.changed(new, 1, made.figure("traffic", "bytes_sent", "77777"))
+    found = both(run, old, new)
+    assert told_by(found) == ["verdict worse", "traffic.bytes_sent worse"], "verdicts first"
+    groups = tables.groups(found, "strategy", False)
+    assert groups is not None
+    [ddp] = [row for row in groups.rows if row[0] == "ddp"]
+    assert ddp[-2] == "1,000" and "better" not in tables.sentence(found)
+    rows = list(csv.DictReader(io.StringIO(forms.table([found], False))))
+    assert [row["figure"] for row in rows if row["id"] == old[8]["id"]] == ["verdict"]
+    assert told_by(both(run, new, old)) == ["traffic.bytes_sent better", "verdict better"][::-1]
 
 
 def test_a_surviving_fault_is_told(run: Run) -> None:
@@ -461,6 +498,24 @@ def test_tables_group_by_strategy_or_backend(run: Run) -> None:
     changed_only = tables.groups(found, "strategy", True)
     assert changed_only is not None
     assert [row[0] for row in changed_only.rows] == ["zero1"]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "claimed", "name"),
+    [
+        ("pytorch/pipelining+1f1b", "torch_pipelining", "pipelining"),
+        ("pytorch/pipelining", "", "pipelining"),
+        ("pytorch/tensor_parallel+plain", "torch_tensor_parallel", "tensor_parallel"),
+        ("deepspeed/zero1+owners", "deepspeed_zero1", "zero1"),
+        ("plain", "single", "plain"),
+        ("plain+any_option", "", "plain"),
+        ("my.package:Trainer", "zero1", "zero1"),
+        ("my.package:Trainer", "", "Trainer"),
+    ],
+)
+def test_one_native_has_one_name(implementation: str, claimed: str, name: str) -> None:
+    """Whichever formula its bytes were compared with, also in a baseline that says otherwise."""
+    assert strategy_of(implementation, claimed) == name
 
 
 def test_across_hardware_each_machine_has_a_column_of_its_own_ratios(run: Run) -> None:

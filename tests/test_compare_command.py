@@ -28,7 +28,14 @@ def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: A
     code, out, _ = command("compare", old, new)
     assert code == 0 and "77,777" in out
     far = str(made.write(tmp_path / "far", lines, torch="2.14.0"))
-    assert command("compare", old, far)[0] == 3
+    for more in ([], ["--format", "json"], ["--by", "hardware"]):
+        code, out, err = command("compare", old, far, *more)
+        assert code == 3
+        assert "nothing is comparable: torch 2.13.0+cpu, now 2.14.0 (3 results)" in out + err
+    lines_of_others = [made.result(made.case(9), 9)]
+    other = str(made.write(tmp_path / "other", lines_of_others))
+    code, out, _ = command("compare", old, other)
+    assert code == 3 and "the runs have no result in common" in out
     for arguments in ([old], [old, "nothing"], [old, new, "--into", "x.md", "--format", "csv"]):
         code, _, err = command("compare", *arguments)
         assert code == 2 and len(err.splitlines()) == 1
@@ -37,6 +44,21 @@ def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: A
     assert command("compare", saved, old, "--only-changed")[0] == 0
     code, _, err = command("compare", old, "--save", saved, "--by", "backend")
     assert code == 2 and "--by" in err
+
+
+def test_a_baseline_is_replaced_only_by_force(tmp_path: Path, command: Any) -> None:
+    old = str(made.write(tmp_path / "old", made.results(3)))
+    new = str(made.write(tmp_path / "new", made.results(2)))
+    saved = tmp_path / "base.json"
+    assert command("compare", old, "--save", str(saved))[0] == 0
+    before = saved.read_bytes()
+    code, _, err = command("compare", new, "--save", str(saved))
+    assert code == 2 and "is there already" in err and "--force" in err
+    assert saved.read_bytes() == before
+    assert command("compare", new, "--save", str(saved), "--force")[0] == 0
+    assert saved.read_bytes() != before
+    code, _, err = command("compare", old, new, "--force")
+    assert code == 2 and "--save" in err
 
 
 def test_a_bundle_may_stand_for_its_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from suite import verdicts
 from suite.comparison import figures
 from suite.comparison.snapshot import FAULTS, Entry, Sample, Snapshot, Version
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Names of ratios that are better when larger; those of times are better when smaller.
 EFFICIENCY = "efficiency"
+#: Verdicts of results whose figures say nothing: they were not run to their end, or not judged.
+UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+#: Figures that one note names.
+NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Pairing:
     after: Entry
     changes: tuple[Change, ...]
     figures: int
+
+    @property
+    def told(self) -> bool:
+        """Whether the figures of both sides say something; else the verdict says it all."""
+        return not UNTOLD & {self.before.verdict, self.after.verdict}
 
     @property
     def id(self) -> str:
@@ -111,10 +121,12 @@ class Comparison:
 
     @property
     def changes(self) -> list[Change]:
-        """Every exact figure that differs, worse ones first."""
+        """Every exact figure that differs, worse ones first, and of these the verdicts."""
         order = ("worse", "changed", "better")
         found = [change for pair in self.pairs for change in pair.changes] + self.kills
-        return sorted(found, key=lambda c: (order.index(c.word), c.id, c.figure))
+        return sorted(
+            found, key=lambda c: (order.index(c.word), c.figure != figures.VERDICT, c.id, c.figure)
+        )
 
     @property
     def comparable(self) -> int:
@@ -127,6 +139,17 @@ class Comparison:
         moved = any(t.verdict not in ("same", "inconclusive") for t in self.times)
         gone = self.missing or self.left_out or self.new or self.apart
         return not (self.changes or moved or gone)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing could be compared, most frequent reason first; ``""``: something was."""
+        if self.comparable:
+            return ""
+        if self.apart:
+            return "; ".join(
+                f"{why} ({len(ids):,} results)" for why, ids in reasons(self.apart)[:3]
+            )
+        return "the runs have no result in common"
 
 
 def compare(before: Snapshot, after: Snapshot) -> Comparison:
@@ -164,7 +187,7 @@ def compare(before: Snapshot, after: Snapshot) -> Comparison:
             old, new = ("killed" if told else "survives" for told in (was, killed))
             word: figures.Word = "better" if killed else "worse"
             found.kills.append(Change(fault, "fault", old, new, word))
-    found.notes = list(_notes(before, after))
+    found.notes = list(_notes(before, after, found.pairs))
     return found
 
 
@@ -193,11 +216,14 @@ def _known_figures(snapshot: Snapshot) -> set[str]:
 
 
 def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
-    changes = list(_changes(old, new, known))
+    changes = []
     if old.verdict != new.verdict:
         word = figures.word(figures.VERDICT, old.verdict, new.verdict)
-        changes.insert(0, Change(new.id, figures.VERDICT, old.verdict, new.verdict, word))
-    return Pairing(old, new, tuple(changes), len(new.figures) + 1)
+        changes.append(Change(new.id, figures.VERDICT, old.verdict, new.verdict, word))
+    alone = Pairing(old, new, tuple(changes), 1)
+    if not alone.told:
+        return alone
+    return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
 
 
 def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
@@ -270,7 +296,7 @@ def told(found: Difference, least: float, larger_is_better: bool) -> str:
     return "inconclusive" if lost else verdict
 
 
-def _notes(before: Snapshot, after: Snapshot) -> Iterator[str]:
+def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:
     """What to know about the runs as wholes."""
     if before.hardware != after.hardware:
         yield f"other hardware: {before.hardware}; now {after.hardware}"
@@ -279,14 +305,20 @@ def _notes(before: Snapshot, after: Snapshot) -> Iterator[str]:
         if was != now:
             yield f"other {name}: {was}; now {now}"
     if before.keys and after.keys:
-        for key, what in (("scenarios", "scenario key"), ("data", "data sets")):
+        for key, what in (("scenarios", "planned cases"), ("data", "data sets")):
             one, other = ({str(told.get(key)) for told in s.keys} for s in (before, after))
             if not one & other:
-                yield f"other {what} of the whole runs: cases are compared one by one"
-    known, seen = _known_figures(before), _known_figures(after)
+                yield f"the runs had other {what}: what both have is compared case by case"
+    # A narrow run lacks what its cases do not measure: only what both ran can lose a figure.
+    known, seen = (
+        {name for pair in pairs if pair.told for name in getattr(pair, side).figures}
+        for side in ("before", "after")
+    )
     for names, told_as in ((seen - known, "only now"), (known - seen, "no longer")):
-        if names and known and seen:
-            yield f"figures that are recorded {told_as}: {', '.join(sorted(names))}"
+        if names:
+            named = ", ".join(sorted(names)[:NAMED])
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            yield f"figures that are recorded {told_as}: {named}{more}"
 
 
 def _versions(snapshot: Snapshot, name: str) -> str:

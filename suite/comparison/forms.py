@@ -109,7 +109,7 @@ def _csv_rows(found: Comparison, only_changed: bool) -> Iterator[list[Any]]:
         entry = pair.after
         place = [entry.implementation, entry.strategy, entry.backend, entry.world]
         changed = {change.figure: change for change in pair.changes}
-        values = {figures.VERDICT: entry.verdict, **entry.figures, **changed}
+        values = {figures.VERDICT: entry.verdict, **(entry.figures if pair.told else {}), **changed}
         for figure in values:
             change = changed.get(figure)
             if change is None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from suite import verdicts
 from suite.comparison import figures
-from suite.comparison.compare import Change, Comparison, Timing, told
+from suite.comparison.compare import UNTOLD, Change, Comparison, Timing, told
 from suite.comparison.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
 from suite.comparison.snapshot import FAULTS, Entry
 from suite.comparison.tables import verdict_of
@@ -39,13 +39,12 @@ Rule = Literal[
 ]
 
 
-#: Verdicts of results whose figures say nothing.
-_UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
 #: Verdicts that decide nothing: a run of these alone holds nothing.
 _UNDECIDED = verdicts.OPEN | {"skip"}
+_DECIDED = frozenset(verdicts.VERDICTS) - _UNDECIDED
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 
@@ -60,6 +59,20 @@ class Finding:
     message: str
     file: str = ""
     line: int | None = None
+
+
+_TIME: Rule = "time"
+_EXPIRED: Rule = "expired"
+
+
+@dataclass(frozen=True)
+class _JudgedTime:
+    """A ratio beside a policy; ``least`` is the margin in log units."""
+
+    verdict: str
+    least: float
+    rule: Rule
+    note: str
 
 
 @dataclass
@@ -91,10 +104,14 @@ class Gate:
         if self.exit_code == verdicts.NOT_DECIDED:
             head = "nothing was decided" if self.compared else "nothing could be compared"
         found = self.comparison
+        if not self.compared:
+            head += f" ({found.obstacle})"
         late = f", {len(found.left_out)} left out" if found.left_out else ""
+        undecided = self.compared - self.decided
+        still = f", {undecided} of them undecided" if undecided else ""
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {found.before.name}{late}"
+            f"{self.compared} results compared with {found.before.name}{still}{late}"
         )
 
 
@@ -108,11 +125,9 @@ def judge(
 
     ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
     """
-    decided = {pair.id for pair in found.pairs if pair.after.verdict not in _UNDECIDED}
-    decided |= {time.id for time in found.times}
-    gate = Gate(found, compared=found.comparable, decided=len(decided))
-    gate.findings += [Finding("breaks", "evidence", name, problem) for name, problem in doubts]
     judge = _Judge(found, policy, today)
+    gate = Gate(found, compared=found.comparable, decided=len(judge.decided()))
+    gate.findings += [Finding("breaks", "evidence", name, problem) for name, problem in doubts]
     for part in (
         judge.verdicts(),
         judge.figures(),
@@ -132,6 +147,19 @@ class _Judge:
     def __init__(self, found: Comparison, told: PolicyFile, today: datetime.date) -> None:
         self.found, self.told, self.today = found, told, today
         self.policy = told.policy
+        #: Expired entries at which a result broke already: :meth:`expected` tells the others.
+        self.broken: set[int] = set()
+
+    def decided(self) -> set[str]:
+        """Ids of results that were compared and say something; an open ratio says nothing."""
+        timed = self.found.after.timed
+        decided = {
+            pair.id
+            for pair in self.found.pairs
+            if pair.after.verdict in (verdicts.RED if pair.id in timed else _DECIDED)
+        }
+        open_ = "inconclusive"
+        return decided | {time.id for time in self.found.times if self._time(time).verdict != open_}
 
     def verdicts(self) -> Iterator[Finding]:
         """Results whose verdict breaks, and those with a better one than before."""
@@ -157,10 +185,14 @@ class _Judge:
         expected = self._expected(entry.id)
         excusable = breaks or entry.verdict == "xfail"
         if expected is not None and excusable and entry.verdict != "xpass":
-            lasts = expected.until >= self.today
             message += f" (expected until {expected.until}: {expected.reason})"
-            state: State = "excused" if lasts else "breaks"
-            yield self._finding(state, "verdict" if lasts else "expired", entry, message)
+            if expected.until >= self.today:
+                yield self._finding("excused", "verdict", entry, message)
+            else:
+                index = self.policy.xfails.index(expected)
+                self.broken.add(index)
+                place = self.told.file, self.told.line(["xfails", index])
+                yield Finding("breaks", "expired", entry.id, message, *place)
         elif breaks:
             yield self._finding("breaks", "verdict", entry, message)
         elif entry.verdict == "xpass" and level != "ignore":
@@ -175,7 +207,7 @@ class _Judge:
         """Exact figures that differ."""
         rules = self.policy.figures
         for pair in self.found.pairs:
-            if pair.before.verdict != pair.after.verdict or pair.after.verdict in _UNTOLD:
+            if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNTOLD:
                 continue  # the verdict says it all: what broke was not run to its end
             for change in pair.changes:
                 level: Level = getattr(rules, change.word)
@@ -198,18 +230,8 @@ class _Judge:
         rules = self.policy.times
         entries = self.found.after.timed
         for time in self.found.times:
-            allowed = self._slowdown(time)
-            share = rules.slowdown if allowed is None else allowed.slowdown
-            note = ""
-            rule: Rule = "time"
-            if allowed is not None:
-                note = f"; {share:.0%} allowed: {allowed.reason}"
-                if allowed.until is not None and allowed.until < self.today:
-                    share, note = rules.slowdown, f"{note}, expired on {allowed.until}"
-                    rule = "expired"
-            least = max(time.margin, math.log1p(share))
-            verdict = told(time.found, least, time.larger_is_better)
-            verdict = "same" if time.before == time.after else verdict
+            judged = self._time(time)
+            rule, least, verdict, note = judged.rule, judged.least, judged.verdict, judged.note
             low, middle, high = (
                 math.exp(value) for value in (time.found.low, time.found.mean, time.found.high)
             )
@@ -224,6 +246,21 @@ class _Judge:
             elif verdict == "inconclusive":
                 state = self._state(rules.inconclusive)
                 yield from self._perhaps(state, "time", entries[time.id], message)
+
+    def _time(self, time: Timing) -> _JudgedTime:
+        """The verdict on a ratio with the slowdown that the policy allows."""
+        allowed = self._slowdown(time)
+        share = self.policy.times.slowdown if allowed is None else allowed.slowdown
+        note, rule = "", _TIME
+        if allowed is not None:
+            note = f"; {share:.0%} allowed: {allowed.reason}"
+            if allowed.until is not None and allowed.until < self.today:
+                share, note = self.policy.times.slowdown, f"{note}, expired on {allowed.until}"
+                rule = _EXPIRED
+        least = max(time.margin, math.log1p(share))
+        verdict = told(time.found, least, time.larger_is_better)
+        verdict = "same" if time.before == time.after else verdict
+        return _JudgedTime(verdict, least, rule, note)
 
     def lost_ratios(self) -> Iterator[Finding]:
         """Ratios of the baseline that the run did not measure (again), though it has the result."""
@@ -283,24 +320,38 @@ class _Judge:
 
     def expected(self) -> Iterator[Finding]:
         """Entries of expected failures that have expired, or that nothing needs any more."""
+        after = self.found.after
+        results = {**after.cases, **after.timed}
         for index, entry in enumerate(self.policy.xfails):
-            matched = [
-                case
-                for case in self.found.after.cases.values()
-                if fnmatchcase(case.id, entry.cases)
-            ]
-            failing = sum(case.verdict in _FAILING for case in matched)
-            passing = sum(case.verdict in _PASSING for case in matched)
+            matched = [r for name, r in results.items() if fnmatchcase(name, entry.cases)]
+            failing = sum(result.verdict in _FAILING for result in matched)
+            passing = sum(result.verdict in _PASSING for result in matched)
             file, line = self.told.file, self.told.line(["xfails", index])
+            expired = entry.until < self.today
             if passing:
                 state: State = "breaks" if entry.strict else "reported"
                 message = f"all {passing} cases pass: remove the expected failure"
                 if failing:
                     message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
                 yield Finding(state, "not needed", entry.cases, message, file, line)
-            if failing and entry.until < self.today:
-                message = f"expired on {entry.until}, {failing} cases still break: {entry.reason}"
-                yield Finding("breaks", "expired", entry.cases, message, file, line)
+            elif failing and expired and index not in self.broken:
+                message = f"expired on {entry.until}, and nothing breaks for it: remove it"
+                yield Finding("reported", "expired", entry.cases, message, file, line)
+            elif not matched and (message := self._excuses_nothing(entry, expired)):
+                yield Finding("reported", "not needed", entry.cases, message, file, line)
+
+    def _excuses_nothing(self, entry: ExpectedFailure, expired: bool) -> str:
+        """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
+        when = f"expired on {entry.until}; " if expired else ""
+        missing = sum(
+            fnmatchcase(name, entry.cases) and self._in_scope(name) for name in self.found.missing
+        )
+        if missing:
+            what = f"matches only missing results ({missing}), which it does not excuse"
+            return f"{when}{what}: say in cases.scope what a run has to have"
+        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.found.after.kills):
+            return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
+        return ""
 
     # ------------------------------------------------------------------------------- small things
 

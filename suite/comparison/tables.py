@@ -103,9 +103,11 @@ def sentence(found: Comparison) -> str:
     ]
     total = sum(pair.figures for pair in found.pairs)
     head = f"{found.comparable:,} results compared, {total:,} exact figures"
+    if found.obstacle:
+        head = f"nothing is comparable: {found.obstacle}"
     if found.unchanged:
         return f"{head}: nothing changed" + (f"; {'; '.join(told)}" if told else "")
-    return f"{head}: {'; '.join(told)}"
+    return f"{head}{'; ' if found.obstacle else ': '}{'; '.join(told)}"
 
 
 def runs(snapshots: Sequence[Snapshot]) -> Table:
@@ -138,7 +140,7 @@ def incomparable(found: Comparison) -> Table | None:
     """What cannot be compared, by reason."""
     if not found.apart:
         return None
-    rows = [(why, f"{len(ids):,}", _examples(ids)) for why, ids in reasons(found.apart)]
+    rows = [(why, f"{len(ids):,}", examples(ids)) for why, ids in reasons(found.apart)]
     return Table("Not comparable", ("why", "results", "which"), rows)
 
 
@@ -149,13 +151,14 @@ def presence(found: Comparison) -> Table | None:
         ("left out", "; ".join(dict.fromkeys(found.left_out.values())), list(found.left_out)),
         ("new", "not in the reference", found.new),
     )
-    rows = [(what, why, f"{len(ids):,}", _examples(ids)) for what, why, ids in parts if ids]
+    rows = [(what, why, f"{len(ids):,}", examples(ids)) for what, why, ids in parts if ids]
     if not rows:
         return None
     return Table("Only in one run", ("what", "why", "results", "which"), rows)
 
 
-def _examples(ids: Sequence[str]) -> str:
+def examples(ids: Sequence[str]) -> str:
+    """The first ids, and how many more."""
     more = f" and {len(ids) - EXAMPLES:,} more" if len(ids) > EXAMPLES else ""
     return ", ".join(ids[:EXAMPLES]) + more
 
@@ -214,7 +217,8 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
     both = [
         (old, new)
         for pair in pairs
-        if (old := figures.number(pair.before.figures.get(name))) is not None
+        if pair.told
+        and (old := figures.number(pair.before.figures.get(name))) is not None
         and (new := figures.number(pair.after.figures.get(name))) is not None
     ]
     if not both:

@@ -14,16 +14,38 @@ from suite.comparison.gate import Finding, Gate, ordered
 SUMMARY_ROWS = 100
 #: Ids that one annotation names.
 ANNOTATED_IDS = 3
+#: Findings that say the same have a line each up to this number, beyond it one together.
+SINGLE_LINES = 5
+NARROW = "a run of a part of the baseline: cases.scope in the policy says what it has to have"
 
 
 def lines(gate: Gate) -> Iterator[str]:
-    """One line a finding, what breaks first, and the outcome last."""
+    """One line a finding, or for many that say the same; what breaks first, the outcome last."""
+    groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for finding in ordered(gate.findings):
-        yield f"{finding.state:8}  {finding.rule}: {finding.id}: {_first(finding.message)}"
-        if finding.file:
-            yield f"          {_place(finding)}"
+        groups[finding.state, finding.rule, _first(finding.message)].append(finding)
+    for (state, rule, message), members in groups.items():
+        head = f"{state:8}  {rule}: "
+        if len(members) > SINGLE_LINES:
+            ids = tables.examples([finding.id for finding in members])
+            yield f"{head}{_many(gate, members)}: {message}: {ids}"
+            if rule == "missing":
+                yield f"          {NARROW}"
+            continue
+        for finding in members:
+            yield f"{head}{finding.id}: {message}"
+            if finding.file:
+                yield f"          {_place(finding)}"
     yield from gate.comparison.notes
     yield gate.sentence()
+
+
+def _many(gate: Gate, members: Sequence[Finding]) -> str:
+    """How many results a group has; of what is missing also of how many."""
+    if members[0].rule != "missing":
+        return f"{len(members):,} results"
+    before = gate.comparison.before
+    return f"{len(members):,} of {len(before.ids - before.left_out.keys()):,} results"
 
 
 def _place(finding: Finding) -> str:
