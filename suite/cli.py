@@ -187,7 +187,7 @@ def run(
     A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
     evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
     """
-    from suite import execute
+    from suite import execute, loading
     from suite.budget import plan
     from suite.results import Durations
 
@@ -226,6 +226,7 @@ def run(
             from suite.scenarios.vocabulary import installed
 
             cases = selection.cases(installed())
+    loading.check_cases(cases)
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()

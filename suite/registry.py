@@ -71,8 +71,8 @@ def mutant_names() -> list[str]:
 def check(name: str) -> None:
     """Raise :class:`UnknownImplementation` if no such thing exists; imports nothing.
 
-    Of ``package.module:Class`` the form is checked and that the package exists: importing it is the
-    rank's business.
+    Of ``package.module:Class`` the form is checked and that the package exists: whether it can be
+    imported is asked in another process (``suite.loading``).
     """
     if ":" in name:
         if not _OWN_CLASS.fullmatch(name):
@@ -87,6 +87,11 @@ def check(name: str) -> None:
             raise UnknownImplementation(name, nearest(name, mutant_names(), "mutants"))
     elif name not in _folder() and name not in _entry_points():
         raise UnknownImplementation(name, nearest(name, names(), "implementations"))
+
+
+def is_foreign(name: str) -> bool:
+    """Whether ``name`` is a user's own: a class by its path, or another package's entry point."""
+    return not name.startswith(MUTANTS) and name not in _folder()
 
 
 def load(name: str) -> type[Implementation]:

@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from suite import loading
 from suite.case import Case
 from suite.kills import Kill, judge_kill, pair
 from suite.launch.pool import Pool
@@ -90,6 +91,10 @@ class Session:
                     on_account(result, account)
                 on_result(result)
         return results, [case for case in cases if case.id not in started]
+
+    def check(self, implementation: str) -> None:
+        """Raise :class:`SelectionError` if it is a user's own and cannot be loaded."""
+        loading.check([implementation], self._pool)
 
     def axes(self, implementation: str, options: Mapping[str, Any]) -> list[str]:
         """The mesh axes that it claims under ``options``, asked in a leader; empty if it fails."""

@@ -18,8 +18,19 @@ def shardproof(
 
     :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
     """
+    return _done(_command(arguments), cwd, paths, timeout)
+
+
+def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    """What a Python program of a user did that imports the suite."""
+    return _done([sys.executable, str(path)], cwd, (), timeout)
+
+
+def _done(
+    command: Sequence[str], cwd: Path, paths: Sequence[Path], timeout: float
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        _command(arguments),
+        command,
         cwd=cwd,
         env=_environment(paths),
         capture_output=True,

@@ -12,8 +12,9 @@ _LAYERS = """
 version contract comm schedules formulas promises errors case verdicts
 oracle mantissa replay optimizers workloads ledgers backends registry
 checks evidence account kills scenarios campaign
-launch rank_program decide judge runner results records sealed budget calibrate capability_matrix \
-bundle gathered timing worker cluster verify resume junit doctor overhead comparison
+launch loading rank_program decide judge runner results records sealed budget calibrate \
+capability_matrix bundle gathered timing worker cluster verify resume junit doctor overhead \
+comparison
 cli report badges bubbles __main__ __init__ catalogue execute progress \
 selection bench_command pairs_command scaling_command compare_commands evidence_commands \
 pytest_plugin proving

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
-from commands import shardproof
+from commands import script, shardproof
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -41,6 +42,24 @@ def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "differs from the oracle" in done.stdout + done.stderr
     assert "rerun: shardproof run" in done.stdout + done.stderr
+
+
+def test_the_proof_from_python_holds(tmp_path: Path) -> None:
+    """Both lines as they stand there, beside the class of the example."""
+    found = re.search(r"^    from suite import prove\n    (verdicts = .*)$", README, re.MULTILINE)
+    assert found, "the README lost its example of prove"
+    (tmp_path / "mine.py").write_text(example())
+    (tmp_path / "judge.py").write_text(
+        textwrap.dedent(found[0]) + "\nfor row in verdicts.itertuples():\n"
+        "    print(row.world, row.lane, row.workload, row.verdict, row.reason)\n"
+    )
+    done = script(tmp_path / "judge.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.strip() for line in done.stdout.splitlines()] == [
+        f"{world} {lane} {workload} pass"
+        for world in (2, 3)
+        for lane, workload in (("fp64", "charnames_gpt"), ("dyadic", "dyadic_mlp"))
+    ]
 
 
 def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProcess[str]:

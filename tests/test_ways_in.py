@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -67,11 +68,62 @@ class Sharded(ReferenceZero1):
 def test_prove_takes_the_axis_that_is_claimed() -> None:
     (row,) = prove(Sharded, worlds=(2,), lanes=("fp64",)).to_dict("records")
     assert row["verdict"] == "pass" and "::shard2::" in row["case"], row["reason"]
-    (row,) = prove("raises_on_import:Mine", worlds=(1,)).to_dict("records")
-    assert "cannot be imported" in row["reason"]
     hybrid = {"sharding_strategy": "HYBRID_SHARD"}
     with pytest.raises(SelectionError, match=r"meshes=\[\{'replicate': 2, 'shard': 2\}\].* axis"):
         prove("reference/fsdp", options=hybrid)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"worlds": (0,)}, r"worlds cannot be this \(0\) - whole numbers from 1 to 1024"),
+        ({"worlds": "2"}, r"worlds is no list of numbers \('2'\) - .*worlds=\(2, 3\)"),
+        ({"worlds": ()}, "worlds is no list of numbers"),
+        ({"worlds": (2, True)}, r"worlds cannot be this \(True\)"),
+        ({"meshes": [{"foo": 2}]}, r"unknown axis \({'foo': 2}\) - an axis \(pipe, replicate, "),
+        ({"meshes": [{"replicate": 0}]}, r"meshes cannot be this \(0\)"),
+        ({"meshes": [{}]}, r"meshes: no mesh"),
+        ({"axis": "rows"}, r"unknown axis \(rows\) - axis: pipe, replicate, shard, tensor"),
+        ({"lanes": ("nolane",)}, r"unknown lanes \(nolane\) - lanes: bitwise, dyadic"),
+        ({"lanes": ()}, "lanes names none"),
+        ({"checks": ("none",)}, r"unknown checks \(none\) - checks: .*equivalence"),
+        ({"dtype": "int8"}, r"unknown dtype \(int8\) - dtype: float64"),
+        ({"optimizer": "adam"}, "did you mean adamw"),
+        ({"steps": 0}, "steps cannot be this"),
+        ({"deadline": -1.0}, "deadline is no time"),
+        ({"traits": ("notrait",)}, "unknown trait 'notrait'"),
+        ({"clip": 0.5}, "clip is no list of norms"),
+        ({"clip": (-1.0,)}, r"clip: no norm \(-1.0\)"),
+        ({"clip": (0.5,), "lanes": ("bitwise",)}, r"lane bitwise .* \(0.5\) - .*fp64, native"),
+        (
+            {"workload": "charnames_gpt", "lanes": ("fp64", "dyadic")},
+            "lane dyadic cannot train .* have one: dyadic_mlp.*charnames_gpt",
+        ),
+        ({"optimizer": "adamw", "lanes": ("dyadic",)}, r"lane dyadic .*SGD only \(adamw\)"),
+    ],
+)
+def test_prove_refuses_before_anything_runs(
+    tmp_path: Path, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SelectionError, match=says):
+        prove("reference/ddp", results=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "raises_on_import:Mine",
+            r"'raises_on_import:Mine' cannot be imported: ImportError: libfast",
+        ),
+        ("json:loads", "not a subclass of Implementation - nothing was run"),
+    ],
+)
+def test_prove_refuses_what_cannot_be_loaded(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(SelectionError, match=says):
+        prove(name, worlds=(1,), results=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_prove_weighs_memory_by_itself(tmp_path: Path) -> None:

@@ -310,6 +310,15 @@ class _Expansion:
                     " ".join(cell.key),
                 )
                 return
+            name = self._workload(cell.workload).name
+            if cell.lane == "dyadic" and name not in self.vocabulary.dyadic:
+                self._add(
+                    ["matrix", "lane"],
+                    f"workload {name} has no form for lane dyadic: it is no net of small integers",
+                    f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
+                    " ".join(cell.key[1:]),
+                )
+                return
             if cell.lane == "bitwise" and cell.clip is not None:
                 self._add(
                     ["matrix", "lane"],

@@ -15,7 +15,8 @@ class Vocabulary:
     """Valid names.
 
     ``groups`` gives the parameter groups that traits suggest; ``fault_of`` says why a workload
-    whose names are all known still cannot be made (``None``: it can).
+    whose names are all known still cannot be made (``None``: it can).  ``dyadic`` are the workloads
+    that have a form for that lane.
     """
 
     implementations: Collection[str]
@@ -25,6 +26,7 @@ class Vocabulary:
     checks: Collection[str]
     groups: Callable[[Iterable[str]], tuple[GroupSpec, ...]] = lambda traits: ()
     fault_of: Callable[[WorkloadSpec], str | None] = lambda spec: None
+    dyadic: Collection[str] = ()
 
 
 @cache
@@ -33,7 +35,7 @@ def installed() -> Vocabulary:
     from suite import registry
     from suite.backends import BACKENDS
     from suite.checks import CHECKS
-    from suite.workloads import TRAITS, WORKLOADS, WorkloadError, check, suggested_groups
+    from suite.workloads import TRAITS, WORKLOADS, WorkloadError, check, in_lane, suggested_groups
 
     def fault_of(spec: WorkloadSpec) -> str | None:
         try:
@@ -50,4 +52,5 @@ def installed() -> Vocabulary:
         checks=tuple(CHECKS),
         groups=suggested_groups,
         fault_of=fault_of,
+        dyadic=in_lane("dyadic"),
     )

@@ -26,6 +26,7 @@ __all__ = [
     "WorkloadError",
     "check",
     "for_case",
+    "in_lane",
     "make",
     "suggested_groups",
 ]
@@ -43,8 +44,7 @@ def make(
             that the workload has no form for.
     """
     family = lookup(spec.name, WORKLOADS, "workload")
-    if lane == "dyadic" and not family.dyadic:
-        raise WorkloadError(f"{spec.name} has no dyadic form: its numbers are not small integers")
+    _check_lane(family, lane)
     return Workload(family, spec, dtype, rounded_to)
 
 
@@ -57,6 +57,24 @@ def for_case(case: Case) -> Workload:
     return make(case.workload, case.dtype, case.lane, case.precision.get("parameters"))
 
 
-def check(spec: WorkloadSpec) -> None:
-    """Raise :class:`WorkloadError` unless ``spec`` can be made; reads no data, builds nothing."""
-    resolve(lookup(spec.name, WORKLOADS, "workload"), spec)
+def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
+    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``.
+
+    Reads no data, builds nothing.
+    """
+    family = lookup(spec.name, WORKLOADS, "workload")
+    resolve(family, spec)
+    _check_lane(family, lane)
+
+
+def in_lane(lane: Lane) -> list[str]:
+    """The workloads that have a form for ``lane``."""
+    return [name for name, family in WORKLOADS.items() if lane != "dyadic" or family.dyadic]
+
+
+def _check_lane(family: Family, lane: Lane) -> None:
+    if family.name not in in_lane(lane):
+        raise WorkloadError(
+            f"{family.name} has no {lane} form: its numbers are not small integers; "
+            f"workloads that have one: {', '.join(in_lane(lane))}"
+        )
