@@ -152,7 +152,7 @@ def bench(
     nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
-    from suite import execute
+    from suite import execute, loading
     from suite.results import Durations
     from suite.timing import plan, timetable
     from suite.timing.session import Bench
@@ -241,6 +241,7 @@ def bench(
     if profile and any(pair.backend == "in_memory" for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
+    loading.check(side.implementation for pair in pairs for side in (pair.a, pair.b))
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
     planned = timetable.plan(pairs, durations, budget, not no_memory, profile, score)

@@ -102,9 +102,12 @@ def run(
                     durations.note(name, time.monotonic() - started)
             keep_report(folder)
             show(lines, console)
-            for pair in late:
-                execute.tell(console, f"left out by the budget: {pair.id}")
-            return exit_code(lines, asked.fail_on)
+            names = [pair.id for pair in late]
+            stay = [line for line in read(folder.path).benches if line["id"] in names]
+            tell_late(names, stay, console)
+            # Figures of before are no work of now, but a budget hides no failure among them.
+            failed = exit_code(stay, asked.fail_on) == verdicts.BROKEN
+            return verdicts.BROKEN if failed else exit_code(lines, asked.fail_on)
 
         def interrupted() -> None:
             keep_report(folder)
@@ -127,6 +130,15 @@ def _time(session: Any, item: Any, asked: Asked, blocks: Blocks) -> None:
         if asked.profile and item.problem is None:
             shown.say("profile")
             session.profile(item)
+
+
+def tell_late(names: Sequence[str], stay: Sequence[Line], console: Console) -> None:
+    """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
+    from suite import execute
+
+    before = {line["id"]: f" (stays as it was: {line['verdict']})" for line in stay}
+    for name in names:
+        execute.tell(console, f"left out by the budget: {name}{before.get(name, '')}")
 
 
 def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from suite import execute, verdicts
+from suite import execute, loading, verdicts
 from suite.errors import Problem, SelectionError, nearest
+from suite.pairs_command import tell_late
 from suite.progress import Blocks
 from suite.results import Durations, read
 from suite.scenarios.load import timed
@@ -89,8 +90,9 @@ def run(
     What does not fit is left out by name: a cell by past durations, and with the cell in whose
     launches they would have been probed those that are modelled.
 
-    :raises SelectionError: a system refuses its options.
+    :raises SelectionError: a system cannot be loaded, or refuses its options.
     """
+    loading.check(cell.system.implementation for cell in chosen)
     console = execute.make_console()
     root = results.parent if results is not None else execute.RESULTS
     durations = Durations(root / "durations.json")
@@ -136,9 +138,12 @@ def run(
                     if item in timed_ones and item.problem is None:
                         durations.note(_name(cell), time.monotonic() - started)
                 show(lines, console)
-                for cell in late:
-                    execute.tell(console, f"left out by the budget: {cell.id}")
-                return exit_code(lines, below_fails)
+                names = [cell.id for cell in late]
+                stay = [line for line in read(folder.path).scalings if line["id"] in names]
+                tell_late(names, stay, console)
+                # Figures of before are no work of now, but a budget hides no failure among them.
+                failed = exit_code(stay, below_fails) == verdicts.BROKEN
+                return verdicts.BROKEN if failed else exit_code(lines, below_fails)
 
             def interrupted() -> None:
                 show(lines, console)

@@ -398,6 +398,10 @@ def test_a_dry_run_tells_the_plan(tmp_path: Path) -> None:
     assert "left out by the budget" in done.stderr and not (tmp_path / "r").exists()
 
 
+def _told(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
 class _Clockwork:
     """A session whose comparisons take as long as a clock says."""
 
@@ -451,6 +455,15 @@ def test_what_does_not_fit_is_left_out_by_name(
         _Clockwork(clock, 1.0), timetable.plan(pairs, durations, 0.01), asked, durations, run
     )
     assert [one["pair"]["name"] for one in results.read(run).benches] == ["ddp"]
+    assert "(stays as it was: " in _told(capsys)
+
+    # A failure among them counts.
+    (line,) = results.read(run).benches
+    with results.RunFolder(run, ["bench"]) as folder:
+        folder.add(line | {"verdict": "crash"}, "bench")
+    planned = timetable.plan(pairs, durations, 0.01)
+    assert pairs_command.run(_Clockwork(clock, 1.0), planned, asked, durations, run) == 1
+    assert "(stays as it was: crash)" in _told(capsys)
 
 
 def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:

@@ -567,6 +567,11 @@ def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> Non
     assert done.returncode == 3, done.stdout + done.stderr
     assert "left out by the budget" in done.stdout
     assert len(read(run).scalings) == 1 and not read(run).left_out
+    with RunFolder(run, ["shardproof", "bench"]) as folder:  # a failure of before is not hidden
+        folder.add(read(run).scalings[0] | {"verdict": "crash"}, "scaling")
+    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "(stays as it was: crash)" in done.stdout
 
 
 def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None:
