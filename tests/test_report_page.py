@@ -17,7 +17,7 @@ from test_report import case, fill, result
 
 from suite import records, report
 from suite.report import bars, curves, forest, heat, limits, summary, svg, timelines
-from suite.report.page import TEMPLATES
+from suite.report.page import TEMPLATES, parts
 from suite.results import Run, RunFolder, read
 from suite.timing.scaling import judge
 
@@ -51,7 +51,7 @@ class Page(HTMLParser):
         self.tables += tag == "table"
         self.captions += tag == "caption"
         self.bare_heads += tag == "th" and "scope" not in told
-        if tag not in ("meta", "link", "br", "img", "use", "path", "rect", "line", "circle"):
+        if tag not in ("meta", "wbr", "link", "br", "img", "use", "path", "rect", "line", "circle"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -190,6 +190,10 @@ def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     )
 
 
+def test_ids_break_between_their_parts_only() -> None:
+    assert parts("a<b::c") == "a&lt;b::<wbr>c"
+
+
 def test_bars_are_what_was_held_and_sent(full: Path) -> None:
     cases = [r for r in read(full).cases if r["case"]["implementation"] == "reference/zero2"]
     [bar, *_] = bars.memory_bars(cases)
@@ -218,10 +222,10 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     assert "target 80%" in image and "1,024" in image
     assert image.count('class="m-plain"') == image.count('class="m-wrapped"') == 2
     assert image.count('class="m-modelled"') == 5
-    assert "1024 ranks: modelled 0.350 (oversubscribed)." in image
+    assert "1024 ranks: modelled 35.0% (oversubscribed)." in image
     rows = curves.rows(scaling_lines())
     assert len(rows) == 20 and all(len(row) == len(curves.HEADINGS) for row in rows)
-    assert rows[0][5] == "0.880 [0.850, 0.910]"
+    assert rows[0][5:9] == ("88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%")
 
 
 def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:

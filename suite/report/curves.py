@@ -25,7 +25,6 @@ HEADINGS = (
         "achieved / probed",
         "exposed communication",
         "memory / formula",
-        "reason",
     ),
 )
 #: What a curve is against, its mark and its name.
@@ -63,13 +62,12 @@ def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
                 *(told["mode"], title_of(told), told["backend"], str(told["world"])),
                 str(told["verdict"]),
                 *(_interval(told, base) for base, _ in BASES),
-                _plain(_modelled(told), "{:.3f}"),
+                _plain(_modelled(told), "{:.1%}"),
                 f"{float(told.get('target') or 0):.0%}",
                 _plain(score.get("achieved_over_predicted"), "{:.3f}"),
                 _plain(score.get("achieved_over_probed"), "{:.3f}"),
                 _plain(score.get("exposed_share"), "{:.1%}"),
                 _plain(score.get("memory_over_formula"), "{:.3f}"),
-                str(told.get("reason") or ""),
             )
         )
     return found
@@ -115,7 +113,7 @@ def _measured(told: Line, base: str) -> tuple[float, float, float] | None:
 
 def _interval(told: Line, base: str) -> str:
     found = _measured(told, base)
-    return "-" if found is None else "{:.3f} [{:.3f}, {:.3f}]".format(*found)
+    return "-" if found is None else "{:.1%} [{:.1%}, {:.1%}]".format(*found)
 
 
 def _plain(value: Any, form: str) -> str:
@@ -161,12 +159,12 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Ma
 
 def _sentence(told: Line) -> str:
     parts = [
-        "{} {:.3f} ({:.3f} to {:.3f})".format(base, *found)
+        "{} {:.1%} ({:.1%} to {:.1%})".format(base, *found)
         for base, _ in BASES
         if (found := _measured(told, base))
     ]
     model = _modelled(told)
-    parts += [] if model is None else [f"modelled {model:.3f}"]
+    parts += [] if model is None else [f"modelled {model:.1%}"]
     return f"{told['world']} ranks: {', '.join(parts) or 'no figure'} ({told['verdict']})."
 
 

@@ -82,6 +82,7 @@ def html(run: Run) -> str:
         lstrip_blocks=True,
     )
     jinja.filters["look"] = look
+    jinja.filters["parts"] = parts
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     found = matrix(run)
     told = _told(run)
@@ -163,6 +164,11 @@ def look(verdict: object) -> str:
     if kind in verdicts.RED:
         return "fail"
     return "open" if kind in verdicts.OPEN else kind
+
+
+def parts(name: str) -> Markup:
+    """An id that a line may be broken in between its parts, and not inside of a word."""
+    return Markup("::<wbr>").join(name.split("::"))
 
 
 def _told(run: Run) -> list[Told]:

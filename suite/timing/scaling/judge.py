@@ -136,7 +136,7 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         if word == "inconclusive":
             needed = stats.blocks_needed(found["plain"]["log"]["sd"])
             reason = (
-                f"the interval holds the target of {cell.target:g}; {needed} blocks give a "
+                f"the interval holds the target of {cell.target:.0%}; {needed} blocks give a "
                 "half-width of 5 % here"
             )
     rates = {
@@ -267,7 +267,7 @@ def _modelled(line: Line) -> float | None:
 def _interval(found: Line | None) -> str:
     if found is None:
         return "-"
-    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{found['ratio']:.1%} [{found['low']:.1%}, {found['high']:.1%}]"
 
 
 def _share(value: float | None) -> str:
@@ -304,7 +304,7 @@ def remarks_by_system(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
         cell = first["cell"]
         base, size = cell["base"], f" {cell['size']}" if cell["size"] else ""
         batch = "in a step" if first["mode"] == "strong" else "a rank"
-        target = f"target {first['target']:g}"
+        target = f"target {first['target']:.0%}"
         heading = (
             f"{cell['name']}::{_name(first)}::{first['backend']}: {base['name']}{size}, "
             f"{base['global_batch']} samples {batch}, {base['micro_batches']} micro-batch(es), "
