@@ -195,6 +195,10 @@ def run(
     if resume and rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed what did not hold"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
+    for name in scenarios or ():
+        if (Path(name) / "run.json").is_file():
+            remedy = f"a run is named by --results {name}, beside --resume or --rerun-failed"
+            raise SelectionError(Problem("a run is no scenario", remedy, name))
     if campaign is not None:
         given = {
             "SCENARIO": scenarios,

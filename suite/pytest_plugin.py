@@ -33,6 +33,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--tier", choices=("quick", "full"), default="quick", help="default: quick")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Load a user's own class once; the processes of pytest-xdist need not do so again.
+
+    :raises pytest.UsageError: it cannot be loaded (pytest's exit code 4).
+    """
+    names = [name for name in config.getoption("--impl") if ":" in name]
+    if names and not hasattr(config, "workerinput"):
+        from suite import loading
+        from suite.errors import InputError
+
+        try:
+            loading.check(names)
+        except InputError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Scenario files are YAML files in a folder ``scenarios`` or named on the command line."""
     if file_path.suffix not in (".yaml", ".yml") or file_path.name.startswith(("_", ".")):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from suite.case import Case
 from suite.errors import Problem, SelectionError, nearest
@@ -90,9 +89,6 @@ class Selection:
         for given in self.scenarios:
             names = {given}
             if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
-                if (Path(given) / "run.json").is_file():
-                    remedy = f"a run is named by --results {given}"
-                    raise SelectionError(Problem("a run is no scenario", remedy, given))
                 names = {file.name for file in find([given])}
             found = {case.id for case in planned if names & {case.id, case.scenario}}
             if not found:

@@ -64,6 +64,7 @@ def test_run_ends_with_code_2_and_writes_nothing(
     code, out, err = command("run", "ddp-gpt", "--impl", name)
     assert (code, out) == (2, ""), out
     assert says in err and len(err.splitlines()) == 1, err
+    assert err.startswith(f"implementation '{name}'"), "no file names it"
     assert sorted(set(modules.iterdir()) - {modules / "__pycache__"}) == before
 
 

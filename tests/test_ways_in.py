@@ -51,6 +51,12 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
     assert ElementTree.parse(told).getroot()[0].get("failures") == "1"
 
 
+def test_pytest_refuses_a_class_that_cannot_be_loaded() -> None:
+    done = run_pytest("scenarios", "--impl", "json:loads", "--collect-only")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "not a subclass of Implementation - nothing was run" in done.stderr
+
+
 def test_prove_returns_a_frame() -> None:
     frame = prove("reference/naive_ddp", worlds=(2,), lanes=("fp64", "bitwise"), jobs=2)
     assert list(frame["verdict"]) == ["pass", "pass"]
