@@ -624,14 +624,17 @@ def test_annotations_point_at_scenarios_and_policy(broken: Gate) -> None:
 def test_many_findings_that_say_the_same_are_one_line(gate: Judge) -> None:
     lines = made.results(40)
     worse = made.changed(lines, 0, made.figure("traffic", "bytes_sent", "77777"))
-    found = gate(lines, worse[:2])
+    worse[1]["verdict"] = "fail"
+    found = gate([*lines, made.kill("x")], worse[:2])
     shown = list(told.lines(found))
-    assert len(shown) == 5
-    assert shown[0].startswith("breaks    figure: ")
-    assert shown[2].startswith("breaks    missing: 38 of 40 results: ")
-    assert shown[2].endswith("and 35 more") and lines[2]["id"] in shown[2]
-    assert "cases.scope" in shown[3] and shown[4].startswith("broken: 39 break")
-    assert told.document(found).count("<failure") == 39
+    assert [line.split(":")[0] for line in shown[0:4:2]] == [
+        "breaks    figure",
+        "breaks    verdict",
+    ]
+    assert shown[4].startswith("breaks    missing: 38 of 40 results: ")
+    assert shown[4].endswith("and 35 more") and lines[2]["id"] in shown[4]
+    assert "cases.scope" in shown[5] and shown[-1].startswith("broken: 40 break")
+    assert told.document(found).count("<failure") == 40
 
 
 def test_annotations_are_few(gate: Judge) -> None:

@@ -293,25 +293,25 @@ class _Judge:
         olds = {**before.cases, **before.timed}
         news = {**after.cases, **after.timed}
         unseen: Counter[str] = Counter()
-        kinds = {_kind(name) for name in after.ids}
+        kinds = {kind(name) for name in after.ids}
         for name in self.found.missing:
-            if _kind(name) not in kinds:
-                unseen[_kind(name)] += 1
+            if kind(name) not in kinds:
+                unseen[kind(name)] += 1
             elif self._in_scope(name):
-                message = "is in the baseline and not in the run"
+                message = "in the baseline, not in the run"
                 where = olds.get(name, name)
                 yield from self._perhaps(self._state(rules.missing), "missing", where, message)
-        for kind, number in unseen.items():
+        for group, number in unseen.items():
             message = f"the run has none of the {number} results of the baseline"
             if rules.missing != "ignore":
-                yield Finding("reported", "missing", kind, message)
+                yield Finding("reported", "missing", group, message)
         for name, why in self.found.left_out.items():
             if self._in_scope(name):
                 message = f"was left out by the run: {why}"
                 where = olds.get(name, name)
                 yield from self._perhaps(self._state(rules.left_out), "left out", where, message)
         for name in self.found.new:
-            message = f"{news[name].verdict}; is not in the baseline"
+            message = f"{news[name].verdict}; not in the baseline"
             yield from self._perhaps(self._state(rules.new), "new", news[name], message)
         for item in self.found.apart:
             yield from self._perhaps(
@@ -401,7 +401,7 @@ class _Judge:
         )
 
 
-def _kind(name: str) -> str:
+def kind(name: str) -> str:
     """Comparisons, scaling results and planted faults have commands of their own, cases `run`."""
     if name.startswith(FAULTS):
         return f"{FAULTS}*"
@@ -410,6 +410,7 @@ def _kind(name: str) -> str:
 
 
 def ordered(found: Sequence[Finding]) -> list[Finding]:
-    """What breaks first."""
+    """What breaks first; what only one run has, which may be much, after what was compared."""
     order = ("breaks", "reported", "excused")
-    return sorted(found, key=lambda finding: (order.index(finding.state), finding.rule))
+    last = ("missing", "left out", "new")
+    return sorted(found, key=lambda f: (order.index(f.state), f.rule in last, f.rule))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from suite import junit
 from suite.comparison import forms, tables
-from suite.comparison.gate import Finding, Gate, ordered
+from suite.comparison.gate import Finding, Gate, kind, ordered
 
 #: Findings that a summary lists; the JUnit file has all.
 SUMMARY_ROWS = 100
@@ -44,8 +44,10 @@ def _many(gate: Gate, members: Sequence[Finding]) -> str:
     """How many results a group has; of what is missing also of how many."""
     if members[0].rule != "missing":
         return f"{len(members):,} results"
-    before = gate.comparison.before
-    return f"{len(members):,} of {len(before.ids - before.left_out.keys()):,} results"
+    before, after = gate.comparison.before, gate.comparison.after
+    kinds = {kind(name) for name in after.ids}
+    known = sum(kind(name) in kinds for name in before.ids - before.left_out.keys())
+    return f"{len(members):,} of {known:,} results"
 
 
 def _place(finding: Finding) -> str:
