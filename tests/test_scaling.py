@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,6 +207,7 @@ def test_more_ranks_than_cores_are_refused_and_modelled() -> None:
     headings, table_rows = table(found)
     assert len(table_rows) == 2 and all(len(row) == len(headings) for row in table_rows)
     assert table_rows[1][3] == "4 to 1,024" and "25.0% at 4" in table_rows[1][7]
+    assert re.fullmatch(r"[\d.]+% \[[\d.]+%, [\d.]+%\]", table_rows[0][5]), "E has one unit"
     assert len(judge.narrow(table_rows[0])) == len(judge.NARROW)
     worlds, modelled = judge.modelled_table(found)
     assert "1,024" in worlds and len(modelled) == 1 and len(modelled[0]) == len(worlds)

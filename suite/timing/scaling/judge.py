@@ -238,7 +238,7 @@ def _row(line: Line) -> tuple[str, ...]:
     found, card = line["efficiency"] or {}, line.get("scorecard") or {}
     return (
         *(line["mode"], _name(line), line["backend"], str(line["world"]), line["verdict"]),
-        *(_interval(found.get(base)) for base in BASES),
+        *(_efficiency(found.get(base)) for base in BASES),
         _share(_modelled(line)),
         *_seconds(line, *BASES, "ranks"),
         *_rates(line, "plain", "ranks"),
@@ -264,7 +264,11 @@ def _modelled(line: Line) -> float | None:
     return None if told is None else told.get("efficiency")
 
 
-def _interval(found: Line | None) -> str:
+def _interval(found: Line) -> str:
+    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def _efficiency(found: Line | None) -> str:
     if found is None:
         return "-"
     return f"{found['ratio']:.1%} [{found['low']:.1%}, {found['high']:.1%}]"
