@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import synthetic_runs as made
 
-from suite import results
+from suite import bundle, results
 from suite.comparison import baseline, forms, hardware
 from suite.comparison.compare import compare
 from suite.report import insert
@@ -62,7 +61,6 @@ def test_a_baseline_is_replaced_only_by_force(tmp_path: Path, command: Any) -> N
 
 
 def test_a_bundle_may_stand_for_its_run(tmp_path: Path) -> None:
-    bundle = pytest.importorskip("suite.bundle")
     with results.RunFolder(tmp_path / "run", ["shardproof"]) as folder:
         for line in made.results(2):
             folder.add(line)

@@ -171,7 +171,6 @@ def test_launches_that_differ_are_told() -> None:
 
 def test_segments_are_balanced() -> None:
     """Each side follows itself once and another once, in the order in which blocks run."""
-    pytest.importorskip("torch")
     from suite.timing.blocks import ORDERS
 
     order = [side for pair in ("ab", "aa") for side in ORDERS[pair]] * 2
