@@ -466,10 +466,15 @@ def test_systems_without_a_data_axis_are_told_so() -> None:
     assert told.problem is None and told.mesh == {"shard": 2}
 
 
-def test_cores_are_physical_and_those_that_may_be_used() -> None:
-    from suite.launch.procs import cores, physical_cores
+def test_two_threads_of_a_core_are_one_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from suite.launch import procs
 
-    assert 1 <= physical_cores() <= cores()
+    monkeypatch.setattr(procs, "by_core", lambda: [[0, 4], [1, 5], [2]])
+    assert procs.physical_cores() == 3
+    monkeypatch.setattr(procs, "by_core", lambda: None)  # a kernel that tells nothing
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    monkeypatch.setattr(procs, "cores", lambda: 2)
+    assert procs.physical_cores() == 2
 
 
 def test_the_plain_program_is_an_implementation() -> None:

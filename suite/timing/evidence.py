@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,17 @@ def keep_report(folder: results.RunFolder) -> None:
 
 def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
     """What a stored comparison gives otherwise when it is judged again (``None``: the same)."""
+    return judged_otherwise(run, line, conclude)
+
+
+def judged_otherwise(
+    run: Path,
+    line: Mapping[str, Any],
+    judge: Callable[[Mapping[str, Any], Sequence[stats.Row]], Mapping[str, Any]],
+) -> str | None:
+    """What ``judge`` makes of the raw times of a stored ``line`` that the line does not say."""
     rows = load_times(run / line["times"]) if line.get("times") else []
-    again = json.loads(json.dumps(results.standard(conclude(line, rows))))
+    again = json.loads(json.dumps(results.standard(judge(line, rows))))
     for key, value in again.items():
         if line.get(key) != value and (key in line or key not in _LATER):
             return f"{line['id']}: the raw times give {key} {value!r}, not {line.get(key)!r}"

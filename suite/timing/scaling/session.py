@@ -7,7 +7,6 @@ The others are refused; their modelled figures come from the launches of the lar
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from suite.case import DATA_AXES, split
 from suite.errors import Problem, SelectionError
 from suite.launch.procs import physical_cores
 from suite.timing import costs
-from suite.timing.evidence import load_times, write_times
+from suite.timing.evidence import judged_otherwise, write_times
 from suite.timing.leaders import about, launched, tell
 from suite.timing.losses import by_coordinate, losses_of
 from suite.timing.plan import natural_mesh
@@ -237,18 +236,9 @@ def keep(folder: results.RunFolder, measured: Measured) -> dict[str, Any]:
     return line
 
 
-#: Figures that runs of earlier versions do not have.
-_LATER = ("trained_alike",)
-
-
 def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
     """What a stored cell gives otherwise when it is judged again (``None``: the same)."""
-    rows = load_times(run / line["times"]) if line.get("times") else []
-    again = json.loads(json.dumps(results.standard(conclude(line, rows))))
-    for key, value in again.items():
-        if line.get(key) != value and (key in line or key not in _LATER):
-            return f"{line['id']}: the raw times give {key} {value!r}, not {line.get(key)!r}"
-    return None
+    return judged_otherwise(run, line, conclude)
 
 
 # --------------------------------------------------------------------------------- in leaders
