@@ -56,14 +56,14 @@ COPY --from=digits /digits.npz /opt/venv/share/shardproof/digits.npz
 # ---- rank: torch, numpy, pydantic, PyYAML, psutil and the suite
 FROM runtime AS rank
 LABEL shardproof=rank
-COPY suite suite
+COPY suite shardproof
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
 # Users without rights could not keep the byte code, and every rank would make it again.
-RUN python -m compileall -q suite impls
+RUN python -m compileall -q shardproof impls
 USER shardproof
-CMD ["python", "-m", "suite.worker", "--help"]
+CMD ["python", "-m", "shardproof.multinode.torchrun", "--help"]
 
 # ---- what the judge has on top, as the files that installing it adds
 FROM packages AS extras
@@ -78,14 +78,14 @@ RUN touch /before && sleep 1 \
 FROM runtime AS judge
 LABEL shardproof=judge
 COPY --from=extras /extras /opt/venv
-COPY suite suite
+COPY suite shardproof
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
 # Users without rights could not keep the byte code, and every rank would make it again.
-RUN python -m compileall -q suite impls
+RUN python -m compileall -q shardproof impls
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN printf '#!/bin/sh\nexec python -m suite "$@"\n' > /usr/local/bin/shardproof \
+RUN printf '#!/bin/sh\nexec python -m shardproof "$@"\n' > /usr/local/bin/shardproof \
  && chmod 755 /usr/local/bin/shardproof
 USER shardproof
 CMD ["shardproof", "--help"]

@@ -63,10 +63,10 @@ mutants: setup ## every planted fault against every check that should see it
 
 # Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
 cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local processes
-	@$(PYTHON) -m suite.cluster run ddp-gpt ddp-dyadic --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
+	@$(PYTHON) -m shardproof.multinode.cluster run ddp-gpt ddp-dyadic --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
 
 image: ## build the container images if they are missing or old
-	@$(PYTHON) -m suite.cluster build
+	@$(PYTHON) -m shardproof.multinode.cluster build
 
 compare: setup ## regenerate the table across hardware from the committed baselines
 	@$(BIN)/shardproof compare results/baselines/*.json --by hardware --into results/README.md

@@ -1,3 +1,3 @@
 """``pytest scenarios/`` runs scenario files; ``pytest tests`` does not notice."""
 
-pytest_plugins = ["suite.pytest_plugin"]
+pytest_plugins = ["shardproof.commands.pytest_plugin"]

@@ -5,7 +5,7 @@ set -u
 worker() {  # worker RECORDS TORCHRUN_OPTION...
     records=$1; shift
     timeout -k 5 "$DEADLINE" torchrun --nproc-per-node "$per_node" --max-restarts 0 "$@" \
-        -m suite.worker $SCENARIO --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge $more
+        -m shardproof.multinode.torchrun $SCENARIO --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge $more
 }
 across="--nnodes $NODES --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id shardproof
     --rdzv-conf join_timeout=60,last_call_timeout=1"
@@ -29,4 +29,4 @@ if [ "${COMPARE:-yes}" = yes ] && [ -e /results/cluster/plan.json ]; then
 else
     set --
 fi
-exec python -m suite.worker --judge /results/cluster "$@" --results /results --prune
+exec python -m shardproof.multinode.torchrun --judge /results/cluster "$@" --results /results --prune

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+if __name__ != "shardproof":  # one name for one module: `suite` would be loaded a second time
+    raise ImportError("the package is called shardproof: write `import shardproof`")
+
 from typing import TYPE_CHECKING, Any
 
-from suite.version import VERSION as __version__
+from shardproof.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from suite.proving import prove
+    from shardproof.commands.prove import prove
 
 __all__ = ["__version__", "prove"]
 
@@ -15,7 +18,7 @@ __all__ = ["__version__", "prove"]
 def __getattr__(name: str) -> Any:
     """``prove`` is imported when it is asked for: ranks import this package without pandas."""
     if name == "prove":
-        from suite.proving import prove
+        from shardproof.commands.prove import prove
 
         return prove
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""``python -m suite``, and the command ``shardproof``."""
+"""``python -m shardproof``, and the command ``shardproof``."""
 
 from __future__ import annotations
 
-from suite.cli import main
+from shardproof.commands.main import main
 
 if __name__ == "__main__":
     main()

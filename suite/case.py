@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
+from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "native"]
 

@@ -2,7 +2,7 @@
 
 The unit is one whole optimizer step, because some systems (DeepSpeed's engine, PyTorch's pipeline
 schedules) own forward and backward themselves.  An implementation is handed everything it needs:
-the model to build, the initial state, the optimizer as data, a :class:`~suite.comm.Mesh` to
+the model to build, the initial state, the optimizer as data, a :class:`~shardproof.comm.Mesh` to
 communicate over and its options.  It never touches the default process group, the environment or
 the global random generator.
 
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from suite.comm import Mesh
-    from suite.schedules import Action, Schedule
+    from shardproof.comm import Mesh
+    from shardproof.schedules import Action, Schedule
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
 #: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.

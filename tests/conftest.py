@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from suite import cli
+from shardproof.commands import main
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            main.main()
         out, err = capsys.readouterr()
         return int(end.value.code or 0), out, err
 

@@ -26,7 +26,7 @@ EXCEPTIONS = {
     ("promises", "workloads"),  # so does plan_of(case, workload, model)
     ("oracle", "launch"),  # its cache is written in the ranks' own packing format
 }
-ALLOWED_FOR_IMPLEMENTATIONS = ("suite.contract", "suite.comm", "suite.schedules")
+ALLOWED_FOR_IMPLEMENTATIONS = ("shardproof.contract", "shardproof.comm", "shardproof.schedules")
 #: Strategy files that may import other strategies.
 COMPOSERS = {"hybrid"}
 
@@ -71,7 +71,7 @@ def test_implementations_import_the_contract_only() -> None:
     wrong = []
     for path in (ROOT / "impls").rglob("*.py"):
         # A fault also names the case that shows it.
-        more = ("suite.case",) if "mutants" in path.parts else ()
+        more = ("shardproof.case",) if "mutants" in path.parts else ()
         for name in imports(path):
             if name.startswith("suite.") and not name.startswith(
                 (*ALLOWED_FOR_IMPLEMENTATIONS, *more)

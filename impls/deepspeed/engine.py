@@ -36,11 +36,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from impls.deepspeed.json_form import ZeroOptimization, parse, section
-from impls.reference.parts.optimizer import build_optimizer, param_groups, set_learning_rate
-from impls.reference.parts.state import broadcast_tensors, load_state
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -52,6 +49,13 @@ from suite.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.deepspeed.json_form import ZeroOptimization, parse, section
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    param_groups,
+    set_learning_rate,
+)
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Why traits are declined.
 ZERO_GRADIENT = "DeepSpeed gives a parameter without a gradient zeros and updates it"

@@ -5,7 +5,7 @@ A scenario gives what would stand in ``ds_config.json``::
     options: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}
 
 DeepSpeed takes any key and drops those that it does not know, or that its stage does not use; here
-both are :class:`~suite.contract.Refused`.  What the case decides (optimizer, clipping, batch sizes)
+both are ``contract.Refused``.  What the case decides (optimizer, clipping, batch sizes)
 cannot stand there a second time, another precision than fp32 not at all.  Names and defaults:
 ``config.py`` and ``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module
 needs no DeepSpeed.
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from impls.reference.parts.options import at_least, parse_options, unknown
-from suite.contract import Refused
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.options import at_least, parse_options, unknown
 
 #: Sections of the JSON form that the case itself decides, and by what.
 DECIDED: dict[str, str] = {

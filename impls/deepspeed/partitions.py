@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impls.deepspeed.engine import Engine
-from suite.comm import Mesh
-from suite.contract import Batch, Build, Observe, OptimizerSpec, Piece, StepResult
+from shardproof.comm import Mesh
+from shardproof.contract import Batch, Build, Observe, OptimizerSpec, Piece, StepResult
+from shardproof.impls.deepspeed.engine import Engine
 
 
 class Partitioned(Engine):

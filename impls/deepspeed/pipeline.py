@@ -36,21 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.deepspeed import engine
-from impls.deepspeed.engine import ZERO_GRADIENT, environment
-from impls.reference.parts.optimizer import (
-    build_optimizer,
-    make_slots,
-    param_groups,
-    set_learning_rate,
-    slot_pieces,
-)
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.schedules import one_f_one_b
-from impls.reference.parts.stages import cut
-from impls.reference.parts.state import copy_pieces, load_state
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -63,7 +50,20 @@ from suite.contract import (
     Refused,
     StepResult,
 )
-from suite.schedules import Action, Schedule
+from shardproof.impls.deepspeed import engine
+from shardproof.impls.deepspeed.engine import ZERO_GRADIENT, environment
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    make_slots,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import copy_pieces, load_state
+from shardproof.impls.reference.pipeline.schedules import one_f_one_b
+from shardproof.impls.reference.pipeline.stages import cut
+from shardproof.schedules import Action, Schedule
 
 BYTES = "RuntimeError: DeepSpeed broadcasts parameters viewed as bytes, which torch refuses of {}"
 #: Of 0.19.8 (runtime/engine.py, _broadcast_model), even where nobody else has the stage.

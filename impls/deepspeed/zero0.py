@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.deepspeed import engine
-from impls.deepspeed.engine import Engine
-from suite.contract import Piece
+from shardproof.contract import Piece
+from shardproof.impls.deepspeed import engine
+from shardproof.impls.deepspeed.engine import Engine
 
 
 class DeepSpeedZero0(Engine):

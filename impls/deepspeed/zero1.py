@@ -19,7 +19,7 @@ gradients are clipped.  Numbers: the mean over ranks of losses times N.
 
 from __future__ import annotations
 
-from impls.deepspeed.partitions import FlatPartitions
+from shardproof.impls.deepspeed.partitions import FlatPartitions
 
 
 class DeepSpeedZero1(FlatPartitions):

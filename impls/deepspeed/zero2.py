@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
-from impls.deepspeed.partitions import FlatPartitions
+from shardproof.impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
+from shardproof.impls.deepspeed.partitions import FlatPartitions
 
 
 class DeepSpeedZero2(FlatPartitions):

@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from impls.deepspeed import engine
-from impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
-from impls.deepspeed.partitions import Partitioned
-from suite.contract import Kind, Piece, Refused
+from shardproof.contract import Kind, Piece, Refused
+from shardproof.impls.deepspeed import engine
+from shardproof.impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
+from shardproof.impls.deepspeed.partitions import Partitioned
 
 
 class DeepSpeedZero3(Partitioned):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from suite.case import Lane, WorkloadSpec
-from suite.contract import Implementation, OptimizerSpec
+from shardproof.case import Lane, WorkloadSpec
+from shardproof.contract import Implementation, OptimizerSpec
 
 C = TypeVar("C", bound=type)
 

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from impls.pytorch.recompute import plain
-from impls.pytorch.scaling import make_scaler, update
-from impls.reference.parts.optimizer import build_optimizer, param_groups
-from impls.reference.parts.state import broadcast_tensors, load_state, named_state
-from impls.reference.parts.units import Wrap, plan_units
-from suite.comm import Comm, Mesh
-from suite.contract import (
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Implementation,
@@ -40,6 +35,11 @@ from suite.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.pytorch.recompute import plain
+from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
+from shardproof.impls.reference.units.plan import Wrap, plan_units
 
 
 class Adapter(Implementation):

@@ -29,17 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impls.pytorch.recompute import checkpoint_units, plain, single_unit
-from impls.pytorch.scaling import make_scaler, update
-from impls.reference.parts.optimizer import (
-    build_optimizer,
-    param_groups,
-    slot_pieces,
-)
-from impls.reference.parts.options import at_least, parse_options
-from impls.reference.parts.state import broadcast_tensors, load_state
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -51,6 +42,11 @@ from suite.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
+from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Traits under which what takes part in a backward varies, and those under which it never does.
 VARYING = (

@@ -47,14 +47,14 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from impls.pytorch.adapter import Adapter, whole_units
-from impls.pytorch.recompute import checkpoint_units, plain, single_unit
-from impls.reference.parts.norm import clip_factor, power_sum, total_norm
-from impls.reference.parts.optimizer import slot_pieces
-from impls.reference.parts.options import Training, at_least, parse_options
-from impls.reference.parts.units import Wrap
-from suite.comm import Mesh
-from suite.contract import Capabilities, Kind, Piece, Refused
+from shardproof.comm import Mesh
+from shardproof.contract import Capabilities, Kind, Piece, Refused
+from shardproof.impls.pytorch.adapter import Adapter, whole_units
+from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
+from shardproof.impls.reference.engine.optimizer import slot_pieces
+from shardproof.impls.reference.engine.options import Training, at_least, parse_options
+from shardproof.impls.reference.units.plan import Wrap
 
 #: Mesh axes of each strategy.
 AXES = {

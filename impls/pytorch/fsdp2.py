@@ -39,13 +39,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from impls.pytorch.adapter import Adapter, whole_units
-from impls.pytorch.recompute import checkpoint_units, plain, single_unit
-from impls.reference.parts.optimizer import slot_pieces
-from impls.reference.parts.options import Training, at_least, parse_options
-from impls.reference.parts.units import Wrap
-from suite.comm import Mesh
-from suite.contract import Capabilities, Kind, Piece, Refused
+from shardproof.comm import Mesh
+from shardproof.contract import Capabilities, Kind, Piece, Refused
+from shardproof.impls.pytorch.adapter import Adapter, whole_units
+from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.reference.engine.optimizer import slot_pieces
+from shardproof.impls.reference.engine.options import Training, at_least, parse_options
+from shardproof.impls.reference.units.plan import Wrap
 
 #: What not every version of torch has.
 UNUSED = "set_reduce_scatter_unused_params"

@@ -43,24 +43,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from impls.pytorch import pipelining
-from impls.pytorch.adapter import whole_units
-from impls.pytorch.fsdp2 import VARYING
-from impls.pytorch.pipelining import TORN, Pipelining, evaluating, meta
-from impls.pytorch.tensor_parallel import LOSS_PARALLEL, check_length, check_loss, parallel_loss
-from impls.pytorch.tensor_styles import (
-    SEQUENCE,
-    apply_styles,
-    dtensor_pieces,
-    plan_styles,
-    settle_gradient,
-)
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.stages import cut
-from impls.reference.parts.state import broadcast_tensors, load_state, named_state
-from impls.reference.parts.units import Wrap
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -70,6 +54,27 @@ from suite.contract import (
     Piece,
     Refused,
 )
+from shardproof.impls.pytorch import pipelining
+from shardproof.impls.pytorch.adapter import whole_units
+from shardproof.impls.pytorch.fsdp2 import VARYING
+from shardproof.impls.pytorch.pipelining import TORN, Pipelining, evaluating, meta
+from shardproof.impls.pytorch.tensor_parallel import (
+    LOSS_PARALLEL,
+    check_length,
+    check_loss,
+    parallel_loss,
+)
+from shardproof.impls.pytorch.tensor_styles import (
+    SEQUENCE,
+    apply_styles,
+    dtensor_pieces,
+    plan_styles,
+    settle_gradient,
+)
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
+from shardproof.impls.reference.pipeline.stages import cut
+from shardproof.impls.reference.units.plan import Wrap
 
 #: Along which the batch is cut.
 DATA_AXES = ("replicate", "shard")

@@ -57,20 +57,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from impls.pytorch.scaling import make_scaler, update
-from impls.reference.parts.norm import clip_factor, power_sum
-from impls.reference.parts.optimizer import (
-    build_optimizer,
-    make_slots,
-    param_groups,
-    slot_pieces,
-)
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.schedules import gpipe, one_f_one_b
-from impls.reference.parts.stages import cut
-from impls.reference.parts.state import copy_pieces, load_state
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -83,7 +71,19 @@ from suite.contract import (
     Refused,
     StepResult,
 )
-from suite.schedules import Action, Schedule
+from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.reference.engine.norm import clip_factor, power_sum
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    make_slots,
+    param_groups,
+    slot_pieces,
+)
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import copy_pieces, load_state
+from shardproof.impls.reference.pipeline.schedules import gpipe, one_f_one_b
+from shardproof.impls.reference.pipeline.stages import cut
+from shardproof.schedules import Action, Schedule
 
 #: Option -> torch's class, where the installed torch has it.
 CLASSES: dict[str, Any] = {

@@ -19,9 +19,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from impls.reference.parts.options import at_least
-from impls.reference.parts.recompute import Buffers
-from suite.contract import Refused
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.options import at_least
+from shardproof.impls.reference.engine.recompute import Buffers
 
 #: What torch's checkpoint wrapper adds to names.
 CHECKPOINT = "_checkpoint_wrapped_module."

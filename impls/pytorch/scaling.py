@@ -21,8 +21,8 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from impls.reference.parts.optimizer import set_learning_rate
-from suite.contract import Observe, OptimizerSpec
+from shardproof.contract import Observe, OptimizerSpec
+from shardproof.impls.reference.engine.optimizer import set_learning_rate
 
 
 def make_scaler(spec: OptimizerSpec, device: str, shards: ProcessGroup | None = None) -> GradScaler:

@@ -44,19 +44,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.nn import functional as F
 
-from impls.pytorch.adapter import Adapter
-from impls.pytorch.tensor_styles import (
+from shardproof.comm import Mesh
+from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.impls.pytorch.adapter import Adapter
+from shardproof.impls.pytorch.tensor_styles import (
     apply_styles,
     copy_number,
     dtensor_pieces,
     plan_styles,
     settle_gradient,
 )
-from impls.reference.parts.optimizer import slot_pieces
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.state import broadcast_tensors
-from suite.comm import Mesh
-from suite.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.impls.reference.engine.optimizer import slot_pieces
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors
 
 UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from suite.contract import Piece, Refused
+from shardproof.contract import Piece, Refused
 
 #: Below a unit: what is split by rows of the weight, what by columns, and what stays whole.
 COLUMNS = ("attention.qkv", "mlp.up", "up")

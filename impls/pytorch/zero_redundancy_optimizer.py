@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from impls.pytorch.ddp import Options as DDPOptions
-from impls.pytorch.ddp import PyTorchDDP
-from impls.reference.parts.optimizer import param_groups
-from impls.reference.parts.options import parse_options
-from suite.contract import Capabilities, Kind, Piece
+from shardproof.contract import Capabilities, Kind, Piece
+from shardproof.impls.pytorch.ddp import Options as DDPOptions
+from shardproof.impls.pytorch.ddp import PyTorchDDP
+from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.engine.options import parse_options
 
 
 @dataclass(frozen=True)

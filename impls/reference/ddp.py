@@ -47,14 +47,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.reference.engine import Engine
-from impls.reference.parts.buckets import Bucket, plan_buckets
-from impls.reference.parts.handle import Handle, Replicated
-from impls.reference.parts.options import at_least, parse_options
-from impls.reference.parts.reducers import AllReduce, Reducer, Work
-from impls.reference.parts.state import broadcast_tensors, named_state
-from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind, Refused
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle, Replicated
+from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.parts.buckets import Bucket, plan_buckets
+from shardproof.impls.reference.parts.reducers import AllReduce, Reducer, Work
 
 
 @dataclass(frozen=True)

@@ -43,23 +43,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
-from impls.reference.engine import Engine
-from impls.reference.fsdp.schedule import Options as FSDPOptions
-from impls.reference.parts.cuts import Whole
-from impls.reference.parts.handle import Handle, Local
-from impls.reference.parts.norm import power_sum, total_norm
-from impls.reference.parts.options import Training, parse_options
-from impls.reference.parts.precision import Precision
-from impls.reference.parts.recompute import Group
-from impls.reference.parts.sharded import Options as ZeroOptions
-from impls.reference.parts.state import gather_over, put
-from impls.reference.parts.step_shards import StepShards
-from impls.reference.parts.units import UnitPlan
-from impls.reference.pipeline import Options as PipelineOptions
-from impls.reference.pipeline import ReferencePipeline
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -69,7 +54,22 @@ from suite.contract import (
     Piece,
     Refused,
 )
-from suite.schedules import Schedule
+from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle, Local
+from shardproof.impls.reference.engine.norm import power_sum, total_norm
+from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.recompute import Group
+from shardproof.impls.reference.engine.state import gather_over, put
+from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
+from shardproof.impls.reference.parts.sharded import Options as ZeroOptions
+from shardproof.impls.reference.pipeline import Options as PipelineOptions
+from shardproof.impls.reference.pipeline import ReferencePipeline
+from shardproof.impls.reference.tensor.cuts import Whole
+from shardproof.impls.reference.units.plan import UnitPlan
+from shardproof.impls.reference.units.step_shards import StepShards
+from shardproof.schedules import Schedule
 
 DATA_AXES = ("replicate", "shard")
 #: The strategies of the data axes, and their options.

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from impls.reference.engine import Engine
-from impls.reference.parts.handle import Handle, Replicated
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.state import broadcast_tensors, named_state
-from suite.comm import Comm, Mesh
-from suite.contract import Capabilities
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Capabilities
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle, Replicated
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 
 
 @dataclass(frozen=True)

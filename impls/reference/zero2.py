@@ -40,13 +40,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.reference.engine import Engine
-from impls.reference.parts.handle import Handle
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
-from impls.reference.parts.state import gather_pieces
-from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
 
 
 def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero2:

@@ -46,16 +46,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.reference.engine import Engine
-from impls.reference.parts.handle import Handle
-from impls.reference.parts.offload import HostTier
-from impls.reference.parts.options import Training, parse_options
-from impls.reference.parts.shards import Unit
-from impls.reference.parts.state import gather_pieces
-from impls.reference.parts.units import Wrap, plan_units
-from impls.reference.parts.wrapped import WrappedHandle
-from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.units.handle import WrappedHandle
+from shardproof.impls.reference.units.plan import Wrap, plan_units
+from shardproof.impls.reference.units.shard import Unit
 
 
 @dataclass(frozen=True)

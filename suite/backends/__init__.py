@@ -8,11 +8,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store
 
-from suite.backends import gloo, in_memory, nccl
-from suite.backends.base import listen
-from suite.backends.in_memory import Hub
-from suite.backends.weather import Weather, weather_of
-from suite.ledgers import phases, traffic
+from shardproof.backends import gloo, in_memory, nccl
+from shardproof.backends.base import listen
+from shardproof.backends.disturbances import Weather, weather_of
+from shardproof.backends.in_memory import Hub
+from shardproof.ledgers import program_order, traffic
 
 __all__ = ["BACKENDS", "Backend", "Hub", "join", "leave", "listen", "Weather", "weather_of"]
 
@@ -82,6 +82,6 @@ def leave() -> None:
 
 
 def _ledgers(backend: Backend, on: bool) -> None:
-    log = phases.RankLog() if on else None
-    phases.install(log, process=not backend.threads)
+    log = program_order.RankLog() if on else None
+    program_order.install(log, process=not backend.threads)
     traffic.install(traffic.TrafficLedger(log) if log else None, process=not backend.threads)

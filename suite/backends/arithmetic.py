@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from suite.backends.errors import CollectiveMismatch
-from suite.backends.request import Request
+from shardproof.backends.errors import CollectiveMismatch
+from shardproof.backends.request import Request
 
 #: ``(destination, value)``: to be copied into the destination, which belongs to one rank.
 Write = tuple[Tensor, Tensor]

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from suite.backends.request import Request, chunks, listed, reduction, root_of, rows
-from suite.ledgers import memory, traffic
-from suite.ledgers.phases import inside_backward
+from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
+from shardproof.ledgers import memory, traffic
+from shardproof.ledgers.program_order import inside_backward
 
 #: Called with one line of text per call of this process's ranks; set by the launcher.
 _listener: Callable[[str], None] | None = None

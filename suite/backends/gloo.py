@@ -1,4 +1,4 @@
-"""gloo, with a ledger where one is wanted: see :mod:`suite.backends.logged`."""
+"""gloo, with a ledger where one is wanted: see :mod:`shardproof.backends.logged`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from suite.backends import logged
-from suite.backends.weather import Weather
+from shardproof.backends import logged
+from shardproof.backends.disturbances import Weather
 
 _NAME = "ProcessGroupGloo"
 _NATIVE: Any = getattr(c10d, _NAME, None)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from suite.backends import arithmetic
-from suite.backends.errors import (
+from shardproof.backends import arithmetic
+from shardproof.backends.errors import (
     CollectiveMismatch,
     CommError,
     Deadlock,
@@ -31,7 +31,7 @@ from suite.backends.errors import (
     RankEnded,
     RankFailed,
 )
-from suite.backends.request import Request
+from shardproof.backends.request import Request
 
 GroupKey = tuple[str, tuple[int, ...], int]
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, meeting in a :class:`~suite.backends.hub.Hub`.
+"""Ranks as threads of one process, meeting in a :class:`~shardproof.backends.hub.Hub`.
 
 A full ``torch.distributed`` backend: native DDP, FSDP2, DTensor and pipelining run on it
 unchanged. Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads
@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from suite.backends import arithmetic, world
-from suite.backends.base import GroupBase, Handle
-from suite.backends.hub import Hub, Pending
-from suite.backends.request import Request
-from suite.backends.weather import Weather, poison
+from shardproof.backends import arithmetic, world
+from shardproof.backends.base import GroupBase, Handle
+from shardproof.backends.disturbances import Weather, poison
+from shardproof.backends.hub import Hub, Pending
+from shardproof.backends.request import Request
 
 __all__ = ["Hub", "join", "leave", "own_random"]
 

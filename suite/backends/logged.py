@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from suite.backends.base import GroupBase, Handle
-from suite.backends.request import OLD_NAMES, Request
-from suite.backends.weather import Weather, poison
+from shardproof.backends.base import GroupBase, Handle
+from shardproof.backends.disturbances import Weather, poison
+from shardproof.backends.request import OLD_NAMES, Request
 
 
 class _Handle(Handle):

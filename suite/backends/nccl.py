@@ -1,4 +1,4 @@
-"""NCCL, with a ledger where one is wanted: see :mod:`suite.backends.logged`.
+"""NCCL, with a ledger where one is wanted: see :mod:`shardproof.backends.logged`.
 
 One GPU a rank: rank ``r`` of a case computes on GPU ``r`` of this machine, because NCCL refuses two
 ranks on one GPU.  Payloads are counted as for every backend, before NCCL picks its algorithm.
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from suite.backends import logged
-from suite.backends.weather import Weather
+from shardproof.backends import logged
+from shardproof.backends.disturbances import Weather
 
 _NAME = "ProcessGroupNCCL"
 _NATIVE: Any = getattr(c10d, _NAME, None)
@@ -61,7 +61,7 @@ def join(
     ledgers: bool,
     weather: Weather | None = None,
 ) -> None:
-    """Take GPU ``rank`` and join the default group; see :func:`suite.backends.gloo.join`."""
+    """Take GPU ``rank`` and join the default group; see :func:`shardproof.backends.gloo.join`."""
     LoggedNccl.weather = weather
     torch.cuda.set_device(rank)
     chosen = (_NAME, LoggedNccl if ledgers else _NATIVE)

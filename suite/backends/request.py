@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from suite.ledgers import traffic
+from shardproof.ledgers import traffic
 
 _ReduceOp = dist.ReduceOp
 _REDUCE_NAMES: dict[Any, str] = {

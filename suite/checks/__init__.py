@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from suite.evidence import Evidence, Figures, Row
+    from shardproof.evidence.assembled import Evidence, Figures, Row
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
-    name: f"suite.checks.{name}"
+    name: f"shardproof.checks.{name}"
     for name in (
         "equivalence",
         "replicas",

@@ -24,8 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from suite.checks import Outcome, Worst, between, native
-from suite.checks.numbers import (
+from shardproof.checks import Outcome, Worst, between_steps, working_precision
+from shardproof.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
     ZERO_FLOOR,
@@ -40,17 +40,17 @@ from suite.checks.numbers import (
     take,
     within_ulps,
 )
-from suite.evidence import Assembled, Evidence, Figures, Row
-from suite.formulas import CaseFacts
-from suite.mantissa import Budget
-from suite.optimizers import (
+from shardproof.costs.expression import CaseFacts
+from shardproof.costs.stages import schedule_name, stages_of
+from shardproof.evidence.assembled import Assembled, Evidence, Figures, Row
+from shardproof.oracle.exactness import Budget
+from shardproof.oracle.optimizers import (
     build_optimizer,
     largest_terms,
     load_slots,
     read_slots,
     set_learning_rate,
 )
-from suite.promises.stages import schedule_name, stages_of
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -103,7 +103,7 @@ def measure(evidence: Evidence) -> list[Row]:
             _native(evidence, tally)
         else:
             _against_oracle(evidence, tally)
-        tally.rows += between.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
+        tally.rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
     except _Failure as failure:
         tally.rows.append({"problem": str(failure)})
     return tally.rows
@@ -129,7 +129,7 @@ def decide(figures: Figures) -> Outcome:
     problem = next((row["problem"] for row in rows if "problem" in row), problem)
     told: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
     if figures.case.lane == "native":
-        told["factor"] = native.factor(figures)
+        told["factor"] = working_precision.factor(figures)
     told |= {key: figures.oracle[key] for key in ("updates", "stale") if key in figures.oracle}
     if problem:
         return Outcome("equivalence", "fail", problem, tally.worst, told)
@@ -187,8 +187,8 @@ def _replayed(evidence: Evidence, tally: _Tally) -> None:
 def _native(evidence: Evidence, tally: _Tally) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload["zero_gradient"]
-    bound, unit = native.factor(evidence), native.round_off(case.lowest_dtype)
-    truths, singles = native.teachers(evidence)
+    bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)
+    truths, singles = working_precision.teachers(evidence)
     for step in evidence.steps:
         truth, single = truths[step], singles[step]
         ratios: dict[tuple[str, str, str], float] = {}
@@ -199,12 +199,14 @@ def _native(evidence: Evidence, tally: _Tally) -> None:
             state = evidence.observed(step, point, "gradients")
             _check_names(state, truth[kind], step, point)
             found = state.first()
-            errors = native.ratios(found, single[kind], truth[kind], regions)
+            errors = working_precision.ratios(found, single[kind], truth[kind], regions)
             ratios |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
-            errors = native.noise(found, truth[kind], regions, unit)
+            errors = working_precision.noise(found, truth[kind], regions, unit)
             silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
         shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
-        told = native.loss_ratio(sum(shares.values()), single["loss"], truth["loss"], unit)
+        told = working_precision.loss_ratio(
+            sum(shares.values()), single["loss"], truth["loss"], unit
+        )
         ratios["loss", "forward", "all ranks"] = told
         for (name, point, owner), error, limit in (
             *((key, error, bound) for key, error in ratios.items()),
@@ -301,7 +303,7 @@ def _compare_all(
     # Under mixed precision a rank may hold parameters as it computes with them, beside masters.
     rounded = {getattr(torch, evidence.case.compute_dtype)} if phase.endswith("parameters") else ()
     if zeros and not exact(evidence):
-        unit = native.round_off(evidence.case.dtype)
+        unit = working_precision.round_off(evidence.case.dtype)
         floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
     for name, expected in truth.items():
         parts = [part for part in _declared(regions, name) if _is_silent(expected, part, floor)]

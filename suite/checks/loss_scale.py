@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from suite.checks import Outcome, Worst
-from suite.evidence import Figures, Row
+from shardproof.checks import Outcome, Worst
+from shardproof.evidence.assembled import Figures, Row
 
 TRAIT = "overflow_on_one_rank"
 

@@ -9,7 +9,7 @@ lie within two bounds that follow from the largest unit, from prefetch and from 
 state that was not let go, too little is work that was not done.  Bytes that are copied between the
 tiers in a step are counted apart from network traffic and compared, too; so are parameters that are
 split and those that stand on every rank, where a promise tells them apart.  Promises are in
-:mod:`suite.promises`; the accounting (A32, A16, ...) is named.
+:mod:`shardproof.costs`; the accounting (A32, A16, ...) is named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: gloo is weighed for systems that need
@@ -23,15 +23,15 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from suite.checks import Outcome, Worst
-from suite.evidence import Figures
-from suite.formulas import CaseFacts
-from suite.ledgers.memory import weighable
-from suite.ledgers.memory.summary import PHASES
-from suite.promises import Promise, promise_of, whole_bytes
-from suite.promises.accounting import Accounting, accounting_of
-from suite.promises.base import JUDGED
-from suite.promises.plan import ITEMSIZE
+from shardproof.checks import Outcome, Worst
+from shardproof.costs import Promise, promise_of, whole_bytes
+from shardproof.costs.accounting import Accounting, accounting_of
+from shardproof.costs.expression import CaseFacts
+from shardproof.costs.model import JUDGED
+from shardproof.costs.model_facts import ITEMSIZE
+from shardproof.evidence.assembled import Figures
+from shardproof.ledgers.memory import weighable
+from shardproof.ledgers.memory.summary import PHASES
 
 #: (step, place) -> tier -> class -> bytes.
 Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]

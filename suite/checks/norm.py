@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 
-from suite.checks import Outcome, Worst
-from suite.checks.numbers import FP64_BOUND
-from suite.evidence import Figures
+from shardproof.checks import Outcome, Worst
+from shardproof.checks.numbers import FP64_BOUND
+from shardproof.evidence.assembled import Figures
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from suite.checks import Outcome
-from suite.checks.traffic import step_calls
-from suite.evidence import Figures
-from suite.formulas import CaseFacts
-from suite.promises import promise_of
+from shardproof.checks import Outcome
+from shardproof.checks.traffic import step_calls
+from shardproof.costs import promise_of
+from shardproof.costs.expression import CaseFacts
+from shardproof.evidence.assembled import Figures
 
 #: Steps in which an implementation may still be learning the order of its gradients.
 SETTLING = 2

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from suite.checks import Outcome
+from shardproof.checks import Outcome
 
 
 def judge_errors(expected: str, errors: Sequence[Any]) -> Outcome:
-    """``errors``: a :class:`~suite.launch.ranks.RankOutcome` per rank."""
+    """``errors``: a :class:`~shardproof.launch.ranks.RankOutcome` per rank."""
     raised = [error for error in errors if error.status == "raised"]
     for error in raised:
         if expected.lower() in f"{error.error_type}: {error.message}".lower():

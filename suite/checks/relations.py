@@ -42,10 +42,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from suite import registry, workloads
-from suite.case import Case
-from suite.checks import Outcome, Worst
-from suite.checks.numbers import (
+from shardproof import registry, workloads
+from shardproof.case import Case
+from shardproof.checks import Outcome, Worst
+from shardproof.checks.numbers import (
     FP64_BOUND,
     ZERO_FLOOR,
     Compare,
@@ -58,8 +58,8 @@ from suite.checks.numbers import (
     split_zero,
     take,
 )
-from suite.evidence import Assembled, Evidence, Figures, Row
-from suite.ledgers.memory.summary import weighable
+from shardproof.evidence.assembled import Assembled, Evidence, Figures, Row
+from shardproof.ledgers.memory.summary import weighable
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from suite.checks import Outcome, Worst
-from suite.evidence import Figures, Row
+from shardproof.checks import Outcome, Worst
+from shardproof.evidence.assembled import Figures, Row
 
 #: Name -> replica -> what is stored of that copy.
 Copies = Mapping[str, Mapping[int, Row]]

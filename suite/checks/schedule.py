@@ -7,7 +7,7 @@ size (``Implementation.schedule``).  What is wrong with that fails without being
   breaks F before B before W, messages out of order, a deadlock, which is told as its cycle;
 * one that is not what its name says: what the options ask for is what is claimed; bubbles, played
   on a simulated clock, and micro-batches in flight equal the published closed forms
-  (:mod:`suite.promises.schedules`); where none is published the verdict says so.
+  (:mod:`shardproof.costs.schedules`); where none is published the verdict says so.
 
 Then:
 
@@ -41,19 +41,19 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from suite.case import Case
-from suite.checks import Outcome, Worst
-from suite.contract import Implementation, Refused
-from suite.evidence import Figures, Row
-from suite.formulas import CaseFacts
-from suite.ledgers.memory import weighable
-from suite.promises.plan import Plan, shape_key
-from suite.promises.schedules import FORMS, Setting
-from suite.promises.stages import CHUNKS, place_of, schedule_name, split_units
-from suite.schedules import Action, Schedule, Timeline, problems, simulate
+from shardproof.case import Case
+from shardproof.checks import Outcome, Worst
+from shardproof.contract import Implementation, Refused
+from shardproof.costs.expression import CaseFacts
+from shardproof.costs.model_facts import Plan, shape_key
+from shardproof.costs.schedules import FORMS, Setting
+from shardproof.costs.stages import CHUNKS, place_of, schedule_name, split_units
+from shardproof.evidence.assembled import Figures, Row
+from shardproof.ledgers.memory import weighable
+from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
 
 if TYPE_CHECKING:
-    from suite.evidence import Evidence
+    from shardproof.evidence.assembled import Evidence
 
 #: Times that bubbles are compared at: equal ones, and such as a transformer's blocks have.
 TIMES = tuple(
@@ -478,7 +478,7 @@ def measure(evidence: Evidence) -> Iterator[Row]:
     """
     if "pipe" not in evidence.case.mesh or unweighed(evidence):
         return
-    from suite.checks.stage_bytes import stage_bytes
+    from shardproof.checks.stage_bytes import stage_bytes
 
     schedule = next(iter(evidence.schedules.values()))
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from suite import workloads
-from suite.case import Case
-from suite.contract import MicroBatch
-from suite.ledgers.memory import MemoryLedger
-from suite.workloads import Workload
+from shardproof import workloads
+from shardproof.case import Case
+from shardproof.contract import MicroBatch
+from shardproof.ledgers.memory import MemoryLedger
+from shardproof.workloads import Workload
 
 #: Step, data coordinate, window and number in it.
 Place = tuple[int, int, int, int]

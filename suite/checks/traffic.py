@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from suite.checks import Outcome, Worst
-from suite.evidence import Figures
-from suite.formulas import CaseFacts, evaluate
-from suite.promises import PROMISES, Flow, Promise, Unpromised, promise_of
+from shardproof.checks import Outcome, Worst
+from shardproof.costs import PROMISES, Flow, Promise, Unpromised, promise_of
+from shardproof.costs.expression import CaseFacts, evaluate
+from shardproof.evidence.assembled import Figures
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096

@@ -16,12 +16,13 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from suite.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
+from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "early"]
 
-_SUITE = str(Path(__file__).resolve().parent.parent)
-_LAUNCH = str(Path(__file__).resolve().parent)
+_SUITE = str(Path(__file__).parent.parent)
+_IMPLS = str(Path(__file__).parent.parent / "impls")
+_LAUNCH = str(Path(__file__).parent)
 _MOST_FRAMES = 16
 
 #: What gloo and the stores say, through plain RuntimeErrors, when a peer is gone or late.
@@ -234,9 +235,13 @@ def _chain(whole: traceback.TracebackException) -> list[traceback.TracebackExcep
     return parts
 
 
+def _is_judge(file: str) -> bool:
+    return file.startswith(_SUITE) and not file.startswith(_IMPLS)
+
+
 def _trim(stack: traceback.StackSummary) -> traceback.StackSummary:
     frames = list(stack)
-    start = next((i for i, f in enumerate(frames) if not f.filename.startswith(_SUITE)), None)
+    start = next((i for i, f in enumerate(frames) if not _is_judge(f.filename)), None)
     if start is None:  # the judge's own program failed: leave out the launcher only
         start = next(
             (i for i, f in enumerate(frames) if not f.filename.startswith(_LAUNCH)), len(frames)

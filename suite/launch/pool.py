@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from suite.launch.zygote import Zygote, ZygoteError
+from shardproof.launch.fork_server import Zygote, ZygoteError
 
 #: A zygote that dies is replaced this often in one run, with the loss of its leaders.
 RESTARTS = 3

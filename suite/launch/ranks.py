@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from suite.launch import heartbeat, procs, stacks
-from suite.launch.autopsy import RankProcess, examine
-from suite.launch.child import Link, Plan, Program, run_process, run_threads
-from suite.launch.outcome import RankOutcome, root_cause, settle
+from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.diagnosis import RankProcess, examine
+from shardproof.launch.outcome import RankOutcome, root_cause, settle
+from shardproof.launch.rank_process import Link, Plan, Program, run_process, run_threads
 
 __all__ = ["Ranks", "RankOutcome", "root_cause", "run_ranks"]
 
@@ -49,7 +49,7 @@ def run_ranks(
 ) -> list[RankOutcome]:
     """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
 
-    ``backend`` is a name in :data:`suite.backends.BACKENDS`, or a :class:`Link`.
+    ``backend`` is a name in :data:`shardproof.backends.BACKENDS`, or a :class:`Link`.
     ``workdir`` exists and is used by this call only.  What a program returns is packed to the
     ``record`` of its outcome.  ``deadline_s`` counts from now; ``memory_bytes`` limits the resident
     bytes of each rank process (some 300 MB of torch included).  ``meanwhile()`` runs in this
@@ -71,17 +71,17 @@ class _SuiteLink:
 
     @property
     def threads(self) -> bool:
-        from suite.backends import BACKENDS
+        from shardproof.backends import BACKENDS
 
         return BACKENDS[self.name].threads
 
     def hub(self, world: int, timeout_s: float) -> Any:
-        from suite.backends import Hub
+        from shardproof.backends import Hub
 
         return Hub(world, timeout_s)
 
     def join(self, rank: int, plan: Plan, hub: Any) -> None:
-        from suite import backends
+        from shardproof import backends
 
         backends.listen(heartbeat.note)
         extra = {} if plan.weather is None else {"weather": plan.weather}
@@ -97,7 +97,7 @@ class _SuiteLink:
         )
 
     def leave(self) -> None:
-        from suite import backends
+        from shardproof import backends
 
         backends.leave()
 
@@ -133,7 +133,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._first_failure: float | None = None
         self._error: BaseException | None = None
-        self._strangers_before = procs.children()
+        self._strangers_before = process_control.children()
         heartbeat.create(self._plan.pulse, world)
         self._processes: list[RankProcess] = []
         try:
@@ -164,7 +164,7 @@ class Ranks:
         with self._lock:
             for process in self._processes:
                 if process.ended is None:
-                    procs.kill(process.pid)
+                    process_control.kill(process.pid)
 
     # -------------------------------------------------------------------------------- starting
 
@@ -200,8 +200,8 @@ class Ranks:
             for process in self._processes:
                 if process.handle is not None:
                     os.close(process.handle)
-            if procs.is_subreaper():
-                procs.end_adopted(self._strangers_before)
+            if process_control.is_subreaper():
+                process_control.end_adopted(self._strangers_before)
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
         """Until a process ends or the next look is due."""
@@ -251,7 +251,7 @@ class Ranks:
     def _excess(self, process: RankProcess) -> tuple[str, frozenset[int]]:
         """What the process has too much of ("": nothing), and which of its ranks is to blame."""
         if self._memory_bytes is not None:
-            resident = procs.resident_bytes(process.pid)
+            resident = process_control.resident_bytes(process.pid)
             if resident > self._memory_bytes:
                 limit = f"over its memory limit of {self._memory_bytes / 2**20:.0f} MiB"
                 whose = "the process of all ranks is " if len(process.ranks) > 1 else ""
@@ -267,7 +267,7 @@ class Ranks:
         doomed = [p for p in processes if p.ended is None and not p.reason]
         for process in doomed:
             process.reason = reason
-            process.stopped = procs.state_of(process.pid) == "T"
+            process.stopped = process_control.state_of(process.pid) == "T"
         if reason in ("time", "grace"):
             beats = heartbeat.read(self._plan.pulse)
             for process in doomed:
@@ -277,7 +277,7 @@ class Ranks:
         with self._lock:
             for process in doomed:
                 if process.ended is None:
-                    procs.kill(process.pid)
+                    process_control.kill(process.pid)
         if reason not in ("time", "grace"):
             self._failed()
 

@@ -16,19 +16,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from suite.launch import procs
+from shardproof.launch import process_control
 
 #: Free for this use: neither torch nor Python's runtime handles it.
 DUMP_SIGNAL = signal.SIGUSR2
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)[^\n]*:$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_LAUNCH = str(Path(__file__).resolve().parent)
+_LAUNCH = str(Path(__file__).parent)
 
 #: Where a rank's Python code stands while it waits for other ranks.
 _WAITING = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 _STANDARD = ("/threading.py", "/queue.py", "/selectors.py", "/contextlib.py")
-_WAITING_FOLDER = str(Path(__file__).resolve().parent.parent / "backends")
+_WAITING_FOLDER = str(Path(__file__).parent.parent / "backends")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,11 @@ def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:
     waiting = {}
     for pid, path in pids.items():
         size = path.stat().st_size if path.exists() else -1
-        if size >= 0 and procs.state_of(pid) not in ("T", "Z", "") and procs.kill(pid, DUMP_SIGNAL):
+        if (
+            size >= 0
+            and process_control.state_of(pid) not in ("T", "Z", "")
+            and process_control.kill(pid, DUMP_SIGNAL)
+        ):
             waiting[pid] = (path, size)
     deadline = time.monotonic() + within_s
     while waiting and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from suite.ledgers.phases import PerRank, Phase, RankLog, inside_backward
+from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
 
 @dataclass

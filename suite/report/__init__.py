@@ -5,10 +5,10 @@ svg, bars, curves, forest, timelines, heat                    drawings from the 
 terminal, text, page                                          the three forms
 """
 
-from suite.report.page import html
-from suite.report.tables import closing, medians, skips
-from suite.report.terminal import show, show_bubbles, show_kills, show_memory
-from suite.report.text import document, insert, markdown
+from shardproof.report.page import html
+from shardproof.report.tables import closing, medians, skips
+from shardproof.report.terminal import show, show_bubbles, show_kills, show_memory
+from shardproof.report.text import document, insert, markdown
 
 __all__ = [
     "closing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from suite.results import Run
+from shardproof.runs.run_folder import Run
 
 #: Told under other names, or lists that stand elsewhere.
 _LISTS = ("planned", "kills", "benches", "scalings")

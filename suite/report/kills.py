@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from suite.report.tables import Result
+from shardproof.report.tables import Result
 
 #: What the marks of :func:`kill_matrix` mean.
 MARKS = {

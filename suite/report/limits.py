@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from suite import capability_matrix, verdicts
-from suite.report import matrix, summary
-from suite.report.tables import Result
-from suite.results import Run
-from suite.timing import stats
+from shardproof import verdicts
+from shardproof.bench import stats
+from shardproof.report import capability_matrix, matrix, summary
+from shardproof.report.tables import Result
+from shardproof.runs.run_folder import Run
 
 #: Rows of one table that are told; the rest is counted.
 MOST = 200

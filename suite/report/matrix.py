@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from suite import capability_matrix
-from suite.capability_matrix import Cell
-from suite.results import Run
+from shardproof.report import capability_matrix
+from shardproof.report.capability_matrix import Cell
+from shardproof.runs.run_folder import Run
 
 
 @dataclass(frozen=True)

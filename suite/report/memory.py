@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from suite.report.tables import Result, name_of, world_of
+from shardproof.report.tables import Result, name_of, world_of
 
 HEADINGS = (
     "implementation",

@@ -16,16 +16,17 @@ from typing import Any
 
 from markupsafe import Markup
 
-from suite import bubbles, capability_matrix, verdicts
-from suite.report import bars, curves, forest, heat, kills, memory, summary, tables, timelines
-from suite.report.environment import environment
-from suite.report.limits import limits
-from suite.report.matrix import matrix
-from suite.report.summary import Break, cases_by_gravity
-from suite.report.tables import Result, error_text, world_of
-from suite.results import Run
+from shardproof import verdicts
+from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
+from shardproof.report.drawings import bars, curves, forest, heat, timelines
+from shardproof.report.environment import environment
+from shardproof.report.limits import limits
+from shardproof.report.matrix import matrix
+from shardproof.report.summary import Break, cases_by_gravity
+from shardproof.report.tables import Result, error_text, world_of
+from shardproof.runs.run_folder import Run
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 #: Cases that broke and are told at once; the others stand below, folded by implementation.
 TOLD = 12
 #: With at most so many cases every group of them is open.

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from suite import verdicts
-from suite.report import kills
-from suite.report.tables import Result
-from suite.results import Run
+from shardproof import verdicts
+from shardproof.report import kills
+from shardproof.report.tables import Result
+from shardproof.runs.run_folder import Run
 
 State = Literal["held", "broke", "open"]
 #: Verdicts of timed comparisons and of scaling that say that something broke, or is open.

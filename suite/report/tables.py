@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from suite import verdicts
-from suite.results import Run
+from shardproof import verdicts
+from shardproof.runs.run_folder import Run
 
 Result = Mapping[str, Any]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from suite import bubbles
-from suite.report import memory, tables
-from suite.report.kills import kill_counts, kill_matrix
-from suite.report.tables import Result
+from shardproof.report import bubbles, memory, tables
+from shardproof.report.kills import kill_counts, kill_matrix
+from shardproof.report.tables import Result
 
 #: Prints one renderable or text; rich's ``Console.print``.
 Print = Callable[..., None]

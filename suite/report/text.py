@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from suite import bubbles
-from suite.errors import Problem, SelectionError
-from suite.report import curves, kills, memory, summary, tables
-from suite.report.environment import environment
-from suite.report.limits import limits
-from suite.report.matrix import matrix
-from suite.results import Run
-from suite.timing import stats
-from suite.timing import tables as times
+from shardproof.bench import stats
+from shardproof.bench import tables as times
+from shardproof.errors import Problem, SelectionError
+from shardproof.report import bubbles, kills, memory, summary, tables
+from shardproof.report.drawings import curves
+from shardproof.report.environment import environment
+from shardproof.report.limits import limits
+from shardproof.report.matrix import matrix
+from shardproof.runs.run_folder import Run
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: What broke is told in full for so many; the others stand in a table.

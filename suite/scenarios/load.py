@@ -12,12 +12,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from suite.errors import Problem, ScenarioError, SelectionError, nearest
-from suite.scenarios.schema import Scenario
-from suite.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
+from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
+from shardproof.scenarios.schema import Scenario
+from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
 
 #: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
-SHIPPED = Path(__file__).resolve().parents[2] / "scenarios"
+SHIPPED = (Path(__file__).parent / "files").resolve()
 
 Shape = typing.TypeVar("Shape", bound=BaseModel)
 #: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.

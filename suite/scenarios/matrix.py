@@ -19,11 +19,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-from suite.case import Case, WorkloadSpec
-from suite.contract import GroupSpec, OptimizerSpec, ScalerSpec
-from suite.errors import Problem, ScenarioError, nearest
-from suite.scenarios.load import SHIPPED, ScenarioFile
-from suite.scenarios.schema import (
+from shardproof.case import Case, WorkloadSpec
+from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
+from shardproof.errors import Problem, ScenarioError, nearest
+from shardproof.scenarios.load import SHIPPED, ScenarioFile
+from shardproof.scenarios.schema import (
     Expect,
     ImplementationChoice,
     Include,
@@ -36,7 +36,7 @@ from suite.scenarios.schema import (
     Scenario,
     WorkloadChoice,
 )
-from suite.scenarios.vocabulary import Vocabulary
+from shardproof.scenarios.vocabulary import Vocabulary
 
 MAX_CELLS = 20_000
 #: The trait that needs a loss scaler.
@@ -457,7 +457,9 @@ class _Expansion:
 def _portable(file: str) -> str:
     """``file`` from the suite's own folder on, if it is one of the suite's."""
     path = Path(file)
-    return str(path.relative_to(SHIPPED.parent) if path.is_relative_to(SHIPPED) else path)
+    if path.is_relative_to(SHIPPED):
+        return str(Path("scenarios") / path.relative_to(SHIPPED))
+    return str(path)
 
 
 def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], ...]]:

@@ -2,7 +2,7 @@
 
 Only the shape is checked here.  Whether an implementation, a trait or a check of that name exists,
 and whether every rule matches something, is checked when the matrix is expanded
-(:mod:`suite.scenarios.matrix`), because that depends on what is installed.
+(:mod:`shardproof.scenarios.matrix`), because that depends on what is installed.
 
 Wherever a list is expected, a single value may stand for a list of one.
 """
@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from suite import formulas
+from shardproof.costs import expression
 
 Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
@@ -51,7 +51,7 @@ def _named(value: Any) -> Any:
 
 def _expression(text: str) -> str:
     """A traffic expectation must be a formula that can be parsed."""
-    formulas.parse(text)
+    expression.parse(text)
     return text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from suite.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError
 
 Predicate = Callable[[str], bool]
 

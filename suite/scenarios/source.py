@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from suite.errors import Problem, ScenarioError
+from shardproof.errors import Problem, ScenarioError
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 100

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from suite.case import WorkloadSpec
-from suite.contract import GroupSpec
+from shardproof.case import WorkloadSpec
+from shardproof.contract import GroupSpec
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,17 @@ class Vocabulary:
 @cache
 def installed() -> Vocabulary:
     """What this installation has."""
-    from suite import registry
-    from suite.backends import BACKENDS
-    from suite.checks import CHECKS
-    from suite.workloads import TRAITS, WORKLOADS, WorkloadError, check, in_lane, suggested_groups
+    from shardproof import registry
+    from shardproof.backends import BACKENDS
+    from shardproof.checks import CHECKS
+    from shardproof.workloads import (
+        TRAITS,
+        WORKLOADS,
+        WorkloadError,
+        check,
+        in_lane,
+        suggested_groups,
+    )
 
     def fault_of(spec: WorkloadSpec) -> str | None:
         try:

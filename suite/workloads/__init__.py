@@ -1,18 +1,18 @@
 """Workloads: a model family with real data, and the traits that make faults show.
 
-``make(spec, dtype, lane)`` gives the :class:`Workload` that a :class:`~suite.case.WorkloadSpec`
+``make(spec, dtype, lane)`` gives the :class:`Workload` that a ``case.WorkloadSpec``
 names.  ``WORKLOADS`` and ``TRAITS`` are the registries behind ``shardproof list``.
 """
 
 from __future__ import annotations
 
-from suite.case import Case, Lane, WorkloadSpec
-from suite.workloads.base import Family, Workload, resolve
-from suite.workloads.cnn import DigitsCNN
-from suite.workloads.dyadic import DyadicMLP
-from suite.workloads.gpt import CharnamesGPT
-from suite.workloads.knobs import WorkloadError, lookup
-from suite.workloads.traits import TRAITS, Trait, suggested_groups
+from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.workloads.base import Family, Workload, resolve
+from shardproof.workloads.cnn import DigitsCNN
+from shardproof.workloads.dyadic import DyadicMLP
+from shardproof.workloads.gpt import CharnamesGPT
+from shardproof.workloads.knobs import WorkloadError, lookup
+from shardproof.workloads.traits import TRAITS, Trait, suggested_groups
 
 WORKLOADS: dict[str, Family] = {
     family.name: family for family in (CharnamesGPT(), DigitsCNN(), DyadicMLP())

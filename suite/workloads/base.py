@@ -1,6 +1,6 @@
 """What a workload is: a model family, its data, and how the global batch is cut.
 
-The global batch of a step depends on the :class:`~suite.case.WorkloadSpec` and the step only.  It
+The global batch of a step depends on the ``case.WorkloadSpec`` and the step only.  It
 is cut contiguously over the data coordinates (unevenly where it does not divide, as by
 ``numpy.array_split``), each share again into windows and micro-batches.  The weight of every valid
 target is 1 over their number in the *global* batch, so the weights sum to 1 whatever the cut.
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.case import WorkloadSpec
-from suite.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
-from suite.workloads.draws import generators
-from suite.workloads.knobs import Knob, check_traits, lookup
-from suite.workloads.layers import (
+from shardproof.case import WorkloadSpec
+from shardproof.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
+from shardproof.workloads.draws import generators
+from shardproof.workloads.knobs import Knob, check_traits, lookup
+from shardproof.workloads.layers import (
     Place,
     Stack,
     StackPart,
@@ -32,7 +32,7 @@ from suite.workloads.layers import (
     named_tensors,
     seed_number,
 )
-from suite.workloads.traits import (
+from shardproof.workloads.traits import (
     FLAGS,
     NAN_FLAG,
     NAN_STEP,
@@ -138,7 +138,7 @@ class Family(ABC):
 
 
 class ModelBuild:
-    """The :class:`~suite.contract.Build` of one rank."""
+    """The :class:`~shardproof.contract.Build` of one rank."""
 
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
@@ -174,7 +174,7 @@ class ModelBuild:
 
 
 class Workload:
-    """Model, data, initial state and batches of one :class:`~suite.case.WorkloadSpec`.
+    """Model, data, initial state and batches of one :class:`~shardproof.case.WorkloadSpec`.
 
     ``rounded_to`` names a narrower dtype whose values the state and the weights take before they
     are cast to ``dtype``: the fp64 twin of a bf16 run starts from the same numbers.

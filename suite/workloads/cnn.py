@@ -6,7 +6,7 @@ With ``norm: batch`` the statistics are those of one micro-batch, so gradients d
 batch is cut, by definition; with ``norm: group`` they do not.
 
 Pixels are 0 to 1 in steps of 1/16, exact in every dtype.  The corner pixel, 0 in every image, holds
-``flags / 16`` (see ``suite.workloads.traits``); a dropout key takes four bytes of a ninth row.
+``flags / 16`` (see ``shardproof.workloads.traits``); a dropout key takes four bytes of a ninth row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.workloads import data
-from suite.workloads.base import Family, Samples
-from suite.workloads.knobs import Knob
-from suite.workloads.layers import Conv2d, Linear, Place, Stack, tie
-from suite.workloads.traits import KEY_SHIFT, Oddities, oddities
+from shardproof.workloads import data
+from shardproof.workloads.base import Family, Samples
+from shardproof.workloads.knobs import Knob
+from shardproof.workloads.layers import Conv2d, Linear, Place, Stack, tie
+from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 CLASSES = 10
 ROWS = 8

@@ -97,7 +97,7 @@ def _scikit_learn_digits() -> np.ndarray:
     places = ", ".join(str(path) for path in DIGITS_FILES)
     raise DataError(
         f"the digits images are not here: install scikit-learn, or write one of {places} "
-        "with suite.workloads.data.write_digits on a machine that has it"
+        "with shardproof.workloads.data.write_digits on a machine that has it"
     )
 
 

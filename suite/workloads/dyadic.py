@@ -1,7 +1,7 @@
 """``dyadic_mlp``: a net in which nothing is ever rounded, so that every order of adding agrees.
 
 All numbers are integers over a power of two, and sums stay so short that they fit the mantissa
-(``suite.mantissa`` computes the budget and refuses what exceeds it).  So gradients and parameters
+(``oracle.exactness`` computes the budget and refuses what exceeds it).  So gradients and parameters
 are equal bit for bit in every strategy, world size, backend and dtype with room enough: any
 difference at all is a fault.
 
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.contract import CrossEntropy, MicroBatch
-from suite.workloads import data
-from suite.workloads.base import Family, Samples
-from suite.workloads.knobs import Knob
-from suite.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
+from shardproof.contract import CrossEntropy, MicroBatch
+from shardproof.workloads import data
+from shardproof.workloads.base import Family, Samples
+from shardproof.workloads.knobs import Knob
+from shardproof.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
 
 SYMBOLS = 32
 #: Initial values are multiples of 1/16 in [-1, 1]: 2 of 33 weights are not truncated to 0.

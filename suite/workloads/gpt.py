@@ -7,7 +7,7 @@ Attention is written out, so that it is the same function in every dtype and on 
 ``label_smoothing`` is part of the loss.
 
 A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
-token is ``1 + flags`` (flags: see ``suite.workloads.traits``), the end token 0.  Names shorter than
+token is ``1 + flags`` (flags: see ``workloads.traits``), the end token 0.  Names shorter than
 the sequence leave masked targets, so token counts are unequal by nature.
 """
 
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.workloads import data
-from suite.workloads.base import Family, Region, Samples
-from suite.workloads.knobs import Knob, WorkloadError
-from suite.workloads.layers import Embedding, Linear, Place, Stack, tie
-from suite.workloads.traits import KEY_SHIFT, Oddities, oddities
+from shardproof.workloads import data
+from shardproof.workloads.base import Family, Region, Samples
+from shardproof.workloads.knobs import Knob, WorkloadError
+from shardproof.workloads.layers import Embedding, Linear, Place, Stack, tie
+from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91

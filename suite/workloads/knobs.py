@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from suite.workloads.traits import TRAITS
+from shardproof.workloads.traits import TRAITS
 
 
 class WorkloadError(ValueError):

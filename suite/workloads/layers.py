@@ -44,7 +44,7 @@ class Stack(nn.Module):
     ``front`` (registered first, applied after ``embed``), ``final`` (between ``norm`` and ``head``)
     and ``tail`` (registered last, applied after the blocks) hold the odd modules that traits ask
     for; without such traits they do not exist.
-    ``flags`` reads the flag bits of the samples from the inputs (see ``suite.workloads.traits``).
+    ``flags`` reads the flag bits of the samples from the inputs (see ``workloads.traits``).
     """
 
     def __init__(

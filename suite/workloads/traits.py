@@ -5,7 +5,7 @@ to the hidden state, at one of four places: ``front`` (after the embedding; regi
 ``inner`` (inside the middle block, hence inside a unit), ``final`` (between norm and head) and
 ``tail`` (after the blocks; registered last).  The others change how the batch is made or suggest
 parameter groups.  Place ``backend`` changes neither model nor data: such a trait asks for bad
-weather on the wire (``suite.backends.weather``).
+weather on the wire (``shardproof.backends.disturbances``).
 
 *Conditional* branches must depend on the data, not on the rank, or no single process could repeat
 the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from suite.contract import GroupSpec
-from suite.workloads.draws import counter_mask
-from suite.workloads.layers import Linear, Place
+from shardproof.contract import GroupSpec
+from shardproof.workloads.draws import counter_mask
+from shardproof.workloads.layers import Linear, Place
 
 #: The data-driven branches and the bit that flags a sample for each.
 FLAGS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trial_cases import case, compared, judged, told
 
-from suite.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec
 
 SYSTEM = "trial_systems.elastic:Elastic"
 #: Step -> members: rank 1 leaves, comes back anew, rank 0 leaves for good.

@@ -9,7 +9,7 @@ from trial_cases import case, compared, judged, told
 
 SOURCE = """
 import torch
-from suite.contract import Capabilities, Implementation, Piece, StepResult
+from shardproof.contract import Capabilities, Implementation, Piece, StepResult
 
 
 class SumOfRanks(Implementation):

@@ -6,8 +6,8 @@ import pytest
 from trial_cases import case, judged
 from trial_replay import replay
 
-from suite.contract import Event, OptimizerSpec
-from suite.workloads import make
+from shardproof.contract import Event, OptimizerSpec
+from shardproof.workloads import make
 
 SYSTEM = "trial_systems.parameter_server:ParameterServer"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from suite import oracle, registry
-from suite.case import Case
-from suite.comm import Mesh
-from suite.contract import Piece
-from suite.launch import pack
-from suite.launch.ranks import root_cause, run_ranks
-from suite.workloads import Workload, make
+from shardproof import pack, registry
+from shardproof.case import Case
+from shardproof.comm import Mesh
+from shardproof.contract import Piece
+from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.oracle import training
+from shardproof.workloads import Workload, make
 
 
 def conduct(payload: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def conduct(payload: dict[str, Any]) -> None:
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
         micro_batches = workload.batch(0, 1)[0].micro_batches
-        result["truth"] = oracle.evaluate(workload, workload.state(), micro_batches)
+        result["truth"] = training.evaluate(workload, workload.state(), micro_batches)
         result["ranks"] = [pack.load(o.record) for o in outcomes if o.record]
     (workdir / "result.json").write_text(json.dumps(result))
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from suite.case import Case, WorkloadSpec
-from suite.contract import OptimizerSpec
-from suite.launch.pool import Pool
+from shardproof.case import Case, WorkloadSpec
+from shardproof.contract import OptimizerSpec
+from shardproof.launch.pool import Pool
 
 CHECKS = ("equivalence", "replicas", "norm")
 
@@ -36,7 +36,9 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], conduct: str = "suite.runner:conduct") -> list[dict[str, Any]]:
+def judged(
+    cases: Sequence[Case], conduct: str = "shardproof.cases.runner:conduct"
+) -> list[dict[str, Any]]:
     """Results in the order of ``cases``, each from a leader that ran the task ``conduct``."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, Pool(2) as pool:

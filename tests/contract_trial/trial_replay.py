@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from suite.case import Case
-from suite.checks.numbers import FP64_BOUND, relative_frobenius
-from suite.contract import Event, OptimizerSpec
-from suite.evidence import assemble
-from suite.launch import pack
-from suite.launch.ranks import root_cause, run_ranks
-from suite.optimizers import build_optimizer, set_learning_rate
-from suite.rank_program import run_rank
-from suite.workloads import Workload, make
+from shardproof import pack
+from shardproof.case import Case
+from shardproof.cases.rank_program import run_rank
+from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
+from shardproof.contract import Event, OptimizerSpec
+from shardproof.evidence.assembled import assemble
+from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
+from shardproof.workloads import Workload, make
 
 
 def replay(

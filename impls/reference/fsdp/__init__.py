@@ -64,15 +64,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from impls.reference.engine import Engine
-from impls.reference.fsdp.schedule import FSDP, Options
-from impls.reference.parts.handle import Handle
-from impls.reference.parts.offload import HostTier
-from impls.reference.parts.options import parse_options
-from impls.reference.parts.state import gather_pieces
-from impls.reference.parts.units import plan_units
-from suite.comm import Comm, Mesh
-from suite.contract import Capabilities, Kind, Refused
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.fsdp.schedule import FSDP, Options
+from shardproof.impls.reference.units.plan import plan_units
 
 #: The axes of the mesh that a strategy needs.
 AXES = {

@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from impls.reference.parts.offload import HostTier
-from impls.reference.parts.options import Training, at_least
-from impls.reference.parts.shards import Unit
-from impls.reference.parts.units import UnitPlan, Wrap
-from impls.reference.parts.wrapped import WrappedHandle
-from suite.comm import Comm
-from suite.contract import Refused
+from shardproof.comm import Comm
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.options import Training, at_least
+from shardproof.impls.reference.units.handle import WrappedHandle
+from shardproof.impls.reference.units.plan import UnitPlan, Wrap
+from shardproof.impls.reference.units.shard import Unit
 
 
 @dataclass(frozen=True)

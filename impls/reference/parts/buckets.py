@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.reducers import Work
 
 
 class Bucket:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from suite.contract import Piece
+from shardproof.contract import Piece
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from suite.comm import Comm
+from shardproof.comm import Comm
 
 
 class Work(Protocol):

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.reference.parts.buckets import plan_buckets
-from impls.reference.parts.flat import FlatLayout, Part
-from impls.reference.parts.handle import Handle
-from impls.reference.parts.norm import NormPart, power_sum
-from impls.reference.parts.optimizer import param_groups
-from impls.reference.parts.options import Training, at_least
-from impls.reference.parts.precision import Precision
-from impls.reference.parts.reducers import Work
-from impls.reference.parts.state import broadcast_tensors, named_state
-from suite.comm import Comm
-from suite.contract import Kind, OptimizerSpec, Piece, Refused
+from shardproof.comm import Comm
+from shardproof.contract import Kind, OptimizerSpec, Piece, Refused
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.engine.options import Training, at_least
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.parts.buckets import plan_buckets
+from shardproof.impls.reference.parts.flat import FlatLayout, Part
+from shardproof.impls.reference.parts.reducers import Work
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
 process meanwhile, ``log`` is the written log: plain data that is classed and replayed afterwards.
 """
 
-from suite.ledgers.memory.installed import communicated, watch
-from suite.ledgers.memory.log import CLASSES, MemoryLog, Peak
-from suite.ledgers.memory.recorder import MemoryLedger
-from suite.ledgers.memory.summary import summary, weighable
+from shardproof.ledgers.memory.installed import communicated, watch
+from shardproof.ledgers.memory.log import CLASSES, MemoryLog, Peak
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import summary, weighable
 
 __all__ = [
     "CLASSES",

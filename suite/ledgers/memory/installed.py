@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
-    from suite.ledgers.memory.recorder import MemoryLedger
+    from shardproof.ledgers.memory.recorder import MemoryLedger
 
 _lock = threading.Lock()
 _active: tuple[MemoryLedger, ...] = ()

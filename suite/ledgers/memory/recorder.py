@@ -1,8 +1,8 @@
 """Writes the memory log of one rank while it runs.
 
 A dispatch mode sees the storage of every operator's result; a weak reference to the storage tells
-when its last user let go; :mod:`~suite.ledgers.memory.installed` catches what does not dispatch.
-Events are only appended here and judged later, by :mod:`~suite.ledgers.memory.log`.
+when its last user let go; ``ledgers.memory.installed`` catches what does not dispatch.
+Events are only appended here and judged later, by :mod:`~shardproof.ledgers.memory.log`.
 
 The mode belongs to the thread that enters it, so rank-threads have a ledger each, and what one of
 them does for all under ``_disable_current_modes`` is nobody's.  Autograd's device threads inherit
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from suite.ledgers.memory import installed, operators
-from suite.ledgers.memory.log import FILE, LABELS, MemoryLog, Origin, Storage
+from shardproof.ledgers.memory import installed, operators
+from shardproof.ledgers.memory.log import FILE, LABELS, MemoryLog, Origin, Storage
 
 if TYPE_CHECKING:
-    from suite.contract import Piece
+    from shardproof.contract import Piece
 
 _PIECE_LABELS = {"optimizer": "optimizer_state"}
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from suite.ledgers.memory.log import CLASSES, MemoryLog
+from shardproof.ledgers.memory.log import CLASSES, MemoryLog
 
 if TYPE_CHECKING:
-    from suite.case import Case
+    from shardproof.case import Case
 
 #: Backends on which the ledger is exact; gloo's threads free late.
 EXACT = ("in_memory", "mpi")

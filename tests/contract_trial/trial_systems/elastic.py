@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impls.reference.parts.optimizer import (
-    build_optimizer,
-    param_groups,
-    set_learning_rate,
-    slot_pieces,
-)
-from impls.reference.parts.state import load_state
-from suite.comm import Mesh
-from suite.contract import (
+from shardproof.comm import Mesh
+from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
@@ -31,6 +24,13 @@ from suite.contract import (
     Piece,
     StepResult,
 )
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from shardproof.impls.reference.engine.state import load_state
 
 
 class Elastic(Implementation):

@@ -1,0 +1,344 @@
+"""Faults of data parallelism, planted in ``reference/ddp``.
+
+Recipes that would be equivalent in the parent are planted at their effect; the summary says what
+goes wrong.  Buckets are small, so that several of them exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import Batch, OptimizerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.reference.ddp import DDP, ReferenceDDP
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.reducers import Work
+
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
+CNN_BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024}
+CLIP = OptimizerSpec(clip_norm=0.05)
+#: The first step's norm is larger than the clip, the last one's smaller.
+BETWEEN = OptimizerSpec("adamw", lr=0.003, clip_norm=2)
+
+mutant = partial(declare.mutant, parent=ReferenceDDP, parent_name="reference/ddp", options=BUCKETS)
+
+
+def gpt(*traits: str, micro_batches: int = 2, windows: int = 1) -> WorkloadSpec:
+    """The byte-level GPT with ``traits``."""
+    return WorkloadSpec(
+        "charnames_gpt", traits=traits, micro_batches=micro_batches, windows=windows
+    )
+
+
+class Nothing:
+    """A reduction that does not take place."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+# ---------------------------------------------------------------------- what is reduced, and when
+
+
+@mutant(
+    "ddp_last_backward_only",
+    zoo=("D01",),
+    summary="a branch used only in an earlier micro-batch contributes nothing to the sum",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_micro_batch"),
+)
+class LastBackwardOnly(DDP):
+    def contribution(self, index: int) -> Tensor | None:
+        return super().contribution(index) if index in self.arrivals else None
+
+
+@mutant(
+    "ddp_drops_incomplete_bucket",
+    zoo=("D02",),
+    summary="a bucket with an unused parameter is not reduced; its gradients stay local",
+    killed_by=("equivalence", "replicas"),
+    workload=gpt("unused"),
+)
+class DropsIncompleteBucket(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        return Nothing() if bucket.missing else super().reduce(bucket)
+
+
+@mutant(
+    "ddp_misses_replaced_parameter",
+    zoo=("D04",),
+    summary="one parameter was replaced after wrapping: its old tensor's gradient is reduced",
+    killed_by=("equivalence", "replicas"),
+)
+class MissesReplacedParameter(DDP):
+    local: Tensor | None = None
+
+    def launch(self, bucket: Bucket) -> None:
+        if 0 in bucket.members:
+            own = self.parameters[0].grad
+            self.local = None if own is None else own.clone()
+        super().launch(bucket)
+
+    def land(self, bucket: Bucket) -> None:
+        super().land(bucket)
+        if 0 in bucket.members:
+            self.parameters[0].grad = self.local
+
+
+@mutant(
+    "ddp_latches_sync_flag",
+    zoo=("D05",),
+    summary="whether to reduce is decided in the first forward of a step: accumulation never syncs",
+    killed_by=("equivalence", "replicas"),
+)
+class LatchesSyncFlag(DDP):
+    def accumulate(self, is_last: bool) -> None:
+        self.decided = self.decided if self.computed else is_last
+        super().accumulate(is_last)
+
+    def reduce(self, bucket: Bucket) -> Work:
+        return super().reduce(bucket) if self.decided else Nothing()
+
+    decided = True
+
+
+@mutant(
+    "ddp_rebuild_loses_gradients",
+    zoo=("D08",),
+    summary="after new buckets are laid out, gradients of earlier micro-batches are overwritten",
+    killed_by=("equivalence",),
+)
+class RebuildLosesGradients(DDP):
+    rebuilt = False
+
+    def lay_out(self) -> None:
+        super().lay_out()
+        self.rebuilt = self.learned
+
+    def accumulate(self, is_last: bool) -> None:
+        super().accumulate(is_last)
+        if self.rebuilt and is_last:
+            self.rebuilt = False
+            super().after_step()
+
+
+@mutant(
+    "ddp_skips_last_wait",
+    zoo=("D10",),
+    summary="the last bucket is used without waiting for it",
+    killed_by=("equivalence",),
+    workload=gpt("late_results"),
+)
+class SkipsLastWait(DDP):
+    def land(self, bucket: Bucket) -> None:
+        if bucket is self.buckets[-1]:
+            bucket.work = Nothing()
+        super().land(bucket)
+
+
+@mutant(
+    "ddp_never_reduces",
+    zoo=("D17",),
+    summary="every rank trains on its own gradients",
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class NeverReduces(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        return Nothing()
+
+
+@mutant(
+    "ddp_reduces_in_fp32",
+    summary="gradients of an fp64 run are summed in fp32",
+    killed_by=("equivalence", "traffic"),
+)
+class ReducesInFp32(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        narrow = bucket.flat.float()
+        self.reducer.reduce(narrow, self.comm).wait()
+        bucket.flat.copy_(narrow)
+        return Nothing()
+
+
+# ------------------------------------------------------------------------------- scale and shares
+
+
+@mutant(
+    "ddp_divides_by_world",
+    summary="the sum is divided by the number of ranks although the weights already sum to 1",
+    killed_by=("equivalence",),
+    mesh={"replicate": 3},
+)
+class DividesByWorld(DDP):
+    def land(self, bucket: Bucket) -> None:
+        super().land(bucket)
+        bucket.flat.div_(self.comm.size)
+
+
+@mutant(
+    "ddp_divides_by_world_clipped",
+    zoo=("O25",),
+    summary="as ddp_divides_by_world; clipping hides the scale, the norm before it does not",
+    killed_by=("norm",),
+    mesh={"replicate": 3},
+    optimizer=CLIP,
+)
+class DividesByWorldClipped(DividesByWorld):
+    pass
+
+
+@mutant(
+    "ddp_mean_of_means",
+    summary="every micro-batch counts the same, however many tokens it has",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_tokens"),
+)
+class MeanOfMeans(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor | None:
+        share = 1 / (len(batch.micro_batches) * self.mesh.world)
+        equal = [
+            replace(micro, weights=share * micro.weights / micro.weights.sum())
+            for micro in batch.micro_batches
+        ]
+        return super().backward(replace(batch, windows=(tuple(equal),)))
+
+
+@mutant(
+    "ddp_drops_last_micro_batch",
+    summary="the last micro-batch of a step is never computed",
+    killed_by=("equivalence",),
+)
+class DropsLastMicroBatch(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor | None:
+        return super().backward(replace(batch, windows=(tuple(batch.micro_batches[:-1]),)))
+
+
+@mutant(
+    "ddp_scales_incomplete_window",
+    zoo=("O16",),
+    summary="an incomplete window is divided by the full number of micro-batches",
+    killed_by=("equivalence",),
+    workload=gpt("incomplete_window"),
+)
+class ScalesIncompleteWindow(ReferenceDDP):
+    def backward(self, batch: Batch) -> Tensor | None:
+        full = max(len(window) for window in batch.windows)
+        windows = tuple(
+            tuple(replace(m, weights=m.weights * len(window) / full) for m in window)
+            for window in batch.windows
+        )
+        return super().backward(replace(batch, windows=windows))
+
+
+# -------------------------------------------------------------------------------- rank 0's values
+
+
+@mutant(
+    "ddp_forgets_initial_parameter",
+    summary="the initial broadcast leaves out one parameter",
+    killed_by=("equivalence", "replicas"),
+)
+class ForgetsInitialParameter(DDP):
+    def broadcast_initial(self) -> None:
+        broadcast_tensors(list(named_state(self.module).values())[1:], self.comm)
+
+
+@mutant(
+    "ddp_keeps_local_buffers",
+    summary="buffers are not broadcast at the start of a step",
+    killed_by=("equivalence", "traffic"),
+    workload=WorkloadSpec("digits_cnn"),
+    options=CNN_BUCKETS,
+)
+class KeepsLocalBuffers(DDP):
+    def broadcast_buffers(self) -> None:
+        pass
+
+
+@mutant(
+    "ddp_broadcasts_stale_buffers",
+    zoo=("D11",),
+    summary="the buffers found at construction are broadcast, not those bound now",
+    killed_by=("equivalence",),
+    workload=gpt("rebound_buffer"),
+)
+class BroadcastsStaleBuffers(DDP):
+    found: dict[str, Tensor] | None = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        self.found = self.found or super().buffers()
+        return self.found
+
+
+@mutant(
+    "ddp_buffer_order_by_rank",
+    zoo=("X02",),
+    summary="ranks list their buffers in different orders: equal sizes, values in the wrong place",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec("digits_cnn"),
+    options=CNN_BUCKETS,
+)
+class BufferOrderByRank(DDP):
+    def buffers(self) -> dict[str, Tensor]:
+        found = list(super().buffers().items())
+        layer = 3 * min(self.comm.rank, 1)  # a layer has three buffers
+        return dict(found[layer:] + found[:layer])
+
+
+# --------------------------------------------------------------------------------- cost and order
+
+
+@mutant(
+    "ddp_communicates_every_micro_batch",
+    summary="gradients are reduced after every micro-batch and thrown away until the last",
+    killed_by=("traffic", "engagement"),
+)
+class CommunicatesEveryMicroBatch(DDP):
+    def accumulate(self, is_last: bool) -> None:
+        if self.computed:
+            for bucket in self.buckets:
+                bucket.pack(self.contribution(index) for index in bucket.members)
+                self.reduce(bucket).wait()
+        super().accumulate(is_last)
+
+
+@mutant(
+    "ddp_waits_after_each_launch",
+    summary="each reduction is waited for as soon as it is launched",
+    killed_by=("overlap",),
+)
+class WaitsAfterEachLaunch(DDP):
+    def reduce(self, bucket: Bucket) -> Work:
+        work = super().reduce(bucket)
+        work.wait()
+        return work
+
+
+@mutant(
+    "ddp_reduces_after_backward",
+    summary="all buckets are launched only after backward has ended",
+    killed_by=("overlap",),
+)
+class ReducesAfterBackward(DDP):
+    def launch_full_buckets(self) -> None:
+        pass
+
+
+@mutant(
+    "ddp_unused_parameter_blocks_all",
+    summary="buckets keep their first order: one unused parameter holds up all of them",
+    killed_by=("overlap",),
+    workload=gpt("unused"),
+)
+class UnusedParameterBlocksAll(DDP):
+    def count(self, use: Tensor) -> None:
+        super().count(use)
+        self.fresh_late = set()
+        self.root_computed = False

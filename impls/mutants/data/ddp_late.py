@@ -1,0 +1,259 @@
+"""Faults of data parallelism that show late, at some worlds only, or between steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
+from shardproof.impls.mutants.data.ddp import CLIP, CNN_BUCKETS, Nothing, gpt, mutant
+from shardproof.impls.reference.ddp import DDP, ReferenceDDP
+from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.reducers import Work
+
+CNN = WorkloadSpec("digits_cnn")
+UNEQUAL_CNN = WorkloadSpec("digits_cnn", traits=("unequal_micro_batches",))
+WARMUP = OptimizerSpec(lr=0.1, warmup_steps=3)
+
+# ------------------------------------------------------------------------- late, or on some ranks
+
+
+@mutant(
+    "ddp_last_bucket_lost_after_step_3",
+    summary="from step 3 on the last bucket is not reduced",
+    killed_by=("equivalence", "replicas"),
+    steps=5,
+)
+class LastBucketLostAfterStep3(DDP):
+    done = 0
+
+    def after_step(self) -> None:
+        super().after_step()
+        self.done += 1
+
+    def reduce(self, bucket: Bucket) -> Work:
+        lost = self.done >= 3 and bucket is self.buckets[-1]
+        return Nothing() if lost else super().reduce(bucket)
+
+
+@mutant(
+    "ddp_fourth_rank_left_out",
+    summary="rank 3 contributes zeros: wrong from 4 ranks on",
+    killed_by=("equivalence",),
+    mesh={"replicate": 4},
+)
+class FourthRankLeftOut(DDP):
+    def contribution(self, index: int) -> Tensor | None:
+        return None if self.comm.rank == 3 else super().contribution(index)
+
+
+@mutant(
+    "ddp_last_rank_skips_update_without_tokens",
+    summary="a rank without tokens leaves its optimizer alone in that step",
+    killed_by=("equivalence", "replicas"),
+    workload=gpt("one_rank_without_tokens"),
+    mesh={"replicate": 3},
+)
+class SkipsUpdateWithoutTokens(ReferenceDDP):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        kept = self.optimizer.step
+        if not sum(float(m.weights.sum()) for m in batch.micro_batches):
+            self.optimizer.step = lambda *_: None  # type: ignore[method-assign,assignment]
+        try:
+            return super().step(batch, observe)
+        finally:
+            self.optimizer.step = kept  # type: ignore[method-assign]
+
+
+@mutant(
+    "ddp_ignores_warmup",
+    summary="the learning rate is not warmed up",
+    killed_by=("equivalence",),
+    optimizer=WARMUP,
+)
+class IgnoresWarmup(ReferenceDDP):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.spec = replace(self.spec, warmup_steps=0)
+        return super().make_optimizer()
+
+
+@mutant(
+    "ddp_drops_weight_decay",
+    summary="weight decay is ignored",
+    killed_by=("equivalence",),
+    optimizer=OptimizerSpec(weight_decay=0.01),
+)
+class DropsWeightDecay(ReferenceDDP):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.spec = replace(self.spec, weight_decay=0.0)
+        return super().make_optimizer()
+
+
+@mutant(
+    "ddp_keeps_gradients_when_clipped",
+    summary="gradients are not cleared after a step that was clipped",
+    killed_by=("equivalence",),
+    optimizer=CLIP,
+)
+class KeepsGradientsWhenClipped(DDP):
+    clipped = False
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        super().scale_gradients(factor)
+        self.clipped = bool(factor < 1)
+
+    def after_step(self) -> None:
+        kept = [p.grad for p in self.parameters]
+        super().after_step()
+        if self.clipped:
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                parameter.grad = gradient
+
+
+@mutant(
+    "ddp_stale_bucket_content",
+    summary="what this rank did not use keeps the bucket's content of the last step",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_rank"),
+)
+class StaleBucketContent(DDP):
+    def launch(self, bucket: Bucket) -> None:
+        for index, view in bucket.views.items():
+            own = self.contribution(index)
+            if own is not None:
+                view.copy_(own)
+        bucket.work = self.reduce(bucket)
+        self.launched += 1
+
+
+@mutant(
+    "ddp_unused_get_zero_gradients",
+    summary="what no rank used gets a gradient of zero, which decays and counts a step",
+    killed_by=("equivalence",),
+    workload=gpt("unused"),
+)
+class UnusedGetZeroGradients(DDP):
+    def count(self, use: Tensor) -> None:
+        kept = [p.grad for p in self.parameters]
+        super().count(use)
+        for parameter, gradient in zip(self.parameters, kept, strict=True):
+            parameter.grad = gradient
+
+
+@mutant(
+    "ddp_integer_buffers_stay",
+    summary="integer buffers are not broadcast",
+    killed_by=("equivalence",),
+    workload=UNEQUAL_CNN,
+    options=CNN_BUCKETS,
+)
+class IntegerBuffersStay(DDP):
+    def buffers(self) -> dict[str, Tensor]:
+        return {n: b for n, b in super().buffers().items() if b.is_floating_point()}
+
+
+@mutant(
+    "ddp_gradients_as_integers",
+    summary="gradients travel a second time disguised as integers",
+    killed_by=("traffic",),
+)
+class GradientsAsIntegers(DDP):
+    def finish(self) -> None:
+        super().finish()
+        for bucket in self.buckets:
+            self.comm.all_reduce(bucket.flat.view(torch.int64).clone())
+
+
+@mutant(
+    "ddp_momentum_lost_at_step_3",
+    summary="optimizer state is thrown away before step 3",
+    killed_by=("equivalence",),
+    steps=5,
+)
+class MomentumReset(ReferenceDDP):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        if batch.step == 3:
+            self.optimizer.state.clear()
+        return super().step(batch, observe)
+
+
+@mutant(
+    "ddp_evaluates_in_training_mode",
+    summary="evaluation leaves dropout active",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_stateful"),
+)
+class EvaluatesInTrainingMode(ReferenceDDP):
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        shares = [self.loss(micro) for micro in batch.micro_batches]
+        return torch.stack(shares).sum() if shares else torch.zeros(())
+
+
+@mutant(
+    "ddp_evaluation_updates_buffers",
+    summary="evaluation moves the running statistics",
+    killed_by=("equivalence",),
+    workload=CNN,
+    options=CNN_BUCKETS,
+)
+class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        value = super(EvaluatesInTrainingMode, self).evaluate(batch)
+        super().evaluate(batch)
+        return value
+
+
+@mutant(
+    "ddp_stays_in_evaluation_mode",
+    summary="after an evaluation training goes on in evaluation mode",
+    killed_by=("equivalence",),
+    workload=CNN,
+    options=CNN_BUCKETS,
+)
+class StaysInEvaluationMode(ReferenceDDP):
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        value = super().evaluate(batch)
+        self.module.eval()
+        return value
+
+
+@mutant(
+    "ddp_evaluates_mean_over_micro_batches",
+    summary="an evaluation is the mean of its micro-batches, not their weighted sum",
+    killed_by=("equivalence",),
+)
+class EvaluatesMean(ReferenceDDP):
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        loss = super().evaluate(batch)
+        assert loss is not None
+        return loss / max(1, len(batch.micro_batches))
+
+
+@mutant(
+    "ddp_full_state_on_rank_0_only",
+    summary="the gathered state is complete on rank 0 only",
+    killed_by=("equivalence",),
+)
+class FullStateOnRank0Only(ReferenceDDP):
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        return super().full_state(kind) if self.mesh.rank == 0 else {}
+
+
+@mutant(
+    "ddp_full_state_of_the_start",
+    summary="the gathered state is that after setup",
+    killed_by=("equivalence",),
+)
+class FullStateOfTheStart(ReferenceDDP):
+    def setup(self, *arguments: Any) -> None:
+        super().setup(*arguments)
+        self.start = super().full_state("parameters")
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        return self.start if kind == "parameters" else super().full_state(kind)

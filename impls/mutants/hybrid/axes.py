@@ -1,0 +1,169 @@
+"""Faults of one axis that show only beside another, planted in ``reference/hybrid``.
+
+Scales that count the ranks of one axis, sums along its neighbour, layouts that two stages do not
+share, and memory that one axis gives up and another keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Mesh
+from shardproof.contract import Batch, MicroBatch
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.hybrid.hybrid import CLIP, gpt
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import power_sum
+from shardproof.impls.reference.hybrid import ReferenceHybrid
+from shardproof.impls.reference.pipeline.stages import Stages, Tied
+from shardproof.impls.reference.tensor.operators import all_reduce
+
+mutant = partial(
+    declare.mutant, parent=ReferenceHybrid, parent_name="reference/hybrid", workload=gpt()
+)
+
+
+@mutant(
+    "hybrid_keeps_whole_layers",
+    zoo=("F05", "F19"),
+    summary="what the layers were before the tensor axis cut them is kept beside their parts",
+    killed_by=("memory",),
+    mesh={"pipe": 2, "tensor": 2},
+)
+class KeepsWholeLayers(ReferenceHybrid):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        self.uncut = [parameter.detach().clone() for parameter in module.parameters()]
+        return super().transform(module, mesh, options)
+
+
+@mutant(
+    "hybrid_keeps_what_shards_were_cut_from",
+    zoo=("F19",),
+    summary="each rank keeps the stage that its shards were cut from",
+    killed_by=("memory",),
+    mesh={"pipe": 2, "shard": 2},
+    options={"data": "zero3"},
+)
+class KeepsWholeStages(ReferenceHybrid):
+    def wrap(self, module: nn.Module) -> Handle:
+        whole = [parameter.detach().clone() for parameter in module.parameters()]
+        handle = super().wrap(module)
+        vars(handle)["whole"] = whole
+        return handle
+
+
+class _OwnOffsets(Stages):
+    def sum_tied(self, tied: Tied) -> None:
+        gradient = tied.stand_in.grad
+        if tied.copies.number and gradient is not None:
+            tied.stand_in.grad = gradient.reshape(-1).roll(gradient.shape[-1]).view_as(gradient)
+        super().sum_tied(tied)
+
+
+@mutant(
+    "hybrid_ties_in_own_offsets",
+    zoo=("H04",),
+    summary="a stage tells the gradient of a tied tensor from where it lies in its own flat layout",
+    killed_by=("equivalence",),
+    workload=gpt("tied_over_units"),
+    mesh={"pipe": 2, "shard": 3},
+    options={"data": "zero3"},
+)
+class TiesInOwnOffsets(ReferenceHybrid):
+    stages_type = _OwnOffsets
+
+
+@mutant(
+    "hybrid_compensates_for_one_axis",
+    zoo=("H07",),
+    summary="a mean over all data ranks is multiplied by the replicas, not by the shards as well",
+    killed_by=("equivalence",),
+    mesh={"replicate": 2, "shard": 2, "tensor": 2},
+)
+class CompensatesForOneAxis(ReferenceHybrid):
+    def backward(self, batch: Batch) -> Tensor | None:
+        weigh = self.mesh.size("replicate") / self.mesh.size("replicate", "shard")
+        windows = tuple(
+            tuple(replace(micro, weights=micro.weights * weigh) for micro in window)
+            for window in batch.windows
+        )
+        loss = super().backward(replace(batch, windows=windows))
+        return loss if loss is None else loss / weigh
+
+
+@mutant(
+    "hybrid_same_masks_on_replicas",
+    zoo=("T14",),
+    summary="dropout draws by the place in the rank's share: the same masks on every data rank",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_counter"),
+    mesh={"replicate": 2, "tensor": 2},
+)
+class SameMasksOnReplicas(ReferenceHybrid):
+    def loss(self, micro: MicroBatch) -> Tensor:
+        inputs = micro.inputs.clone()
+        inputs[:, -1] = torch.arange(len(inputs))
+        return super().loss(replace(micro, inputs=inputs))
+
+
+@mutant(
+    "hybrid_sums_terms_over_the_shards",
+    zoo=("H16", "H08"),
+    summary="under sequence parallelism gradients of norms are summed over the shards",
+    killed_by=("equivalence", "traffic"),
+    mesh={"shard": 2, "tensor": 2},
+    options={"data": "zero1", "sequence_parallel": True},
+)
+class SumsTermsOverTheShards(ReferenceHybrid):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        found = super().transform(module, mesh, options)
+        assert self.layers is not None
+        for hook in self.layers.hooks:
+            hook.remove()
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.register_hook(lambda g: all_reduce(g, mesh.comm("shard")))
+        return found
+
+
+@mutant(
+    "hybrid_adds_norms_of_stages",
+    zoo=("O07",),
+    summary="the norms of the stages are added, not their squares",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+    mesh={"pipe": 2, "tensor": 2},
+)
+class AddsNormsOfStages(ReferenceHybrid):
+    def norm(self) -> Tensor:
+        held = [p.tensor for p in self.local_state("gradients") if p.replica == 0]
+        total = torch.stack([power_sum(tensor) for tensor in held]).sum()
+        self.mesh.comm("tensor").all_reduce(total)
+        total = total.sqrt()
+        self.mesh.comm("pipe").all_reduce(total)
+        return total
+
+
+@mutant(
+    "hybrid_reduces_after_every_window",
+    zoo=("F23", "P01"),
+    summary="the data axes reduce after every window what they had reduced before",
+    killed_by=("crash",),
+    crash_says="received a gradient after its bucket had been sent",
+    workload=replace(gpt(), windows=2),
+    mesh={"pipe": 2, "replicate": 2},
+)
+class ReducesAfterEveryWindow(ReferenceHybrid):
+    def backward(self, batch: Batch) -> Tensor | None:
+        losses: list[Tensor] = []
+        for window in batch.windows:
+            schedule = ReferenceHybrid.schedule(self.given, self.comm.size, len(window))
+            assert schedule is not None
+            losses += self.executor.run(schedule, window, True, 1.0)
+        return self.total(losses)

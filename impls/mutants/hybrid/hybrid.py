@@ -1,0 +1,292 @@
+"""Faults of axes that meet, planted in ``reference/hybrid``.
+
+Each axis alone is right: the wrong group, an axis left out or counted twice, sums that two axes
+make in the wrong order.  Axes of one rank are where shortcuts go wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import MicroBatch, OptimizerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import Nothing
+from shardproof.impls.reference.ddp import DDP
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import power_sum, total_norm
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.hybrid import ReferenceHybrid
+from shardproof.impls.reference.parts.reducers import AllReduce
+from shardproof.impls.reference.pipeline.stages import Stages, Tied
+from shardproof.impls.reference.units.step_shards import StepShards
+
+CLIP = OptimizerSpec(clip_norm=0.05)
+ALL = {"pipe": 2, "replicate": 2, "tensor": 2}
+
+
+def gpt(*traits: str, **params: Any) -> WorkloadSpec:
+    """Two small blocks; ``params`` are knobs."""
+    sizes = {"width": 16, "heads": 4, "layers": 2} | params
+    return WorkloadSpec("charnames_gpt", traits=traits, params=sizes, global_batch=8)
+
+
+mutant = partial(
+    declare.mutant,
+    parent=ReferenceHybrid,
+    parent_name="reference/hybrid",
+    mesh=ALL,
+    workload=gpt(),
+)
+
+
+class _NoReduction(AllReduce):
+    def reduce(self, bucket: Tensor, comm: Comm) -> Nothing:
+        return Nothing()
+
+
+@mutant(
+    "hybrid_stages_skip_the_data_axes",
+    zoo=("P10",),
+    summary="a stage of a pipeline does not reduce over the data axes",
+    killed_by=("equivalence", "replicas", "traffic"),
+    mesh={"pipe": 2, "replicate": 2},
+)
+class StagesSkipTheDataAxes(ReferenceHybrid):
+    def wrap(self, module: nn.Module) -> Handle:
+        handle = super().wrap(module)
+        if self.is_cut and isinstance(handle, DDP):
+            handle.reducer = _NoReduction()
+        return handle
+
+
+@mutant(
+    "hybrid_one_shard_group_is_no_group",
+    zoo=("H01",),
+    summary="a shard axis of one rank turns off the sum over the replicas",
+    killed_by=("equivalence", "replicas", "traffic"),
+    mesh={"replicate": 2, "shard": 1, "tensor": 2},
+)
+class OneShardGroupIsNoGroup(ReferenceHybrid):
+    def wrap(self, module: nn.Module) -> Handle:
+        handle = super().wrap(module)
+        if self.mesh.axes.get("shard") == 1 and isinstance(handle, DDP):
+            handle.reducer = _NoReduction()
+        return handle
+
+
+@mutant(
+    "hybrid_starts_all_from_rank_0",
+    zoo=("H05",),
+    summary="the data axes start from rank 0 of the world: tensor ranks get its part of the layers",
+    killed_by=("equivalence",),
+)
+class StartsAllFromRank0(ReferenceHybrid):
+    def wrap(self, module: nn.Module) -> Handle:
+        handle = super().wrap(module)
+        if "tensor" in self.mesh.axes:
+            held = [t for n, t in named_state(module).items() if "mlp" in n]
+            broadcast_tensors(held, self.mesh.comm("tensor"))
+        return handle
+
+
+@mutant(
+    "hybrid_norm_over_replicas",
+    zoo=("H10",),
+    summary="the norm is added over the replicas as well, which hold the same",
+    killed_by=("norm",),
+    optimizer=CLIP,
+    mesh={"pipe": 2, "replicate": 2},
+)
+class NormOverReplicas(ReferenceHybrid):
+    def norm(self) -> Tensor:
+        return counted(self, lambda piece: True)
+
+
+@mutant(
+    "hybrid_norm_misses_the_stages",
+    zoo=("H11", "O02"),
+    summary="each stage clips by the norm of its own gradients",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+    mesh={"pipe": 2, "tensor": 2},
+)
+class NormMissesTheStages(ReferenceHybrid):
+    def norm(self) -> Tensor:
+        return counted(self, lambda piece: piece.replica == 0, without="pipe")
+
+
+@mutant(
+    "hybrid_norm_misses_the_layers",
+    zoo=("H11", "O05"),
+    summary="the norm misses what other tensor ranks hold of the layers",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+    mesh={"shard": 2, "tensor": 2},
+    options={"data": "zero1"},
+)
+class NormMissesTheLayers(ReferenceHybrid):
+    def norm(self) -> Tensor:
+        return counted(self, lambda piece: piece.replica == 0, without="tensor")
+
+
+@mutant(
+    "hybrid_norm_counts_whole_tensors_on_each",
+    zoo=("O04",),
+    summary="what stands whole on every tensor rank enters the norm as often",
+    killed_by=("norm",),
+    optimizer=CLIP,
+    mesh={"shard": 2, "tensor": 2},
+    options={"data": "zero2"},
+)
+class NormCountsWholeTensorsOnEach(ReferenceHybrid):
+    def norm(self) -> Tensor:
+        copies = self.mesh.size("tensor")
+        return counted(self, lambda piece: piece.replica < copies)
+
+
+def counted(system: ReferenceHybrid, counts: Any, without: str = "") -> Tensor:
+    """The norm of the pieces that ``counts``, over all axes but one."""
+    own = torch.zeros((), dtype=torch.float64)
+    for piece in system.local_state("gradients"):
+        own += power_sum(piece.tensor) if counts(piece) else 0.0
+    axes = tuple(a for a, n in system.mesh.axes.items() if n > 1 and a != without)
+    return total_norm([(own, axes)], system.mesh.comm)
+
+
+@mutant(
+    "hybrid_clips_on_the_first_tensor_rank",
+    zoo=("O01",),
+    summary="ranks beyond the first of the tensor axis do not clip",
+    killed_by=("replicas", "equivalence"),
+    optimizer=CLIP,
+    mesh={"pipe": 2, "tensor": 2},
+)
+class ClipsOnTheFirstTensorRank(ReferenceHybrid):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        if not self.mesh.coordinate["tensor"]:
+            super().clip(norm, max_norm)
+
+
+class _LosesHead(Stages):
+    def sum_tied(self, tied: Tied) -> None:
+        if tied.copies.number and tied.stand_in.grad is not None:
+            tied.stand_in.grad.zero_()
+        super().sum_tied(tied)
+
+
+@mutant(
+    "hybrid_loses_the_head_of_a_tie",
+    zoo=("P11",),
+    summary="the last stage's gradient of a tied tensor is lost on its way to the first",
+    killed_by=("equivalence",),
+    workload=gpt("tied_over_units"),
+    mesh={"pipe": 2, "shard": 2},
+    options={"data": "zero1"},
+)
+class LosesTheHeadOfATie(ReferenceHybrid):
+    stages_type = _LosesHead
+
+
+@mutant(
+    "hybrid_drops_later_windows",
+    zoo=("P05", "P01"),
+    summary="a step ends after its first window",
+    killed_by=("equivalence",),
+    workload=replace(gpt(), windows=2),
+    mesh={"pipe": 2, "shard": 2},
+    options={"data": "zero3"},
+)
+class DropsLaterWindows(ReferenceHybrid):
+    def backward(self, batch: Any) -> Tensor | None:
+        return super().backward(replace(batch, windows=batch.windows[:1]))
+
+
+@mutant(
+    "hybrid_sums_norms_again",
+    zoo=("T08",),
+    summary="gradients that the layers have summed already are summed over the tensor axis again",
+    killed_by=("equivalence",),
+    mesh={"shard": 2, "tensor": 2},
+    options={"data": "zero1", "sequence_parallel": True},
+)
+class SumsAgain(ReferenceHybrid):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        handle = super().transform(module, mesh, options)
+        finish = handle.finish
+
+        def again() -> None:
+            finish()
+            for piece in handle.pieces("gradients"):
+                if "norm" in piece.name:
+                    mesh.comm("tensor").all_reduce(piece.tensor)
+
+        handle.finish = again  # type: ignore[method-assign]
+        return handle
+
+
+@mutant(
+    "hybrid_loss_of_own_part",
+    zoo=("T05",),
+    summary="in a pipeline the last stage takes the loss of its own part of the vocabulary",
+    killed_by=("crash",),
+    crash_says="is out of bounds",
+    mesh={"pipe": 2, "tensor": 2},
+)
+class LossOfOwnPart(ReferenceHybrid):
+    def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        return self.build.loss(self.precision.cast_outputs(outputs), micro)
+
+
+@mutant(
+    "hybrid_stage_stays_whole",
+    zoo=("F19",),
+    summary="the shards of a stage are gathered for the first step and never freed",
+    killed_by=("memory",),
+    mesh={"pipe": 2, "shard": 2},
+    options={"data": "fsdp"},
+)
+class StageStaysWhole(ReferenceHybrid):
+    def wrap(self, module: nn.Module) -> Handle:
+        handle = super().wrap(module)
+        assert isinstance(handle, StepShards)
+        for unit in handle.units:
+            unit.free = lambda within=None: None  # type: ignore[method-assign]
+        return handle
+
+
+@mutant(
+    "hybrid_norms_stay_partial",
+    zoo=("T02",),
+    summary="gradients of norms are reduced over the data axes, never summed over the tensor axis",
+    killed_by=("equivalence",),
+    mesh={"shard": 2, "tensor": 2},
+    options={"data": "zero1", "sequence_parallel": True},
+)
+class NormsStayPartial(ReferenceHybrid):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        found = super().transform(module, mesh, options)
+        assert self.layers is not None
+        for hook in self.layers.hooks:
+            hook.remove()
+        return found
+
+
+@mutant(
+    "hybrid_keeps_other_stages",
+    zoo=("F21",),
+    summary="the layers of other stages are never let go",
+    killed_by=("memory",),
+    mesh={"pipe": 2, "tensor": 2},
+)
+class KeepsOtherStages(ReferenceHybrid):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        self.everything = module
+        return super().transform(module, mesh, options)

@@ -1,0 +1,554 @@
+"""Faults of the pipeline: scales, messages, labels, ties, schedules, and what evaluation leaves.
+
+Two to four stages; the schedule is the one that shows the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Mesh
+from shardproof.contract import Batch, Build, Implementation, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import CLIP
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.engine.scaler import LossScaler
+from shardproof.impls.reference.pipeline import ReferencePipeline
+from shardproof.impls.reference.pipeline.executor import Executor, Held
+from shardproof.impls.reference.pipeline.messages import Key, Messages
+from shardproof.impls.reference.pipeline.stages import Stages, Tied
+from shardproof.schedules import Action, Schedule, with_messages
+
+LOOPED: Mapping[str, Any] = {"schedule": {"name": "interleaved", "chunks": 2}}
+SPLIT: Mapping[str, Any] = {"schedule": "zb_h1"}
+SCALED = OptimizerSpec(scaler=ScalerSpec(initial=1024, interval=2))
+
+
+def gpt(*traits: str, layers: int = 4, **values: Any) -> WorkloadSpec:
+    """Four units, four micro-batches of six samples."""
+    sizes = {"layers": layers, "width": 16, "heads": 2, "seq": 8}
+    return WorkloadSpec("charnames_gpt", traits, **({"micro_batches": 4} | values), params=sizes)
+
+
+WINDOWS = gpt(windows=2, micro_batches=3)
+TIED = gpt("tied_over_units")
+
+
+def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
+    """Declare a fault of the pipeline, of its executor, its messages or its stages."""
+
+    def declared(cls: declare.C) -> declare.C:
+        made: type = cls
+        for kind, attribute in ((Messages, "messages_type"), (Executor, "executor_type")):
+            if issubclass(made, kind):
+                base: type = Executor if kind is Messages else ReferencePipeline
+                made = _using(base, cls, attribute, made)
+        if issubclass(made, Stages):
+            made = _using(ReferencePipeline, cls, "stages_type", made)
+        assert issubclass(made, Implementation)
+        usual: dict[str, Any] = {"workload": gpt(), "mesh": {"pipe": 2}}
+        fault = declare.Mutant(name, "reference/pipeline", implementation=made, **(usual | fields))
+        cls.mutant = fault  # type: ignore[attr-defined]
+        return cls
+
+    return declared
+
+
+def _using(base: type, cls: type, attribute: str, part: type) -> type:
+    body = {attribute: part, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (base,), body)
+
+
+# ----------------------------------------------------------------------------------------- scales
+
+
+@mutant(
+    "pipeline_rescales_accumulated_gradients",
+    zoo=("P01",),
+    summary="every schedule call divides all that has been accumulated, not what it added",
+    killed_by=("equivalence",),
+    workload=WINDOWS,
+)
+class RescalesAccumulatedGradients(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        is_last, scale = rest or (True, 1.0)
+        losses = super().run(schedule, window, is_last, scale * len(window))
+        for stage in self.stages.values():
+            for parameter in stage.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= len(window)
+        return losses
+
+
+@mutant(
+    "pipeline_divides_the_metric_only",
+    zoo=("P02",),
+    summary="losses are divided by the micro-batches after backward",
+    killed_by=("equivalence",),
+)
+class DividesTheMetricOnly(Executor):
+    def leaving(self, action: Action, held: Held) -> Tensor:
+        gradient = super().leaving(action, held)
+        return gradient * len(self.window) if action.stage == self.last else gradient
+
+
+@mutant(
+    "pipeline_scales_inputs_gradients_only",
+    zoo=("P04",),
+    summary="a split backward scales the gradients of weights once more",
+    killed_by=("equivalence",),
+    options=SPLIT,
+)
+class ScalesInputsGradientsOnly(Executor):
+    def weights(self, action: Action) -> None:
+        deferred: Any = self.held[action.stage, action.micro]
+        deferred.gradients = [gradient / len(self.window) for gradient in deferred.gradients]
+        super().weights(action)
+
+
+@mutant(
+    "pipeline_loses_last_split_weights",
+    zoo=("P04",),
+    summary="the weights' part of a step's last backward is not done",
+    killed_by=("equivalence",),
+    options=SPLIT,
+)
+class LosesLastSplitWeights(Executor):
+    def weights(self, action: Action) -> None:
+        if action in self.final:
+            self.held[action.stage, action.micro].outputs.clear()  # type: ignore[union-attr]
+        super().weights(action)
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+@mutant(
+    "pipeline_one_receive_buffer",
+    zoo=("P07",),
+    summary="all micro-batches are received in one buffer, which earlier ones still need",
+    killed_by=("equivalence",),
+    options={"schedule": "gpipe"},
+)
+class OneReceiveBuffer(Messages):
+    def buffer(self, key: Key) -> Tensor:
+        self.kept: dict[Key, Tensor] = getattr(self, "kept", {})
+        return self.kept.setdefault(key, super().buffer(key)).data
+
+
+@mutant(
+    "pipeline_uses_activations_early",
+    zoo=("P16",),
+    summary="a stage computes with a receive buffer that has not been filled",
+    killed_by=("equivalence",),
+    workload=gpt("poisoned_buffers"),
+)
+class UsesActivationsEarly(Messages):
+    def take(self, receive: Action, peer: int) -> Tensor:
+        if receive.op == "RB" or receive.micro == 0:
+            return super().take(receive, peer)
+        _, buffer = self.posted[receive]
+        early = buffer.clone()
+        super().take(receive, peer)
+        return early
+
+
+@mutant(
+    "pipeline_one_form_for_all_lengths",
+    summary="the shape of the first activation is taken for that of all",
+    killed_by=("crash",),
+    crash_says="but rank 1 calls recv(from 0",
+    workload=gpt("variable_lengths", "unequal_tokens"),
+)
+class OneFormForAllLengths(Executor):
+    def key(self, message: Action) -> Key:
+        return super().key(message)[0], ()
+
+
+@mutant(
+    "pipeline_gradient_of_another_micro_batch",
+    zoo=("P14",),
+    summary="with two gradients under way a stage takes the one that came first",
+    killed_by=("equivalence",),
+    options={"schedule": "gpipe"},
+)
+class GradientOfAnotherMicroBatch(Executor):
+    def leaving(self, action: Action, held: Held) -> Tensor:
+        gradient = super().leaving(action, held)
+        self.before, own = getattr(self, "before", gradient), gradient
+        gradient, self.before = self.before, own
+        return gradient
+
+
+# ----------------------------------------------------------------------------- labels and the loss
+
+
+@mutant(
+    "pipeline_labels_of_another_micro_batch",
+    zoo=("P08",),
+    summary="the last stage takes the labels of the micro-batch that comes after",
+    killed_by=("equivalence",),
+)
+class LabelsOfAnotherMicroBatch(Executor):
+    def forward(self, action: Action) -> None:
+        window = self.window
+        if action.stage == self.last:
+            self.window = [*window[1:], window[0]]
+        super().forward(action)
+        self.window = window
+
+
+@mutant(
+    "pipeline_tells_last_window_only",
+    summary="the loss is that of the last schedule call",
+    killed_by=("equivalence",),
+    workload=WINDOWS,
+)
+class TellsLastWindowOnly(ReferencePipeline):
+    def total(self, losses: Sequence[Tensor]) -> Tensor | None:
+        return super().total(losses[len(losses) // 2 :])
+
+
+@mutant(
+    "pipeline_zero_loss_where_none_is_known",
+    zoo=("P20",),
+    summary="stages without a loss tell zero, which counts",
+    killed_by=("equivalence",),
+)
+class ZeroLossWhereNoneIsKnown(ReferencePipeline):
+    def total(self, losses: Sequence[Tensor]) -> Tensor | None:
+        total = super().total(losses)
+        return torch.zeros(()) if total is None else total
+
+
+# ------------------------------------------------------------------------------------------- ties
+
+
+@mutant(
+    "pipeline_tied_gradient_stays_local",
+    zoo=("P11",),
+    summary="each copy of a tied weight is updated by its own stage's gradient",
+    killed_by=("equivalence", "replicas"),
+    workload=TIED,
+)
+class TiedGradientStaysLocal(Stages):
+    def sum_tied(self, tied: Tied) -> None:
+        tied.ranks = [self.comm.rank]
+        super().sum_tied(tied)
+
+
+@mutant(
+    "pipeline_tied_gradient_lost_on_one_rank",
+    zoo=("P11",),
+    summary="where both uses of a tied weight lie on one rank, the second one's gradient is lost",
+    killed_by=("equivalence",),
+    workload=TIED,
+    options={"schedule": "zb_v"},
+)
+class TiedGradientLostOnOneRank(Stages):
+    def _hide(self, part: nn.Module, stand_ins: dict[int, nn.Parameter]) -> None:
+        copies = {key: nn.Parameter(p.data) for key, p in stand_ins.items()} if self.hidden else {}
+        super()._hide(part, copies or stand_ins)
+
+
+@mutant(
+    "pipeline_tied_gradient_added_twice",
+    zoo=("P11",),
+    summary="a tied weight's own part is added to a sum that has it",
+    killed_by=("equivalence", "replicas"),
+    workload=TIED,
+)
+class TiedGradientAddedTwice(Stages):
+    def sum_tied(self, tied: Tied) -> None:
+        own = tied.stand_in.grad
+        super().sum_tied(tied)
+        if own is not None and tied.tensor.grad is not None:
+            tied.tensor.grad += own
+
+
+@mutant(
+    "pipeline_norm_counts_ties_twice",
+    zoo=("O04",),
+    summary="the norm counts a tied weight on every rank that has it",
+    killed_by=("norm", "equivalence"),
+    workload=TIED,
+    optimizer=CLIP,
+)
+class NormCountsTiesTwice(Stages):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        numbers = [tied.copies.number for tied in self.tied]
+        for tied in self.tied:
+            tied.copies.number = 0
+        parts = super().norm_parts(order)
+        for tied, number in zip(self.tied, numbers, strict=True):
+            tied.copies.number = number
+        return parts
+
+
+@mutant(
+    "pipeline_ties_start_apart",
+    zoo=("K24",),
+    summary="the last stage's copy of a tied weight starts from its own values",
+    killed_by=("equivalence", "replicas"),
+    workload=TIED,
+)
+class TiesStartApart(Stages):
+    def __init__(self, whole: nn.Module, *rest: Any) -> None:
+        super().__init__(whole, *rest)
+        for tied in self.tied:
+            if tied.copies.number:
+                tied.tensor.data.mul_(1.01)
+
+
+# -------------------------------------------------------------------------------- norm and set-up
+
+
+@mutant(
+    "pipeline_norm_of_one_stage",
+    zoo=("O02", "H11"),
+    summary="every rank clips by the norm of its own stages",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+)
+class NormOfOneStage(Stages):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return [(value, ()) for value, _ in super().norm_parts(order)]
+
+
+@mutant(
+    "pipeline_stages_start_from_their_own",
+    summary="only the first rank's stages start from the given values",
+    killed_by=("equivalence",),
+)
+class StagesStartFromTheirOwn(Stages):
+    def __init__(self, whole: nn.Module, *rest: Any) -> None:
+        super().__init__(whole, *rest)
+        if self.comm.rank:
+            for parameter in self.module.parameters():
+                parameter.data.add_(0.01)
+
+
+# -------------------------------------------------------------------------- schedules, as data
+
+
+@mutant(
+    "pipeline_crosses_messages",
+    zoo=("P14",),
+    summary="with two chunks the first two messages of a rank go in the other order",
+    killed_by=("schedule",),
+    options=LOOPED,
+)
+class CrossesMessages(ReferencePipeline):
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        good = super().schedule(options, ranks, micro_batches)
+        first = list(good.orders[0])
+        one, other = (n for n, action in enumerate(first) if action.op == "SF" and n < 4)
+        first.insert(other, first.pop(one))
+        return replace(good, orders=(tuple(first), *good.orders[1:]))
+
+
+@mutant(
+    "pipeline_puts_all_weights_off",
+    summary="gradients of weights come after everything else: the memory of GPipe",
+    killed_by=("schedule",),
+    options=SPLIT,
+)
+class PutsAllWeightsOff(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        orders = tuple(tuple(sorted(o, key=lambda a: a.op == "W")) for o in schedule.orders)
+        return super().run(replace(schedule, orders=orders), window, *rest)
+
+
+@mutant(
+    "pipeline_leaves_out_a_unit",
+    summary="a unit between two stages belongs to neither",
+    killed_by=("equivalence", "engagement"),
+    workload=gpt(layers=5),
+)
+class LeavesOutAUnit(ReferencePipeline):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        (start, stop), *others = self.bounds
+        self.bounds = [(start, stop - 1), *others]
+        return super().transform(module, mesh, options)
+
+
+# ----------------------------------------------------------------------------- order and memory
+
+
+@mutant(
+    "pipeline_accumulates_in_descending_order",
+    summary="backwards run from the last micro-batch to the first",
+    killed_by=("equivalence",),
+    options={"schedule": "gpipe"},
+    lane="bitwise",
+)
+class AccumulatesInDescendingOrder(ReferencePipeline):
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        return with_messages(
+            Schedule(
+                "gpipe",
+                micro_batches,
+                tuple(range(ranks)),
+                tuple(
+                    tuple(
+                        Action(op, rank, micro)
+                        for op, step in (("F", 1), ("BW", -1))
+                        for micro in range(micro_batches)[::step]
+                    )
+                    for rank in range(ranks)
+                ),
+            )
+        )
+
+
+@mutant(
+    "pipeline_weights_move_during_the_flush",
+    zoo=("P22",),
+    summary="after its first backward a stage goes on with other weights",
+    killed_by=("equivalence",),
+)
+class WeightsMoveDuringTheFlush(Executor):
+    def backward(self, action: Action) -> None:
+        super().backward(action)
+        if action.micro == 0:
+            for parameter in self.stages[action.stage].module.parameters():
+                parameter.data.mul_(1.01)
+
+
+@mutant(
+    "pipeline_window_with_old_weights",
+    zoo=("P22",),
+    summary="a window computes with the weights of the window before",
+    killed_by=("equivalence",),
+    workload=WINDOWS,
+)
+class WindowWithOldWeights(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        named = [p for stage in self.stages.values() for p in stage.module.parameters()]
+        now = [p.detach().clone() for p in named]
+        before = getattr(self, "before", now)
+        self.before = now
+        for parameter, value in zip(named, before, strict=True):
+            parameter.data.copy_(value)
+        losses = super().run(schedule, window, *rest)
+        for parameter, value in zip(named, now, strict=True):
+            parameter.data.copy_(value)
+        return losses
+
+
+@mutant(
+    "pipeline_keeps_all_losses",
+    zoo=("P19",),
+    summary="the losses of all steps are kept",
+    killed_by=("memory",),
+    steps=8,
+)
+class KeepsAllLosses(ReferencePipeline):
+    def total(self, losses: Sequence[Tensor]) -> Tensor | None:
+        self.kept: list[Tensor] = [*getattr(self, "kept", ()), *losses]
+        return super().total(losses)
+
+
+@mutant(
+    "pipeline_keeps_graphs_for_a_window",
+    summary="what a micro-batch holds is let go when the window is over",
+    killed_by=("schedule",),
+    workload=gpt(micro_batches=8),
+)
+class KeepsGraphsForAWindow(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            return super().run(schedule, window, *rest)
+
+
+# ----------------------------------------------------------------------------------- loss scaling
+
+
+class _Deaf(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        return any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+@mutant(
+    "pipeline_overflow_of_own_stage",
+    zoo=("O11",),
+    summary="a stage leaves the update out if its own gradients overflow",
+    killed_by=("loss_scale",),
+    workload=gpt("overflow_on_one_rank"),
+    optimizer=SCALED,
+    steps=5,
+)
+class OverflowOfOwnStage(ReferencePipeline):
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().setup(build, state, optimizer, mesh, options)
+        assert optimizer.scaler is not None
+        self.scaler = _Deaf(optimizer.scaler, mesh)
+
+
+@mutant(
+    "pipeline_scales_first_window_only",
+    summary="losses of later windows are not scaled, but divided by the scale",
+    killed_by=("equivalence",),
+    workload=WINDOWS,
+    optimizer=SCALED,
+)
+class ScalesFirstWindowOnly(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        is_last, scale = rest or (True, 1.0)
+        return super().run(schedule, window, is_last, 1.0 if is_last else scale)
+
+
+# ------------------------------------------------------------------------------------- evaluation
+
+
+@mutant(
+    "pipeline_evaluation_leaves_a_chunk",
+    zoo=("P17",),
+    summary="after an evaluation the first chunk trains again, the others stay as they are",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_stateful"),
+    options=LOOPED,
+)
+class EvaluationLeavesAChunk(ReferencePipeline):
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        loss = super().evaluate(batch)
+        _, *rest = self.module.children()
+        for part in rest:
+            part.eval()
+        return loss
+
+
+@mutant(
+    "pipeline_evaluates_in_training_mode",
+    zoo=("O23",),
+    summary="evaluation draws masks",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_stateful"),
+)
+class EvaluatesInTrainingMode(Executor):
+    def forward(self, action: Action) -> None:
+        self.stages[action.stage].module.train()
+        super().forward(action)

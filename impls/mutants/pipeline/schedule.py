@@ -1,0 +1,422 @@
+"""Faults of schedules: orders that cannot be run, that are not what their name says, or not run.
+
+The first are found as data, before any rank is started.  Those of the run leave every number right,
+or nearly so: only what was logged, and what was held, shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import Batch, MicroBatch, Observe, Point, StepResult
+from shardproof.impls.mutants import declare
+from shardproof.impls.reference.pipeline import ReferencePipeline
+from shardproof.impls.reference.pipeline.executor import Executor, Held
+from shardproof.impls.reference.pipeline.schedules import SCHEDULES
+from shardproof.schedules import Action, Schedule, with_messages
+
+SPLIT: Mapping[str, Any] = {"schedule": "zb_h1"}
+GPIPE: Mapping[str, Any] = {"schedule": "gpipe"}
+SIZES = {"layers": 4, "width": 16, "heads": 2, "seq": 8}
+
+
+def gpt(**values: Any) -> WorkloadSpec:
+    """Four units and, unless told otherwise, four micro-batches of six samples."""
+    return WorkloadSpec("charnames_gpt", params=SIZES, **({"micro_batches": 4} | values))
+
+
+def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
+    """Declare a fault of the pipeline or of its executor."""
+
+    def declared(cls: declare.C) -> declare.C:
+        made: Any = cls
+        if issubclass(cls, Executor):
+            body = {"executor_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            made = type(cls.__name__, (ReferencePipeline,), body)
+        usual: dict[str, Any] = {
+            "workload": gpt(),
+            "mesh": {"pipe": 2},
+            "killed_by": ("schedule",),
+        }
+        fault = declare.Mutant(name, "reference/pipeline", implementation=made, **(usual | fields))
+        cls.mutant = fault  # type: ignore[attr-defined]
+        return cls
+
+    return declared
+
+
+class Spoilt(ReferencePipeline):
+    """What the parent would run, with the order of one rank changed by :meth:`spoil`."""
+
+    rank: ClassVar[int] = 0
+
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        """The changed schedule."""
+        schedule = super().schedule(options, ranks, micro_batches)
+        order = list(schedule.orders[cls.rank])
+        cls.spoil(order)
+        orders = (*schedule.orders[: cls.rank], tuple(order), *schedule.orders[cls.rank + 1 :])
+        return replace(schedule, orders=orders)
+
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        """Change ``order`` in place."""
+        raise NotImplementedError
+
+
+def exchange(order: list[Action], one: str, other: str) -> None:
+    """Two actions change places."""
+    i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
+    order[i], order[j] = order[j], order[i]
+
+
+def move(order: list[Action], one: str, behind: str) -> None:
+    """An action comes right behind another."""
+    action = Action.parse(one)
+    order.remove(action)
+    order.insert(order.index(Action.parse(behind)) + 1, action)
+
+
+# ---------------------------------------------------------------------------- orders without a run
+
+
+@mutant(
+    "schedule_swaps_two_sends",
+    zoo=("P14",),
+    summary="the first two activations leave in the wrong order",
+)
+class SwapsTwoSends(Spoilt):
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        move(order, "SF0@0", "SF1@0")
+
+
+@mutant(
+    "schedule_posts_receives_in_another_order",
+    zoo=("P14",),
+    summary="the second activation is awaited first",
+    options=GPIPE,
+)
+class PostsReceivesInAnotherOrder(Spoilt):
+    rank = 1
+
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        order.insert(0, order.pop(order.index(Action("RF", 1, 1))))
+
+
+@mutant(
+    "schedule_forgets_a_gradient",
+    summary="one gradient is neither sent nor awaited",
+)
+class ForgetsAGradient(Spoilt):
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        order.remove(Action("RB", 0, 2))
+
+
+@mutant(
+    "schedule_forgets_receive_after_warm_up",
+    zoo=("P16",),
+    summary="a stage in the middle goes over to taking turns without an input",
+    mesh={"pipe": 3},
+)
+class ForgetsReceiveAfterWarmUp(Spoilt):
+    rank = 1
+
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        order.remove(Action("RF", 1, 1))
+
+
+@mutant(
+    "schedule_drops_last_weights",
+    zoo=("P04",),
+    summary="the weights' part of a stage's last backward stands in no order",
+    options=SPLIT,
+)
+class DropsLastWeights(Spoilt):
+    rank = 1
+
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        order.remove(Action("W", 1, 3))
+
+
+@mutant(
+    "schedule_weights_before_their_gradient",
+    summary="the weights' part of a backward comes before that of the input",
+    options=SPLIT,
+)
+class WeightsBeforeTheirGradient(Spoilt):
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        exchange(order, "B2@0", "W2@0")
+
+
+@mutant(
+    "schedule_repeats_a_backward",
+    summary="one micro-batch goes backward twice",
+)
+class RepeatsABackward(Spoilt):
+    rank = 1
+
+    @classmethod
+    def spoil(cls, order: list[Action]) -> None:
+        order.append(Action("BW", 1, 3))
+
+
+@mutant(
+    "schedule_waits_in_a_circle",
+    zoo=("P13", "P14"),
+    summary="the last stage begins with a micro-batch that the first one holds back",
+)
+class WaitsInACircle(ReferencePipeline):
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        schedule = super().schedule(options, ranks, micro_batches)
+        orders = [list(schedule.computed(rank)) for rank in range(ranks)]
+        move(orders[0], "F1@0", "BW0@0")
+        for op in ("F", "BW"):
+            exchange(orders[1], f"{op}0@1", f"{op}1@1")
+        return with_messages(replace(schedule, orders=tuple(map(tuple, orders))))
+
+
+def in_turn(rank: int, micro_batches: int, warm_up: int) -> list[Action]:
+    """``warm_up`` forwards, one forward and one backward in turn, the other backwards."""
+    order = [Action("F", rank, micro) for micro in range(warm_up)]
+    for micro in range(micro_batches):
+        order += [Action("F", rank, warm_up + micro)] * (warm_up + micro < micro_batches)
+        order.append(Action("BW", rank, micro))
+    return order
+
+
+class OtherWarmUp(ReferencePipeline):
+    """1F1B with another number of forwards first."""
+
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        """Every rank's forwards and backwards in turn."""
+        orders = tuple(
+            tuple(in_turn(rank, micro_batches, cls.warm_up(ranks, rank, micro_batches)))
+            for rank in range(ranks)
+        )
+        return with_messages(Schedule("1f1b", micro_batches, tuple(range(ranks)), orders))
+
+    @classmethod
+    def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
+        """How many forwards come first."""
+        raise NotImplementedError
+
+
+@mutant(
+    "schedule_warm_up_is_not_clamped",
+    zoo=("P13",),
+    summary="with fewer micro-batches than stages a rank warms up with some that do not exist",
+    workload=gpt(micro_batches=1),
+    mesh={"pipe": 3},
+)
+class WarmUpIsNotClamped(OtherWarmUp):
+    @classmethod
+    def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
+        return ranks - 1 - rank
+
+
+# ------------------------------------------------------------------------ not what the name says
+
+
+@mutant(
+    "schedule_warms_up_once_too_often",
+    zoo=("P13",),
+    summary="1F1B with one forward more first: every rank holds one micro-batch more",
+)
+class WarmsUpOnceTooOften(OtherWarmUp):
+    @classmethod
+    def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
+        return min(micro_batches, ranks - rank)
+
+
+@mutant(
+    "schedule_does_not_warm_up",
+    summary="every micro-batch goes all the way there and back before the next one comes",
+)
+class DoesNotWarmUp(OtherWarmUp):
+    @classmethod
+    def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
+        return 0
+
+
+@mutant(
+    "schedule_interleaves_nothing",
+    summary="asked for two chunks a rank, every rank has one: the bubble of 1F1B",
+    options={"schedule": {"name": "interleaved", "chunks": 2}},
+)
+class InterleavesNothing(ReferencePipeline):
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        return SCHEDULES["interleaved"](ranks, micro_batches, chunks=1)
+
+
+@mutant(
+    "schedule_puts_weights_last",
+    summary="zero bubble with all weights' parts at the end: they fill no bubble and hold all",
+    options=SPLIT,
+)
+class PutsWeightsLast(ReferencePipeline):
+    @classmethod
+    def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
+        schedule = super().schedule(options, ranks, micro_batches)
+        orders = (sorted(schedule.computed(r), key=lambda a: a.op == "W") for r in range(ranks))
+        return with_messages(replace(schedule, orders=tuple(map(tuple, orders))))
+
+
+# ------------------------------------------------------------------------------ not what is run
+
+
+@mutant(
+    "schedule_runs_another_one",
+    summary="the plan that is told is 1F1B, what is executed is GPipe",
+)
+class RunsAnotherOne(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        if schedule.name == "1f1b":
+            schedule = SCHEDULES["gpipe"](schedule.ranks, len(window))
+        return super().run(schedule, window, *rest)
+
+
+@mutant(
+    "schedule_forgets_itself_in_second_window",
+    summary="from the second schedule call of a step on all forwards come first",
+    workload=gpt(windows=2, micro_batches=3),
+)
+class ForgetsItselfInSecondWindow(ReferencePipeline):
+    def backward(self, batch: Batch) -> Tensor | None:
+        first, *others = batch.windows
+        loss = super().backward(replace(batch, windows=(first,)))
+        self.given = {"schedule": "gpipe"}
+        rest = super().backward(replace(batch, windows=tuple(others)))
+        self.given = self.case_options
+        return None if loss is None or rest is None else loss + rest
+
+    def setup(self, *given: Any) -> None:
+        super().setup(*given)
+        self.case_options = self.given
+
+
+@mutant(
+    "schedule_swaps_backwards_of_first_stage",
+    summary="the first stage, which nobody waits for, takes two micro-batches in another order",
+    options=GPIPE,
+)
+class SwapsBackwardsOfFirstStage(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        order = list(schedule.orders[0])
+        if schedule.name == "gpipe":
+            exchange(order, "BW0@0", "BW1@0")
+            for message in ("RB0@0", "RB1@0"):
+                order.remove(Action.parse(message))
+                order.insert(order.index(Action("BW", 0, 1)), Action.parse(message))
+        return super().run(
+            replace(schedule, orders=(tuple(order), *schedule.orders[1:])), window, *rest
+        )
+
+
+@mutant(
+    "schedule_weights_after_final_gradients",
+    zoo=("P04",),
+    summary="the last weights' part of every stage runs when gradients have been looked at",
+    killed_by=("schedule", "equivalence"),
+    options=SPLIT,
+)
+class WeightsAfterFinalGradients(ReferencePipeline):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        executor, late = self.executor, list[tuple[Action, Any]]()
+        at_once = executor.do["W"]
+
+        def put_off(action: Action) -> None:
+            if action in executor.final:
+                late.append((action, executor.held.pop(action[1:])))
+            else:
+                at_once(action)
+
+        def look(point: Point) -> None:
+            observe(point)
+            for action, held in late:
+                executor.held[action[1:]] = held
+                at_once(action)
+            late.clear()
+
+        executor.do["W"] = put_off
+        try:
+            return super().step(batch, look)
+        finally:
+            executor.do["W"] = at_once
+
+
+@mutant(
+    "schedule_splits_nothing",
+    summary="B computes the gradients of weights as well, W does nothing",
+    options=SPLIT,
+    mesh={"pipe": 3},
+)
+class SplitsNothing(Executor):
+    def backward(self, action: Action) -> None:
+        super().backward(action)
+        self.held[action.stage, action.micro].backward()  # type: ignore[union-attr]
+
+
+@mutant(
+    "schedule_keeps_activations",
+    summary="what a micro-batch has saved is kept until its window ends",
+)
+class KeepsActivations(Executor):
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        self.kept: list[Held] = []
+        losses = super().run(schedule, window, *rest)
+        self.kept.clear()
+        return losses
+
+    def leaving(self, action: Action, held: Held) -> Tensor:
+        gradient = super().leaving(action, held)
+        with torch.enable_grad():
+            self.kept.append(replace(held, output=self.stages[action.stage].module(held.entered)))
+        return gradient
+
+
+@mutant(
+    "schedule_keeps_inputs_only",
+    summary="a forward throws its activations away, backward computes it again",
+)
+class KeepsInputsOnly(Executor):
+    def forward(self, action: Action) -> None:
+        super().forward(action)
+        held = self.held.get((action.stage, action.micro))
+        if isinstance(held, Held):
+            held.output = held.output.detach()
+
+    def leaving(self, action: Action, held: Held) -> Tensor:
+        _, stage, micro = action
+        held.output = self.stages[stage].module(held.entered)
+        if stage == self.last:
+            held.output = self.loss(held.output, self.window[micro])
+        return super().leaving(action, held)
+
+
+@mutant(
+    "schedule_computes_forwards_twice",
+    summary="every forward is computed once more, for the shape of what it gives",
+)
+class ComputesForwardsTwice(Executor):
+    def forward(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        module = stage.module
+        stage.module = lambda given: (module(given), module(given))[1]  # type: ignore[assignment]
+        super().forward(action)
+        stage.module = module

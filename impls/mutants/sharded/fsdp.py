@@ -1,0 +1,350 @@
+"""Faults of sharded parameters that make wrong numbers.
+
+Planted in ``reference/zero3`` and ``reference/fsdp``: what is gathered and reduced, in which state,
+and who takes part.  Three ranks, so that shards are uneven.  Recipes that would be equivalent in
+the parent are planted at their effect; the summary says what goes wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import OptimizerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import CLIP, gpt
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.state import named_state
+from shardproof.impls.reference.fsdp import ReferenceFSDP
+from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
+
+ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
+SILENT: Mapping[str, Any] = {"accumulate_without_communication": True}
+CHUNKS: Mapping[str, Any] = {"reshard_after_forward": 2}
+
+
+def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
+    """Declare a fault of the strategy that the decorated class comes from."""
+
+    def declared(cls: declare.C) -> declare.C:
+        flat = issubclass(cls, (FSDP, ReferenceFSDP))
+        parent: Any = ReferenceFSDP if flat else ReferenceZero3
+        parent_name = f"reference/{parent.strategy}"
+        usual: dict[str, Any] = {"mesh": {"shard": 3}}
+        return declare.mutant(name, parent=parent, parent_name=parent_name, **(usual | fields))(cls)
+
+    return declared
+
+
+# ----------------------------------------------------------------------------- what is gathered
+
+
+@mutant(
+    "zero3_keeps_own_initial_shard",
+    zoo=("D09",),
+    summary="a rank cuts its shards from the values that it was built with, not from rank 0's",
+    killed_by=("equivalence",),
+)
+class KeepsOwnInitialShard(Zero3):
+    def __init__(self, module: nn.Module, *args: Any) -> None:
+        own = {name: tensor.detach().clone() for name, tensor in named_state(module).items()}
+        super().__init__(module, *args)
+        for flat in self.flats:
+            for name, part in flat.parts.items():
+                part.of_shard(flat.shard).copy_(part.of_tensor(own[name]))
+
+
+@mutant(
+    "zero3_computes_with_last_weights",
+    zoo=("F16",),
+    summary="the last unit is not freed at the end of a step: the next one computes with its old "
+    "weights",
+    killed_by=("equivalence", "traffic", "memory"),
+)
+class ComputesWithLastWeights(Zero3):
+    def after_backward(self, unit: Unit) -> None:
+        unit.free() if unit is not self.units[-1] else None
+        self.reduce(unit)
+
+    def rest(self) -> None:
+        for unit in self.units[:-1]:
+            unit.free()
+
+
+@mutant(
+    "zero3_does_not_wait_for_prefetch",
+    zoo=("F16", "D10"),
+    summary="a unit that was gathered ahead is used without waiting for it",
+    killed_by=("equivalence",),
+    workload=gpt("poisoned_buffers"),
+)
+class DoesNotWaitForPrefetch(Zero3):
+    def before_forward(self, unit: Unit, again: bool) -> None:
+        for flat in unit.flats if unit.is_whole else ():
+            flat.gathering = None
+        super().before_forward(unit, again)
+
+
+@mutant(
+    "zero3_unties_weight",
+    zoo=("F05",),
+    summary="a tied weight becomes two tensors; nobody updates the second",
+    killed_by=("equivalence",),
+    workload=gpt("tied"),
+)
+class UntiesWeight(ReferenceZero3):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        second = module.get_submodule("blocks.1.odd.tied.second")
+        weight = second.get_parameter("weight").detach()
+        del second.weight
+        second.weight = weight.clone()
+        return super().transform(module, mesh, options)
+
+
+@mutant(
+    "zero3_idle_ranks_count_otherwise",
+    zoo=("X02",),
+    summary="a rank without work follows with the shard of another unit of equal size",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_micro_batches"),
+)
+class IdleRanksCountOtherwise(Zero3):
+    def idle_rounds(self) -> None:
+        self.units[1], self.units[2] = self.units[2], self.units[1]
+        super().idle_rounds()
+        self.units[1], self.units[2] = self.units[2], self.units[1]
+
+
+@mutant(
+    "fsdp_chunks_of_wrong_neighbours",
+    zoo=("F22",),
+    summary="chunks of two neighbours are put together in the wrong order",
+    killed_by=("equivalence",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+)
+class ChunksOfWrongNeighbours(FSDP):
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        whole = [flat.whole.clone() for flat in unit.flats]
+        super().after_forward(unit, again)
+        for flat, old in zip(unit.flats, whole, strict=True):
+            if flat.kept is not None and self.chunks is not None:
+                flat.kept.copy_(old.view(2, -1)[1 - self.chunks.rank])
+
+
+@mutant(
+    "fsdp_keeps_first_chunks",
+    zoo=("F16",),
+    summary="the chunks kept between forward and backward are those of the first forward",
+    killed_by=("equivalence",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+)
+class KeepsFirstChunks(FSDP):
+    first: Mapping[Unit, list[Tensor | None]] = {}
+
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        super().after_forward(unit, again)
+        if unit.is_chunked:
+            self.first = {unit: [flat.kept for flat in unit.flats], **self.first}
+            for flat, kept in zip(unit.flats, self.first[unit], strict=True):
+                flat.kept = kept
+
+
+@mutant(
+    "fsdp_indexes_empty_shard",
+    zoo=("F17",),
+    summary="a rank looks at the first parameter of a shard that holds none",
+    killed_by=("crash",),
+    crash_says="StopIteration",
+    workload=gpt("one_element"),
+    options={"wrap": {"units": ["blocks.0", "final.one_element"]}},
+)
+class IndexesEmptyShard(FSDP):
+    def before_step(self, micro_batches: int) -> None:
+        super().before_step(micro_batches)
+        self.firsts = [next(iter(flat.parts)) for flat in self.flats]
+
+
+# ------------------------------------------------------------------------------ what is reduced
+
+
+@mutant(
+    "zero3_drops_tied_tail",
+    zoo=("F01",),
+    summary="the last shard of a tied parameter gets no gradient",
+    killed_by=("equivalence",),
+    workload=gpt("tied"),
+)
+class DropsTiedTail(Zero3):
+    def finish(self) -> None:
+        super().finish()
+        for name, target in self.targets():
+            part = self.home[name].parts[name]
+            if ".tied." in name and part.stop == torch.Size(part.shape).numel():
+                assert target.grad is not None
+                target.grad.zero_()
+
+
+@mutant(
+    "zero3_no_gradient_alone",
+    zoo=("F02",),
+    summary="on one rank a parameter of one element has a gradient of 0",
+    killed_by=("equivalence",),
+    workload=gpt("one_element"),
+    mesh={"shard": 1},
+)
+class NoGradientAlone(Zero3):
+    def finish(self) -> None:
+        super().finish()
+        for _, target in self.targets():
+            if target.grad is not None and target.numel() == 1:
+                target.grad.zero_()
+
+
+@mutant(
+    "fsdp_clears_nothing_alone",
+    zoo=("F13",),
+    summary="over one rank, where nothing is gathered, gradients are not cleared either",
+    killed_by=("equivalence",),
+    mesh={"shard": 1},
+)
+class ClearsNothingAlone(FSDP):
+    def after_step(self) -> None:
+        if self.shards is not None and self.shards.size > 1:
+            super().after_step()
+
+
+@mutant(
+    "zero3_gradient_by_own_use",
+    zoo=("F04",),
+    summary="a shard has a gradient only on ranks that used the parameter themselves",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_rank"),
+    options={"wrap": {"units": ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]}},
+)
+class GradientByOwnUse(Zero3):
+    def finish(self) -> None:
+        super().finish()
+        for name, target in self.targets():
+            if name not in self.used:
+                target.grad = None
+
+
+@mutant(
+    "zero3_drops_unit_of_last_forward",
+    zoo=("F07",),
+    summary="a unit that ends with the whole backward is reduced only in the last round",
+    killed_by=("equivalence", "traffic"),
+)
+class DropsUnitOfLastForward(Zero3):
+    def reduce(self, unit: Unit) -> None:
+        if unit is not self.root or self.rounds.is_last:
+            super().reduce(unit)
+        else:
+            for flat in unit.trained:
+                flat.full = None
+                flat.fresh.clear()
+
+
+@mutant(
+    "fsdp_reduces_reduced_gradients",
+    zoo=("F23",),
+    summary="the sum of earlier micro-batches is added again with every micro-batch",
+    killed_by=("equivalence",),
+    workload=gpt(micro_batches=3),
+)
+class ReducesReducedGradients(FSDP):
+    def before_backward(self, unit: Unit) -> None:
+        super().before_backward(unit)
+        for flat in unit.trained if unit is self.root else ():
+            if flat.total is not None:
+                flat.total.mul_(2)
+
+
+@mutant(
+    "fsdp_counts_module_twice",
+    summary="the gradient of a unit that is called twice is counted twice",
+    killed_by=("equivalence",),
+    workload=gpt("module_twice"),
+    mesh={"replicate": 3},
+    options={
+        "sharding_strategy": "NO_SHARD",
+        "wrap": {"units": ["blocks.0", "blocks.1.odd.module_twice.layer"]},
+    },
+)
+class CountsModuleTwice(FSDP):
+    def reduce(self, unit: Unit) -> None:
+        unit.pack()
+        for flat in unit.trained:
+            if self.order.count(unit) > 1 and flat.full is not None:
+                flat.full.mul_(2)
+        super().reduce(unit)
+
+
+@mutant(
+    "zero3_uses_gradients_early",
+    zoo=("F08", "D10"),
+    summary="reductions are added to the shard without waiting for them",
+    killed_by=("equivalence",),
+    workload=gpt("late_results"),
+)
+class UsesGradientsEarly(Zero3):
+    def start_reduction(self, unit: Unit) -> None:
+        super().start_reduction(unit)
+        self.flying = [(unit, [], last) for unit, _, last in self.flying]
+
+
+@mutant(
+    "zero3_reduces_in_bf16",
+    zoo=("H13",),
+    summary="fp32 reductions are asked for, bf16 ones are made",
+    killed_by=("traffic",),
+    lane="native",
+    dtype="float32",
+    precision={"parameters": "bfloat16", "reduce": "float32"},
+)
+class ReducesInBf16(Zero3):
+    def __init__(
+        self, module: nn.Module, comms: Mapping[str, Comm], plan: Any, precision: Precision, *a: Any
+    ) -> None:
+        super().__init__(module, comms, plan, replace(precision, reduce=None), *a)
+
+
+@mutant(
+    "zero3_clips_by_own_shard",
+    zoo=("O02", "H11"),
+    summary="every rank clips by the norm of its own shards",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class ClipsByOwnShard(Zero3):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return [(total, ()) for total, _ in super().norm_parts(order)]
+
+
+@mutant(
+    "fsdp_takes_norm_before_reductions_land",
+    zoo=("O08",),
+    summary="the norm is taken before the root's gradients are there",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+)
+class TakesNormBeforeReductionsLand(FSDP):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        held = {name: t.grad for name, t in self.targets() if self.home[name] in self.root.flats}
+        for name in held:
+            self.home[name].targets[name].grad = None
+        parts = super().norm_parts(order)
+        for name, gradient in held.items():
+            self.home[name].targets[name].grad = gradient
+        return parts

@@ -1,0 +1,293 @@
+"""Faults of sharded parameters that leave all numbers right: bytes held, bytes sent, lost overlap.
+
+Planted in ``reference/zero3`` and ``reference/fsdp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.comm import Comm
+from shardproof.impls.mutants.data.ddp import gpt
+from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, SILENT, mutant
+from shardproof.impls.reference.fsdp import ReferenceFSDP
+from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.plan import UnitPlan
+from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.zero3 import Zero3
+
+# ------------------------------------------------------------------------------- what is freed
+
+
+@mutant(
+    "zero3_frees_late",
+    zoo=("F19",),
+    summary="units stay whole from forward to backward, and are gathered again all the same",
+    killed_by=("memory",),
+)
+class FreesLate(Zero3):
+    left: frozenset[Unit] = frozenset()
+
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        self.left |= {unit}
+        self.way_back.append(unit)
+
+    def gather(self, unit: Unit) -> None:
+        if unit in self.left:
+            self.left -= {unit}
+            unit.free()
+        super().gather(unit)
+
+
+@mutant(
+    "fsdp_never_reshards",
+    zoo=("F19",),
+    summary="FULL_SHARD keeps units whole between forward and backward",
+    killed_by=("traffic", "memory"),
+)
+class NeverReshards(FSDP):
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        if unit not in self.way_back:
+            self.way_back.append(unit)
+
+
+@mutant(
+    "zero3_keeps_root",
+    summary="the root is not gathered again before backward",
+    killed_by=("traffic",),
+)
+class KeepsRoot(Zero3):
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        if unit is not self.root:
+            super().after_forward(unit, again)
+
+
+@mutant(
+    "zero3_keeps_units_of_backward",
+    summary="units stay whole from their backward to the end of the round",
+    killed_by=("memory",),
+)
+class KeepsUnitsOfBackward(Zero3):
+    def after_backward(self, unit: Unit) -> None:
+        self.reduce(unit)
+
+
+@mutant(
+    "fsdp_ignores_chunks",
+    summary="between forward and backward parameters stay sharded over all ranks, not over two",
+    killed_by=("traffic",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+)
+class IgnoresChunks(FSDP):
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        super().after_forward(unit, again)
+        for flat in unit.flats:
+            flat.kept = None
+
+
+@mutant(
+    "zero3_frozen_stay_whole",
+    summary="frozen parameters are whole on every rank, all the time",
+    killed_by=("traffic", "memory"),
+    workload=gpt("frozen"),
+)
+class FrozenStayWhole(Zero3):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for flat in self.flats:
+            if not flat.trained:
+                flat.gather()
+                flat.is_resident = True
+
+
+@mutant(
+    "zero3_reduces_frozen",
+    summary="zeros are reduced for frozen parameters",
+    killed_by=("traffic",),
+    workload=gpt("frozen"),
+)
+class ReducesFrozen(Zero3):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for unit in self.units:
+            unit.trained = unit.flats
+
+
+@mutant(
+    "fsdp_ignores_no_sync",
+    zoo=("F20", "D06"),
+    summary="accumulation without communication is asked for; every micro-batch is reduced",
+    killed_by=("traffic", "engagement"),
+    options=SILENT,
+)
+class IgnoresNoSync(FSDP):
+    @property
+    def is_silent(self) -> bool:
+        return False
+
+
+@mutant(
+    "fsdp_defers_unasked",
+    zoo=("F20",),
+    summary="gradients stay whole until the last micro-batch, though nobody asked for it",
+    killed_by=("traffic",),
+)
+class DefersUnasked(FSDP):
+    @property
+    def is_silent(self) -> bool:
+        return not self.rounds.is_last
+
+
+@mutant(
+    "fsdp_latches_no_sync",
+    zoo=("D05",),
+    summary="whether to reduce is decided once a step: gradients that were kept never leave",
+    killed_by=("equivalence", "traffic"),
+    options=SILENT,
+)
+class LatchesNoSync(FSDP):
+    def leave_round(self) -> None:
+        self.owed.clear()
+
+    @property
+    def is_silent(self) -> bool:
+        return self.rounds.total > 1
+
+
+@mutant(
+    "zero3_one_unit",
+    summary="the wrap policy is dropped: the whole model is one unit",
+    killed_by=("traffic", "memory", "overlap", "engagement"),
+)
+class OneUnit(Zero3):
+    def __init__(
+        self, module: nn.Module, comms: Mapping[str, Comm], plan: Sequence[UnitPlan], *rest: Any
+    ) -> None:
+        names = tuple(name for name, _ in module.named_parameters())
+        super().__init__(module, comms, [UnitPlan("", names)], *rest)
+
+
+@mutant(
+    "fsdp_replicates_optimizer_state",
+    zoo=("F11",),
+    summary="every rank keeps the optimizer state of all shards",
+    killed_by=("memory",),
+    optimizer=ADAMW,
+)
+class ReplicatesOptimizerState(ReferenceFSDP):
+    def update(self) -> None:
+        super().update()
+        state, size = self.optimizer.state, self.mesh.size("shard")
+        for slots in state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                room = slots[name].new_zeros(size, slots[name].numel())
+                slots[name] = room[0].copy_(slots[name])
+
+
+# ------------------------------------------------------------------------------------- schedule
+
+
+@mutant(
+    "zero3_no_prefetch_in_forward",
+    zoo=("F25",),
+    summary="a unit is gathered only when its forward is reached",
+    killed_by=("overlap",),
+)
+class NoPrefetchInForward(Zero3):
+    def before_forward(self, unit: Unit, again: bool) -> None:
+        self.last_order = []
+        super().before_forward(unit, again)
+
+
+@mutant(
+    "fsdp_no_prefetch_in_backward",
+    zoo=("F25",),
+    summary="a unit is gathered only when its backward is reached",
+    killed_by=("overlap",),
+)
+class NoPrefetchInBackward(FSDP):
+    def before_backward(self, unit: Unit) -> None:
+        self.way_back = []
+        super().before_backward(unit)
+
+
+@mutant(
+    "zero3_waits_after_each_gather",
+    zoo=("F25",),
+    summary="each gather is waited for as soon as it is launched",
+    killed_by=("overlap",),
+)
+class WaitsAfterEachGather(Zero3):
+    def gather(self, unit: Unit) -> None:
+        super().gather(unit)
+        unit.wait()
+
+
+@mutant(
+    "fsdp_waits_after_each_reduction",
+    zoo=("F25",),
+    summary="each reduction is waited for as soon as it is launched",
+    killed_by=("overlap",),
+)
+class WaitsAfterEachReduction(FSDP):
+    def start_reduction(self, unit: Unit) -> None:
+        super().start_reduction(unit)
+        self.land()
+
+
+@mutant(
+    "zero3_prefetches_wrong_end",
+    zoo=("F25",),
+    summary="backward gathers ahead from the wrong end of its way",
+    killed_by=("overlap",),
+    workload=replace(gpt(), params={"layers": 5}),
+)
+class PrefetchesWrongEnd(Zero3):
+    def before_backward(self, unit: Unit) -> None:
+        first, self.way_back = self.way_back[:1], []
+        super().before_backward(unit)
+        self.way_back = first
+        for late in first:
+            self.gather(late)
+
+
+@mutant(
+    "zero3_reduces_after_backward",
+    summary="gradients stay whole until backward has returned, and are reduced then",
+    killed_by=("overlap",),
+)
+class ReducesAfterBackward(Zero3):
+    waiting: tuple[Unit, ...] = ()
+
+    def after_backward(self, unit: Unit) -> None:
+        unit.free()
+        self.waiting += (unit,)
+
+    def leave_round(self) -> None:
+        for unit in self.waiting:
+            self.reduce(unit)
+        self.waiting = ()
+
+
+# ----------------------------------------------------------------------------------- evaluation
+
+
+@mutant(
+    "zero3_evaluation_leaves_units",
+    summary="units that an evaluation gathered stay whole: the next step does not gather them",
+    killed_by=("traffic", "memory"),
+)
+class EvaluationLeavesUnits(Zero3):
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        if torch.is_grad_enabled():
+            super().after_forward(unit, again)
+
+    def rest(self) -> None:
+        if torch.is_grad_enabled():
+            super().rest()

@@ -1,0 +1,112 @@
+"""Faults of FSDP's schedule that numbers and the plain model do not show.
+
+Each needs its own trigger: ranks that only follow, a prefetch of nothing, a unit of a branch that
+the last micro-batch does not take, a branch that goes out of use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardproof.impls.mutants.data.ddp import gpt
+from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, mutant
+from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.zero3 import Zero3
+
+
+@mutant(
+    "fsdp_chunks_outlive_round",
+    zoo=("F16",),
+    summary="freeing a unit leaves the chunk that it kept: the next gather takes it for values",
+    killed_by=("hang",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+    workload=gpt("unequal_micro_batches"),
+)
+class ChunksOutliveRound(FSDP):
+    def rest(self) -> None:
+        kept = [flat.kept for flat in self.flats]
+        super().rest()
+        for flat, chunk in zip(self.flats, kept, strict=True):
+            flat.kept = chunk
+
+
+@mutant(
+    "fsdp_prefetches_all_for_none",
+    zoo=("F25",),
+    summary="prefetch_backward of 0 gathers all units that backward has yet to reach",
+    killed_by=("memory",),
+    options={"prefetch_backward": 0},
+)
+class PrefetchesAllForNone(FSDP):
+    def before_backward(self, unit: Unit) -> None:
+        super().before_backward(unit)
+        for preceding in self.way_back[-self.options.prefetch_backward :]:
+            self.gather(preceding)
+
+
+@mutant(
+    "zero3_lands_with_root",
+    zoo=("F20",),
+    summary="whole gradients of all units stay until the root's have been reduced",
+    killed_by=("memory",),
+)
+class LandsWithRoot(Zero3):
+    def start_reduction(self, unit: Unit) -> None:
+        before, self.flying = self.flying, []
+        super().start_reduction(unit)
+        self.flying = before + self.flying
+
+
+@mutant(
+    "fsdp_prefetches_one_for_two",
+    zoo=("F25",),
+    summary="prefetch of 2 units gathers one ahead",
+    killed_by=("overlap",),
+    options={"prefetch_forward": 2, "prefetch_backward": 2},
+)
+class PrefetchesOneForTwo(FSDP):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.options = replace(self.options, prefetch_forward=1)
+
+    def before_backward(self, unit: Unit) -> None:
+        given = self.options
+        self.options = replace(given, prefetch_backward=1)
+        super().before_backward(unit)
+        self.options = given
+
+
+@mutant(
+    "fsdp_forgets_replicas_of_early_units",
+    zoo=("F08",),
+    summary="a unit that the last micro-batch does not call is not summed over the replicas",
+    killed_by=("equivalence", "replicas"),
+    mesh={"replicate": 2, "shard": 2},
+    options={"sharding_strategy": "HYBRID_SHARD", "wrap": {"module_class": ["Block", "Branch"]}},
+    workload=gpt("conditional_by_micro_batch"),
+)
+class ForgetsReplicasOfEarlyUnits(FSDP):
+    def finish(self) -> None:
+        self.idle_rounds()
+        self.land()
+        replicas, self.replicas = self.replicas, None
+        super().finish()
+        self.replicas = replicas
+
+
+@mutant(
+    "zero3_remembers_use",
+    zoo=("F04",),
+    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
+    killed_by=("equivalence",),
+    optimizer=ADAMW,
+    workload=gpt("conditional_early_step"),
+)
+class RemembersUse(Zero3):
+    def after_step(self) -> None:
+        used = set(self.used)
+        super().after_step()
+        self.used |= used

@@ -1,0 +1,297 @@
+"""Faults of meshes with two axes: HYBRID_SHARD, sharded within a group, replicated between groups.
+
+Planted in ``reference/fsdp`` on meshes of 2 x 2, of 2 x 1 (a shard group of one rank is where
+shortcuts go wrong) and of 2 x 3 (axes of different size, where a rank is no size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Batch
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import CLIP, Nothing, gpt
+from shardproof.impls.mutants.sharded.precision import SCALED
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.engine.scaler import LossScaler
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.fsdp import ReferenceFSDP
+from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.shard import FlatShard, Unit
+
+mutant = partial(
+    declare.mutant,
+    parent=ReferenceFSDP,
+    parent_name="reference/fsdp",
+    mesh={"replicate": 2, "shard": 2},
+    options={"sharding_strategy": "HYBRID_SHARD"},
+)
+
+
+@mutant(
+    "hybrid_never_crosses",
+    zoo=("D17",),
+    summary="gradients are not summed over the replicas",
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class NeverCrosses(FSDP):
+    def cross(self, flat: FlatShard) -> None:
+        pass
+
+
+@mutant(
+    "hybrid_alone_in_its_shard_group",
+    zoo=("H01",),
+    summary="a shard group of one rank turns off the sum over the replicas",
+    killed_by=("equivalence", "replicas", "traffic"),
+    mesh={"replicate": 2, "shard": 1},
+)
+class AloneInItsShardGroup(FSDP):
+    def cross(self, flat: FlatShard) -> None:
+        if flat.comm is not None:
+            super().cross(flat)
+
+
+@mutant(
+    "hybrid_crosses_over_shards",
+    zoo=("H08", "H16"),
+    summary="shards are summed over the shard group, not over the replicas",
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class CrossesOverShards(FSDP):
+    def cross(self, flat: FlatShard) -> None:
+        assert self.shards is not None
+        flat.cross(self.shards)
+
+
+@mutant(
+    "hybrid_crosses_last_micro_batch",
+    zoo=("F10",),
+    summary="only what the last micro-batch added is summed over the replicas",
+    killed_by=("equivalence", "replicas"),
+)
+class CrossesLastMicroBatch(FSDP):
+    def land(self) -> None:
+        ending = [flat for unit, _, last in self.flying if last for flat in unit.trained]
+        early = [flat.total for flat in ending]
+        for flat in ending:
+            flat.total = None
+        super().land()
+        for flat, total in zip(ending, early, strict=True):
+            flat.settle()
+            flat.crossing = Nothing()
+            flat.total.add_(total) if flat.total is not None and total is not None else None
+
+
+@mutant(
+    "hybrid_crosses_every_micro_batch",
+    zoo=("D06",),
+    summary="running sums are averaged over the replicas after every micro-batch: the same "
+    "numbers, more traffic",
+    killed_by=("traffic",),
+)
+class CrossesEveryMicroBatch(FSDP):
+    def land(self) -> None:
+        early = [flat for unit, _, last in self.flying if not last for flat in unit.trained]
+        super().land()
+        for flat in early:
+            self.cross(flat)
+            flat.settle()
+            flat.total.div_(2) if flat.total is not None else None
+
+
+@mutant(
+    "hybrid_crosses_before_accumulation",
+    zoo=("F23",),
+    summary="running sums, summed over the replicas already, are summed again in the last round",
+    killed_by=("equivalence", "traffic"),
+)
+class CrossesBeforeAccumulation(FSDP):
+    def land(self) -> None:
+        early = [flat for unit, _, last in self.flying if not last for flat in unit.trained]
+        super().land()
+        for flat in early:
+            self.cross(flat)
+            flat.settle()
+
+
+@mutant(
+    "hybrid_crosses_whole_gradients",
+    summary="whole gradients are summed over the replicas, then scattered: R times the bytes",
+    killed_by=("traffic",),
+    options={"sharding_strategy": "HYBRID_SHARD", "accumulate_without_communication": True},
+)
+class CrossesWholeGradients(FSDP):
+    def start_reduction(self, unit: Unit) -> None:
+        unit.pack()
+        for flat in unit.trained:
+            if flat.full is not None and self.replicas is not None:
+                self.replicas.all_reduce(flat.full)
+        super().start_reduction(unit)
+
+    def cross(self, flat: FlatShard) -> None:
+        pass
+
+
+@mutant(
+    "hybrid_is_flat",
+    zoo=("H02",),
+    summary="the replicas are ignored: one shard group of all ranks, as in FULL_SHARD",
+    killed_by=("traffic", "memory", "engagement"),
+)
+class IsFlat(ReferenceFSDP):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        flat = Mesh({"shard": mesh.world}, device=mesh.device, ranks=mesh.ranks)
+        return super().transform(module, flat, {**options, "sharding_strategy": "FULL_SHARD"})
+
+
+@mutant(
+    "hybrid_mixes_up_axes",
+    zoo=("H19", "H08"),
+    summary="sharded over what should be replicas, replicated over what should be shards",
+    killed_by=("traffic", "memory", "engagement"),
+    mesh={"replicate": 2, "shard": 3},
+)
+class MixesUpAxes(FSDP):
+    def __init__(self, module: nn.Module, comms: Mapping[str, Comm], *rest: Any) -> None:
+        swapped = {"replicate": comms["shard"], "shard": comms["replicate"]}
+        super().__init__(module, swapped, *rest)
+
+
+@mutant(
+    "hybrid_divides_by_rank",
+    zoo=("H19",),
+    summary="the sum over replicas is scaled by the number of ranks over that of another axis",
+    killed_by=("equivalence",),
+    mesh={"replicate": 2, "shard": 3},
+)
+class DividesByRank(FSDP):
+    def finish(self) -> None:
+        super().finish()
+        assert self.shards is not None and self.replicas is not None
+        self.scale_gradients(torch.tensor(self.replicas.size / self.shards.size))
+
+
+@mutant(
+    "hybrid_replicas_start_apart",
+    zoo=("D09",),
+    summary="initial values are broadcast within shard groups only",
+    killed_by=("equivalence", "replicas"),
+)
+class ReplicasStartApart(FSDP):
+    def __init__(self, module: nn.Module, comms: Mapping[str, Comm], *rest: Any) -> None:
+        broadcast_tensors(list(named_state(module).values()), comms["shard"])
+        own = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+        super().__init__(module, comms, *rest)
+        for flat in self.flats:
+            for name, part in flat.parts.items():
+                part.of_shard(flat.shard).copy_(part.of_tensor(own[name]))
+
+
+@mutant(
+    "hybrid_norm_counts_replicas",
+    zoo=("H10",),
+    summary="the norm is summed over shards and replicas",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class NormCountsReplicas(FSDP):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        [(total, axes)] = super().norm_parts(order)
+        assert self.replicas is not None
+        self.replicas.all_reduce(total)
+        return [(total, axes)]
+
+
+@mutant(
+    "hybrid_norm_over_wrong_axis",
+    zoo=("H11",),
+    summary="the norm is summed over the replicas, not over the shards",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class NormOverWrongAxis(FSDP):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return [(total, ("replicate",)) for total, _ in super().norm_parts(order)]
+
+
+@mutant(
+    "hybrid_crosses_in_bf16",
+    zoo=("H13",),
+    summary="fp32 reductions are asked for; those over the replicas are made in bf16",
+    killed_by=("traffic",),
+    lane="native",
+    dtype="float32",
+    precision={"parameters": "bfloat16", "reduce": "float32"},
+)
+class CrossesInBf16(FSDP):
+    def cross(self, flat: FlatShard) -> None:
+        flat.reduced_in = torch.bfloat16
+        super().cross(flat)
+        flat.reduced_in = torch.float32
+
+
+@mutant(
+    "hybrid_narrow_partial_sums",
+    zoo=("H14", "O13"),
+    summary="sums of micro-batches are kept in bf16 until they meet those of the replicas",
+    killed_by=("equivalence",),
+    workload=gpt(micro_batches=6),
+    lane="native",
+    dtype="float32",
+    precision={"reduce": "float32"},
+)
+class NarrowPartialSums(FSDP):
+    def land(self) -> None:
+        super().land()
+        for flat in self.trained:
+            if flat.total is not None:
+                flat.total.copy_(flat.total.bfloat16())
+
+
+@mutant(
+    "hybrid_normalises_by_local_counts",
+    zoo=("H17",),
+    summary="the loss is divided by the rank's own count of tokens, then averaged over the ranks",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_tokens"),
+)
+class NormalisesByLocalCounts(ReferenceFSDP):
+    def backward(self, batch: Batch) -> Tensor | None:
+        micro_batches = batch.micro_batches
+        own = torch.stack([micro.weights.sum() for micro in micro_batches]).sum()
+        whole, self.loss = self.loss, lambda micro: whole(micro) / (own * self.mesh.world)  # type: ignore[method-assign]
+        loss = super().backward(batch)
+        self.loss = whole  # type: ignore[method-assign]
+        return loss
+
+
+class _Crossing(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+        found = torch.tensor(int(own), dtype=torch.int32)
+        self.mesh.comm("replicate").all_reduce(found, "max")
+        return bool(found)
+
+
+@mutant(
+    "hybrid_overflow_along_one_axis",
+    zoo=("O10",),
+    summary="ranks agree on an overflow with their replicas, not with the other shards",
+    killed_by=("loss_scale", "equivalence"),
+    mesh={"replicate": 2, "shard": 3},
+    workload=SCALED["workload"],
+    optimizer=SCALED["optimizer"],
+    steps=SCALED["steps"],
+)
+class OverflowAlongOneAxis(ReferenceFSDP):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Crossing
+        return super().unscale()

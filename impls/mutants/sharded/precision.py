@@ -1,0 +1,401 @@
+"""Faults of mixed precision, of masters and of loss scaling, in ZeRO and in data parallelism.
+
+Policies are judged in the native lane, loss scaling in fp64: an overflow is planted there as well.
+A sum that is rounded to bf16 needs fp32 parameters to show: bf16 gradients are coarser than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Mesh
+from shardproof.contract import Batch, MicroBatch, Observe, OptimizerSpec, ScalerSpec, StepResult
+from shardproof.impls.mutants.sharded.zero import mutant
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.masters import Masters
+from shardproof.impls.reference.engine.scaler import LossScaler
+from shardproof.impls.reference.parts.sharded import Bucket
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
+from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
+
+SMALL: Mapping[str, Any] = {"layers": 2, "width": 16}
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024}
+ADAMW = OptimizerSpec("adamw", lr=0.003)
+
+#: bf16 to compute with and to gather, fp32 to sum and to update.
+WIDE: Mapping[str, Any] = {
+    "workload": WorkloadSpec("charnames_gpt", params=SMALL, micro_batches=4),
+    "optimizer": ADAMW,
+    "options": BUCKETS,
+    "lane": "native",
+    "dtype": "float32",
+    "precision": {"parameters": "bfloat16", "reduce": "float32"},
+}
+#: An overflow in step 1 and NaN in step 4, on one rank.
+SCALED: Mapping[str, Any] = {
+    "workload": WorkloadSpec("charnames_gpt", traits=("overflow_on_one_rank",), params=SMALL),
+    "optimizer": replace(ADAMW, scaler=ScalerSpec(initial=1024, interval=2)),
+    "options": BUCKETS,
+    "steps": 5,
+}
+#: All in one bucket: what overflows, registered first, lies in the last rank's shard alone.
+ALONE: Mapping[str, Any] = {**SCALED, "options": {}}
+#: No overflow, but clipping.
+CLIPPED: Mapping[str, Any] = {
+    "workload": WorkloadSpec("charnames_gpt", params=SMALL),
+    "optimizer": OptimizerSpec(clip_norm=0.05, scaler=ScalerSpec(initial=1024, interval=2)),
+}
+
+# --------------------------------------------------------------------------- masters and policies
+
+
+class _Truncating(Masters):
+    @torch.no_grad()
+    def copy_up(self) -> None:
+        for working, master in self.pairs.values():
+            working.copy_(master.view(torch.int32).bitwise_and(-65536).view(torch.float32))
+            master.grad = None
+
+
+@mutant(
+    "zero1_truncates_masters",
+    summary="the lower half of an fp32 master is cut off instead of rounded",
+    killed_by=("equivalence",),
+    **WIDE,
+)
+class TruncatesMasters(ReferenceZero1):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        self.masters.__class__ = _Truncating
+        return optimizer
+
+
+@mutant(
+    "zero1_masters_from_working_copies",
+    zoo=("O14",),
+    summary="every update starts from the rounded parameter: small steps are lost",
+    killed_by=("equivalence",),
+    **WIDE,
+)
+class MastersFromWorkingCopies(ReferenceZero1):
+    @torch.no_grad()
+    def update(self) -> None:
+        for working, master in self.masters.pairs.values():  # type: ignore[union-attr]
+            master.copy_(working)
+        with torch.enable_grad():
+            super().update()
+
+
+@mutant(
+    "zero1_updates_narrow_parameters",
+    zoo=("O14",),
+    summary="there are no masters: the optimizer works on bf16 shards",
+    killed_by=("memory", "equivalence"),
+    **{**WIDE, "precision": {"parameters": "bfloat16"}},
+)
+class UpdatesNarrowParameters(ReferenceZero1):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.built = dict.fromkeys(self.built, torch.bfloat16)
+        return super().make_optimizer()
+
+
+@mutant(
+    "zero1_keeps_wide_gradients",
+    summary="the masters' gradients are not let go after the update",
+    killed_by=("memory",),
+    **{**WIDE, "precision": {"parameters": "bfloat16"}},
+)
+class KeepsWideGradients(ReferenceZero1):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        optimizer.register_step_post_hook(self.keep)
+        return optimizer
+
+    def keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.kept = [p.grad for group in optimizer.param_groups for p in group["params"]]
+
+
+@mutant(
+    "zero2_accumulates_in_bf16",
+    zoo=("O13", "H14"),
+    summary="sums of micro-batches are rounded to bf16 although fp32 was asked for",
+    killed_by=("equivalence",),
+    **{**WIDE, "precision": {"reduce": "float32"}},
+)
+class AccumulatesInBf16(Zero2):
+    def land(self) -> None:
+        super().land()
+        for kept in self.kept.values():
+            kept.copy_(kept.bfloat16())
+
+
+@mutant(
+    "zero1_reduces_narrow",
+    zoo=("H13",),
+    summary="gradients are summed over ranks in bf16 although fp32 was asked for",
+    killed_by=("traffic",),
+    **WIDE,
+)
+class ReducesNarrow(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        narrow = bucket.complete().bfloat16()
+        shard = bucket.layout.shard(narrow, self.comm.rank)
+        self.comm.reduce_scatter(shard, narrow)
+        bucket.layout.shard(bucket.flat(), self.comm.rank).copy_(shard)
+
+
+@mutant(
+    "zero1_reduces_other_copy",
+    zoo=("F11",),
+    summary="a wide copy is taken first, then the gradients are reduced: the copy stays local",
+    killed_by=("equivalence",),
+    **WIDE,
+)
+class ReducesOtherCopy(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        wide = bucket.complete().clone()
+        super().send(bucket)
+        bucket.work.wait()  # type: ignore[union-attr]
+        bucket.flat().copy_(wide)
+
+
+@mutant(
+    "zero1_gathers_wide",
+    summary="parameters are gathered in fp32 although bf16 is computed with: twice the bytes",
+    killed_by=("traffic",),
+    **WIDE,
+)
+class GathersWide(Zero1):
+    def after_update(self) -> None:
+        for bucket in self.buckets:
+            own = bucket.layout.shard(bucket.values, self.comm.rank).float()
+            wide = torch.empty_like(bucket.values, dtype=own.dtype)
+            self.comm.all_gather(wide, own)
+            bucket.values.copy_(wide)
+
+
+#: Every part of a policy, with a buffer of floating point.
+POLICY: Mapping[str, Any] = {
+    **WIDE,
+    "workload": WorkloadSpec("charnames_gpt", traits=("rebound_buffer",), params=SMALL),
+    "precision": {**WIDE["precision"], "output": "float32", "buffers": "bfloat16"},
+}
+
+
+@mutant(
+    "zero1_buffers_as_built",
+    summary="the policy's dtype of buffers is passed by",
+    killed_by=("engagement",),
+    **POLICY,
+)
+class BuffersAsBuilt(ReferenceZero1):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        replace(self.precision, buffers=torch.float32).cast_buffers(module)
+        return super().transform(module, mesh, options)
+
+
+@mutant(
+    "zero1_outputs_as_computed",
+    summary="the policy's dtype of outputs is passed by: the loss is computed in bf16",
+    killed_by=("engagement",),
+    **POLICY,
+)
+class OutputsAsComputed(ReferenceZero1):
+    def loss(self, micro: MicroBatch) -> Tensor:
+        self.precision = replace(self.precision, output=None)
+        return super().loss(micro)
+
+
+# ------------------------------------------------------------------------------------ loss scaling
+
+
+class _Deaf(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        return any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+
+
+class _Indifferent(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        return False
+
+
+class _BlindToNaN(LossScaler):
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        finite = (None if g is None else g.masked_fill(g.isnan(), 0) for g in gradients)
+        return super().overflowed(finite)
+
+
+class _Stubborn(LossScaler):
+    def adapt(self, skipped: bool) -> None:
+        if skipped:
+            super().adapt(skipped)
+
+
+class _Impatient(LossScaler):
+    def adapt(self, skipped: bool) -> None:
+        good = self.good
+        super().adapt(skipped)
+        self.good = good if skipped else self.good
+
+
+@mutant(
+    "zero1_overflow_of_own_shard",
+    zoo=("O10",),
+    summary="a rank skips the update only if its own shard overflows",
+    killed_by=("loss_scale", "equivalence"),
+    **ALONE,
+)
+class OverflowOfOwnShard(ReferenceZero1):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Deaf
+        return super().unscale()
+
+
+@mutant(
+    "zero2_scale_of_own_shard",
+    zoo=("O11",),
+    summary="all skip together, but only ranks that saw the overflow lower their scale",
+    killed_by=("loss_scale",),
+    **ALONE,
+)
+class ScaleOfOwnShard(ReferenceZero2):
+    def unscale(self) -> dict[str, float]:
+        own = _Deaf.overflowed(self.scaler, (t.grad for t in self.updated))  # type: ignore[arg-type]
+        scale, good = self.scaler.scale, self.scaler.good  # type: ignore[union-attr]
+        metrics = super().unscale()
+        if metrics["skipped"] and not own:
+            self.scaler.scale, self.scaler.good = scale, good  # type: ignore[union-attr]
+        return metrics
+
+
+@mutant(
+    "zero1_ignores_overflow",
+    zoo=("O11",),
+    summary="nobody looks for an overflow",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class IgnoresOverflow(ReferenceZero1):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Indifferent
+        return super().unscale()
+
+
+@mutant(
+    "zero2_overflow_is_infinite",
+    summary="NaN passes for a gradient: only infinities are looked for",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class OverflowIsInfinite(ReferenceZero2):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _BlindToNaN
+        return super().unscale()
+
+
+@mutant(
+    "zero2_scale_never_grows",
+    summary="the scale is lowered after an overflow and never raised again",
+    killed_by=("loss_scale",),
+    **SCALED,
+)
+class ScaleNeverGrows(ReferenceZero2):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Stubborn
+        return super().unscale()
+
+
+@mutant(
+    "zero2_scale_grows_early",
+    summary="an overflow does not start the count of good steps again",
+    killed_by=("loss_scale",),
+    **SCALED,
+)
+class ScaleGrowsEarly(ReferenceZero2):
+    def unscale(self) -> dict[str, float]:
+        self.scaler.__class__ = _Impatient
+        return super().unscale()
+
+
+@mutant(
+    "zero1_skipped_step_counts",
+    summary="a skipped step moves Adam's counters",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class SkippedStepCounts(ReferenceZero1):
+    def unscale(self) -> dict[str, float]:
+        metrics = super().unscale()
+        for state in self.optimizer.state.values():
+            state["step"] += metrics["skipped"]
+        return metrics
+
+
+@mutant(
+    "zero1_skipped_step_decays_moments",
+    summary="a skipped step is an update with gradients of zero",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class SkippedStepDecaysMoments(ReferenceZero1):
+    def unscale(self) -> dict[str, float]:
+        metrics = super().unscale()
+        if metrics["skipped"]:
+            for tensor in self.updated:
+                tensor.grad = torch.zeros_like(tensor)
+            self.update()
+        return metrics
+
+
+@mutant(
+    "zero2_gradients_keep_scale",
+    summary="gradients are not divided by the scale, which Adam hides",
+    killed_by=("equivalence",),
+    **SCALED,
+)
+class GradientsKeepScale(ReferenceZero2):
+    def scale_gradients(self, factor: Tensor) -> None:
+        pass
+
+
+@mutant(
+    "zero2_unscales_twice",
+    summary="gradients are divided by the scale twice",
+    killed_by=("equivalence",),
+    **SCALED,
+)
+class UnscalesTwice(ReferenceZero2):
+    def scale_gradients(self, factor: Tensor) -> None:
+        super().scale_gradients(factor**2)
+
+
+@mutant(
+    "zero2_clips_scaled_norm",
+    summary="the norm that clipping uses is that of the scaled gradients",
+    killed_by=("norm",),
+    options=BUCKETS,
+    **CLIPPED,
+)
+class ClipsScaledNorm(ReferenceZero2):
+    def norm(self) -> Tensor:
+        return super().norm() * self.scaler.scale  # type: ignore[union-attr]
+
+
+@mutant(
+    "zero2_reports_scaled_loss",
+    summary="the loss that is told keeps the scale",
+    killed_by=("equivalence",),
+    options=BUCKETS,
+    **CLIPPED,
+)
+class ReportsScaledLoss(ReferenceZero2):
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        result = super().step(batch, observe)
+        assert result.loss is not None
+        return replace(result, loss=torch.as_tensor(result.loss * result.metrics["scale"]))

@@ -1,0 +1,223 @@
+"""Faults of recomputation and of the host tier, planted around ``reference/zero3``.
+
+A group of units that is computed again must draw, read and gather what it did the first time, and
+leave no trace; what rests on the host must come back, once, to every shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import OptimizerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import gpt
+from shardproof.impls.reference.engine.recompute import Call
+from shardproof.impls.reference.units.shard import FlatShard, Unit
+from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
+
+AGAIN: Mapping[str, Any] = {"recompute_every": 1}
+HOST_STATE: Mapping[str, Any] = {"offload": "optimizer"}
+HOST: Mapping[str, Any] = {"offload": "parameters"}
+ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
+
+
+def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
+    """Declare a fault of ZeRO-3: of its handle, or of what a recomputation repeats."""
+
+    def declared(cls: declare.C) -> declare.C:
+        usual: dict[str, Any] = {"mesh": {"shard": 2}, "options": AGAIN}
+        fault: type = cls
+        if issubclass(cls, Call):
+            body = {"call_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            fault = type(cls.__name__, (ReferenceZero3,), body)
+        given = usual | fields
+        declare.mutant(name, parent=ReferenceZero3, parent_name="reference/zero3", **given)(fault)
+        cls.mutant = fault.mutant  # type: ignore[attr-defined]
+        return cls
+
+    return declared
+
+
+# ------------------------------------------------------------------------------- computed again
+
+
+@mutant(
+    "recompute_draws_fresh_masks",
+    zoo=("O22",),
+    summary="dropout draws other masks in the second forward",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_stateful"),
+)
+class DrawsFreshMasks(Call):
+    def repeat(self) -> None:
+        self.draws = [Generator().manual_seed(7).get_state() for _ in self.group.generators]
+        super().repeat()
+
+
+@mutant(
+    "recompute_keeps_saved_tensors",
+    summary="what backward needs is computed again, but it was kept as well",
+    killed_by=("relations",),
+    expect={"relation": "recompute"},
+)
+class KeepsSavedTensors(Call):
+    def forgetting(self) -> saved_tensors_hooks:
+        hooks = super().forgetting()
+        forget, self.hoard = hooks.pack_hook, list[Tensor]()
+
+        def pack(tensor: Tensor) -> int:
+            self.hoard.append(tensor.detach())
+            return int(forget(tensor))
+
+        return saved_tensors_hooks(pack, hooks.unpack_hook)
+
+
+@mutant(
+    "recompute_rewinds_generators",
+    zoo=("K17",),
+    summary="after a recomputation generators stand where its end left them: masks repeat",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_stateful"),
+)
+class RewindsGenerators(Call):
+    def repeat(self) -> None:
+        super().repeat()
+        for generator, state in zip(self.group.generators, self.draws, strict=True):
+            generator.set_state(state)
+
+
+@mutant(
+    "recompute_updates_buffers_twice",
+    summary="batch norms count a micro-batch again when it is recomputed",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec("digits_cnn"),
+)
+class UpdatesBuffersTwice(Call):
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        yield
+
+
+@mutant(
+    "recompute_takes_buffers_back",
+    summary="buffers are put back to what they were before the forward that is recomputed",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec("digits_cnn"),
+)
+class TakesBuffersBack(Call):
+    def repeat(self) -> None:
+        super().repeat()
+        self.buffers.bind(self.buffers.copies)
+
+
+@mutant(
+    "recompute_from_changed_input",
+    summary="a unit is recomputed from an input that was rounded to fp32 to save memory",
+    killed_by=("equivalence",),
+)
+class FromChangedInput(Call):
+    def repeat(self) -> None:
+        for value in self.args:
+            if isinstance(value, Tensor):
+                value.data = value.data.float().double()
+        super().repeat()
+
+
+@mutant(
+    "recompute_gathers_twice",
+    zoo=("F26",),
+    summary="a unit is gathered for its recomputation and once more for its backward",
+    killed_by=("traffic",),
+)
+class GathersTwice(Zero3):
+    def before_forward(self, unit: Unit, again: bool) -> None:
+        if again:
+            unit.free()
+        super().before_forward(unit, again)
+
+
+@mutant(
+    "recompute_keeps_gathered_weights",
+    zoo=("F26",),
+    summary="recomputed units stay whole until backward has ended",
+    killed_by=("memory",),
+    workload=replace(gpt(), params={"layers": 5}),
+)
+class KeepsGatheredWeights(Zero3):
+    again: frozenset[Unit] = frozenset()
+
+    def after_forward(self, unit: Unit, again: bool) -> None:
+        self.again = self.again | {unit} if again else frozenset()
+        super().after_forward(unit, again)
+
+    def after_backward(self, unit: Unit) -> None:
+        super().after_backward(unit) if unit not in self.again else self.reduce(unit)
+
+
+@mutant(
+    "recompute_gathers_late",
+    zoo=("F25",),
+    summary="where units are recomputed, none is gathered ahead of its backward",
+    killed_by=("overlap",),
+)
+class GathersLate(Zero3):
+    def before_backward(self, unit: Unit) -> None:
+        self.way_back = []
+        super().before_backward(unit)
+
+
+@mutant(
+    "recompute_is_off",
+    summary="nothing is recomputed although it was asked for",
+    killed_by=("engagement",),
+)
+class IsOff(ReferenceZero3):
+    def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
+        super().setup(build, state, optimizer, mesh, {**options, "recompute_every": 0})
+
+
+# ---------------------------------------------------------------------------------- on the host
+
+
+@mutant(
+    "offload_forgets_one_shard",
+    zoo=("F14",),
+    summary="the updated master of one parameter is not copied back to the device",
+    killed_by=("equivalence",),
+    options=HOST_STATE,
+)
+class ForgetsOneShard(ReferenceZero3):
+    def update(self) -> None:
+        working = self.updated[0]
+        before = working.detach().clone()
+        super().update()
+        with torch.no_grad():
+            working.copy_(before)
+
+
+@mutant(
+    "offload_gathers_stale_copy",
+    zoo=("F16",),
+    summary="what is gathered comes from device copies of the shards, made before the first step",
+    killed_by=("equivalence", "memory"),
+    options=HOST,
+)
+class GathersStaleCopy(Zero3):
+    copies: Mapping[FlatShard, Tensor] = {}
+
+    def gather(self, unit: Unit) -> None:
+        own = {flat: flat.shard for flat in unit.flats}
+        self.copies = {flat: shard.clone() for flat, shard in own.items()} | {**self.copies}
+        for flat in own:
+            flat.shard = self.copies[flat]
+        super().gather(unit)
+        for flat, shard in own.items():
+            flat.shard = shard

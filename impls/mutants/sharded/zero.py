@@ -1,0 +1,529 @@
+"""Faults of ZeRO-1 and ZeRO-2: what is reduced and kept, updated, gathered, and what it costs.
+
+Three ranks, so that shards are uneven and no divisor is a power of two.  Recipes that would be
+equivalent in the parent are planted at their effect; the summary says what goes wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import OptimizerSpec
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import CLIP, gpt
+from shardproof.impls.reference import ddp
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.parts.sharded import Bucket
+from shardproof.impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
+
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024}
+LATE = gpt("late_results")
+ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
+
+
+def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
+    """Declare a fault of the strategy that the decorated class comes from."""
+
+    def declared(cls: declare.C) -> declare.C:
+        second = issubclass(cls, (Zero2, ReferenceZero2))
+        parent: Any = ReferenceZero2 if second else ReferenceZero1
+        usual = {"options": BUCKETS, "mesh": {"shard": 3}}
+        parent_name = f"reference/{parent.strategy}"
+        return declare.mutant(name, parent=parent, parent_name=parent_name, **(usual | fields))(cls)
+
+    return declared
+
+
+# ---------------------------------------------------------------------- what is reduced, and when
+
+
+@mutant(
+    "zero1_leaves_partly_full_bucket",
+    zoo=("F07",),
+    summary="a bucket that backward did not fill is not reduced",
+    killed_by=("equivalence", "traffic"),
+    workload=gpt("unused"),
+)
+class LeavesPartlyFullBucket(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        if not bucket.missing:
+            super().send(bucket)
+
+
+@mutant(
+    "zero1_uses_last_bucket_early",
+    zoo=("D10",),
+    summary="the last bucket is used without waiting for its reduction",
+    killed_by=("equivalence",),
+    workload=LATE,
+)
+class UsesLastBucketEarly(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        super().send(bucket)
+        if bucket is self.queue[-1]:
+            bucket.work = None
+
+
+@mutant(
+    "zero2_rewrites_buffer_in_flight",
+    zoo=("F08",),
+    summary="a bucket's memory is used again while its reduction still reads it",
+    killed_by=("equivalence",),
+    workload=LATE,
+)
+class RewritesBufferInFlight(Zero2):
+    def send(self, bucket: Bucket) -> None:
+        super().send(bucket)
+        bucket.flat().zero_()
+
+
+@mutant(
+    "zero2_adds_before_landing",
+    zoo=("F08",),
+    summary="a bucket's sums are added to the kept shard before they have arrived",
+    killed_by=("equivalence",),
+    workload=LATE,
+)
+class AddsBeforeLanding(Zero2):
+    def land(self) -> None:
+        early = {bucket: sums.clone() for bucket, sums in self.sums.items()}
+        for bucket, sums in self.sums.items():
+            bucket.work.wait()  # type: ignore[union-attr]
+            sums.copy_(early[bucket])
+        super().land()
+
+
+@mutant(
+    "zero2_last_micro_batch_leaks",
+    zoo=("F10",),
+    summary="of the last micro-batch a rank keeps its own gradient in place of the sum",
+    killed_by=("equivalence",),
+)
+class LastMicroBatchLeaks(Zero2):
+    def send(self, bucket: Bucket) -> None:
+        own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
+        super().send(bucket)
+        if self.begun == self.rounds:
+            bucket.work.wait()  # type: ignore[union-attr]
+            self.sums[bucket].copy_(own)
+
+
+@mutant(
+    "zero2_reduces_sums_again",
+    zoo=("F23",),
+    summary="what earlier micro-batches summed is reduced again with every later one",
+    killed_by=("equivalence",),
+)
+class ReducesSumsAgain(Zero2):
+    def send(self, bucket: Bucket) -> None:
+        bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept[bucket])
+        super().send(bucket)
+
+
+@mutant(
+    "zero1_fourth_rank_left_out",
+    zoo=("F22",),
+    summary="rank 3 contributes zeros: wrong from 4 ranks on",
+    killed_by=("equivalence",),
+    mesh={"shard": 4},
+)
+class FourthRankLeftOut(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        if self.comm.rank == 3:
+            bucket.flat().zero_()
+        super().send(bucket)
+
+
+@mutant(
+    "zero1_one_rank_is_no_group",
+    zoo=("F02", "F13"),
+    summary="over one rank the optimizer gets no gradients: nothing was to be scattered",
+    killed_by=("equivalence",),
+    mesh={"shard": 1},
+)
+class OneRankIsNoGroup(Zero1):
+    def hand_over(self) -> None:
+        if self.comm.size > 1:
+            super().hand_over()
+
+
+@mutant(
+    "zero2_exchanges_equal_buckets",
+    zoo=("X05",),
+    summary="one rank has two buckets of equal size in the other order: wrong sums, no error",
+    killed_by=("equivalence",),
+)
+class ExchangesEqualBuckets(Zero2):
+    def __init__(self, module: nn.Module, comm: Comm, options: Any) -> None:
+        super().__init__(module, comm, options)
+        sizes = [bucket.layout.padded for bucket in self.buckets]
+        first = next(i for i, size in enumerate(sizes) if sizes.count(size) > 1)
+        twin = sizes.index(sizes[first], first + 1)
+        if comm.rank == 1:
+            order = self.buckets
+            order[first], order[twin] = order[twin], order[first]
+
+
+@mutant(
+    "zero2_idle_rank_stays_away",
+    zoo=("X08",),
+    summary="a rank without a further micro-batch takes no part in the others' reductions",
+    killed_by=("crash",),
+    crash_says="does not match",
+    workload=gpt("unequal_micro_batches"),
+)
+class IdleRankStaysAway(Zero2):
+    def before_step(self, micro_batches: int) -> None:
+        super().before_step(micro_batches)
+        self.rounds = micro_batches
+
+
+# ------------------------------------------------------------------------- who updates what, how
+
+
+@mutant(
+    "zero1_optimizer_on_old_tensors",
+    zoo=("F14",),
+    summary="the optimizer was built over tensors that the model no longer uses",
+    killed_by=("equivalence", "engagement"),
+)
+class OptimizerOnOldTensors(Zero1):
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        groups = super().param_groups(spec)
+        for group in groups:
+            group["params"] = [(name, tensor.clone()) for name, tensor in group["params"]]
+        return groups
+
+
+@mutant(
+    "zero1_first_part_of_empty_shard",
+    zoo=("F17",),
+    summary="a rank whose shard is padding only looks at the first parameter in it",
+    killed_by=("crash",),
+    crash_says="IndexError: list index out of range",
+    workload=gpt("one_element"),
+    options={"bucket_bytes": 1},
+)
+class FirstPartOfEmptyShard(Zero1):
+    def hand_over(self) -> None:
+        super().hand_over()
+        self.firsts = [list(bucket.parts.values())[0] for bucket in self.buckets]  # noqa: RUF015
+
+
+@mutant(
+    "zero1_drops_tail_of_last_shard",
+    zoo=("F01",),
+    summary="where shards are uneven the end of the last one gets no update",
+    killed_by=("equivalence",),
+)
+class DropsTailOfLastShard(Zero1):
+    def hand_over(self) -> None:
+        super().hand_over()
+        for bucket in self.buckets:
+            if bucket.layout.padding and self.comm.rank == self.comm.size - 1:
+                name = list(bucket.parts)[-1]
+                bucket.targets[name].grad[-1:] = 0  # type: ignore[index]
+
+
+@mutant(
+    "zero2_gradient_where_used_only",
+    zoo=("F04",),
+    summary="a rank updates its part of a parameter only if it used that parameter itself",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_rank"),
+)
+class GradientWhereUsedOnly(Zero2):
+    def hand_over(self) -> None:
+        super().hand_over()
+        for name, target in self.targets.items():
+            if name not in self.used:
+                target.grad = None
+
+
+@mutant(
+    "zero1_unused_parameter_decays",
+    zoo=("F04",),
+    summary="what no rank used gets a gradient of zero, which decays and counts a step",
+    killed_by=("equivalence",),
+    workload=gpt("unused"),
+    optimizer=ADAMW,
+)
+class UnusedParameterDecays(Zero1):
+    def hand_over(self) -> None:
+        super().hand_over()
+        for target in self.targets.values():
+            if target.grad is None:
+                target.grad = torch.zeros_like(target)
+
+
+@mutant(
+    "zero1_remembers_use",
+    zoo=("F04",),
+    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_early_step"),
+    optimizer=ADAMW,
+)
+class RemembersUse(Zero1):
+    def after_step(self) -> None:
+        used = set(self.used)
+        super().after_step()
+        self.used |= used
+
+
+@mutant(
+    "zero1_tied_weight_counts_twice",
+    zoo=("F01",),
+    summary="the gradient of a tied weight is counted once for each of its names",
+    killed_by=("equivalence",),
+    workload=gpt("tied"),
+)
+class TiedWeightCountsTwice(Zero1):
+    def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+        if ".tied." in name:
+            assert parameter.grad is not None
+            parameter.grad = 2 * parameter.grad
+        super().arrived(bucket, name, parameter)
+
+
+@mutant(
+    "zero2_unties_weights",
+    zoo=("F05",),
+    summary="sharding gives each use of a tied weight a tensor of its own",
+    killed_by=("equivalence", "engagement"),
+    workload=gpt("tied"),
+)
+class UntiesWeights(ReferenceZero2):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        for name, owner in module.named_modules():
+            if name.endswith(".tied"):
+                first, second = owner.get_parameter("first.weight"), owner.get_submodule("second")
+                second.weight = nn.Parameter(first.detach().clone())
+        self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        return super().transform(module, mesh, options)
+
+
+@mutant(
+    "zero1_forgets_frozen_parameters",
+    summary="the initial broadcast leaves out what is frozen",
+    killed_by=("equivalence", "replicas"),
+    workload=gpt("frozen"),
+)
+class ForgetsFrozenParameters(Zero1):
+    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        values = [parameter.detach().clone() for parameter in frozen]
+        super().__init__(module, comm, options)
+        for parameter, value in zip(frozen, values, strict=True):
+            parameter.data.copy_(value)
+
+
+@mutant(
+    "zero2_one_shard_loses_momentum",
+    summary="one rank's optimizer state is lost before step 2",
+    killed_by=("equivalence",),
+)
+class OneShardLosesMomentum(ReferenceZero2):
+    updates = 0
+
+    def update(self) -> None:
+        if self.updates == 2 and self.mesh.rank == 1:
+            self.optimizer.state.clear()
+        super().update()
+        self.updates += 1
+
+
+# --------------------------------------------------------------------------- parameters come back
+
+
+@mutant(
+    "zero2_uses_stale_bucket",
+    zoo=("F16",),
+    summary="forward does not wait for the gather of one bucket: it computes with old values",
+    killed_by=("equivalence", "replicas"),
+    workload=LATE,
+)
+class UsesStaleBucket(Zero2):
+    def after_update(self) -> None:
+        works = [bucket.gather() for bucket in self.buckets]
+        for work in works[1:]:
+            work.wait()  # type: ignore[union-attr]
+
+
+@mutant(
+    "zero1_gathers_every_other_step",
+    zoo=("F16",),
+    summary="one bucket's parameters are gathered in every other step only",
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class GathersEveryOtherStep(Zero1):
+    updates = 0
+
+    def after_update(self) -> None:
+        self.updates += 1
+        all_buckets = self.buckets
+        self.buckets = all_buckets[self.updates % 2 :]
+        super().after_update()
+        self.buckets = all_buckets
+
+
+# ---------------------------------------------------------------------------------------- its cost
+
+
+@mutant(
+    "zero1_falls_back_to_ddp",
+    summary="the module is replicated: right numbers, nothing is sharded",
+    killed_by=("engagement", "memory", "traffic"),
+)
+class FallsBackToDDP(ReferenceZero1):
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        return ddp.apply(module, {"replicate": mesh.comm("shard")}, ddp.Options())
+
+
+@mutant(
+    "zero1_all_reduces",
+    summary="gradients are all-reduced and then gathered as parameters: half as much again",
+    killed_by=("traffic",),
+)
+class AllReduces(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
+
+
+@mutant(
+    "zero1_communicates_every_micro_batch",
+    zoo=("F23",),
+    summary="gradients are reduced after every micro-batch and thrown away until the last",
+    killed_by=("traffic",),
+)
+class CommunicatesEveryMicroBatch(Zero1):
+    def accumulate(self, is_last: bool) -> None:
+        for bucket in self.buckets:
+            if bucket.filled:
+                thrown_away = torch.empty_like(bucket.layout.shard(bucket.flat(), 0))
+                self.comm.reduce_scatter(thrown_away, bucket.complete())
+        super().accumulate(is_last)
+
+
+@mutant(
+    "zero1_gradients_as_integers",
+    summary="gradients travel a second time disguised as integers",
+    killed_by=("traffic",),
+)
+class GradientsAsIntegers(Zero1):
+    def finish(self) -> None:
+        super().finish()
+        for bucket in self.buckets:
+            self.comm.all_reduce(self.gradient(bucket).clone().view(torch.int64))
+
+
+@mutant(
+    "zero1_reduces_copies",
+    zoo=("F20",),
+    summary="buckets are reduced out of copies, which live until all have arrived",
+    killed_by=("memory",),
+)
+class ReducesCopies(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        shard = bucket.layout.shard(bucket.flat(), self.comm.rank)
+        bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
+
+
+@mutant(
+    "zero1_gathers_beside",
+    zoo=("F20",),
+    summary="parameters are gathered into memory of their own and copied from there",
+    killed_by=("memory",),
+)
+class GathersBeside(Zero1):
+    def after_update(self) -> None:
+        for bucket in self.buckets:
+            whole = torch.empty_like(bucket.values)
+            self.comm.all_gather(whole, bucket.layout.shard(bucket.values, self.comm.rank))
+            bucket.values.copy_(whole)
+            bucket.publish()
+
+
+@mutant(
+    "zero2_keeps_whole_gradients",
+    zoo=("F20",),
+    summary="whole gradients are not let go after they were reduced",
+    killed_by=("memory",),
+)
+class KeepsWholeGradients(Zero2):
+    def land(self) -> None:
+        whole = {bucket: bucket.full for bucket in self.sums}
+        super().land()
+        for bucket, full in whole.items():
+            bucket.full = full
+            bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]
+
+
+@mutant(
+    "zero2_reduces_last_micro_batch_only",
+    zoo=("F20",),
+    summary="whole gradients add up on every rank, and are reduced once",
+    killed_by=("traffic", "memory"),
+)
+class ReducesLastMicroBatchOnly(Zero2):
+    def before_step(self, micro_batches: int) -> None:
+        super().before_step(min(micro_batches, 1))
+        for bucket in self.buckets:
+            bucket.start_round()
+
+    def accumulate(self, is_last: bool) -> None:
+        if is_last:
+            super().accumulate(is_last)
+
+
+# ------------------------------------------------------------------------------------ the norm
+
+
+@mutant(
+    "zero1_norm_of_local_shards",
+    zoo=("O02", "H11"),
+    summary="every rank clips by the norm of its own shards",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class NormOfLocalShards(Zero1):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        return [(value, ()) for value, _ in super().norm_parts(order)]
+
+
+@mutant(
+    "zero1_norm_counts_padding",
+    summary="the norm is that of whole shards, whose padding holds what was there before",
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
+class NormCountsPadding(Zero1):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        for bucket in self.buckets:
+            bucket.flat()[bucket.layout.numel :] = 1.0
+        sums = [power_sum(self.gradient(bucket), order) for bucket in self.buckets]
+        return [(torch.stack(sums).sum(), (self.comm.axis,))]
+
+
+@mutant(
+    "zero1_norm_before_last_bucket",
+    zoo=("O08",),
+    summary="the norm is taken before the last bucket was reduced",
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
+class NormBeforeLastBucket(Zero1):
+    def send(self, bucket: Bucket) -> None:
+        self.early = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
+        super().send(bucket)
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        sums = [power_sum(self.gradient(bucket), order) for bucket in self.queue[:-1]]
+        return [(torch.stack([*sums, power_sum(self.early)]).sum(), (self.comm.axis,))]

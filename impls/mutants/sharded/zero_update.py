@@ -1,0 +1,221 @@
+"""Faults of ZeRO-1 and ZeRO-2 after the gradients: clipping, parameter groups, state, looking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import Batch, GroupSpec, Kind, Observe, OptimizerSpec, StepResult
+from shardproof.impls.mutants.data.ddp import BETWEEN, CLIP, gpt
+from shardproof.impls.mutants.sharded.zero import ADAMW, mutant
+from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
+from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
+
+GROUPS = OptimizerSpec(
+    "adamw",
+    lr=0.003,
+    weight_decay=0.01,
+    groups=(GroupSpec(r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),),
+)
+
+
+def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
+    """Give the groups each other's weight decay."""
+    decays = [group["weight_decay"] for group in groups]
+    for group, decay in zip(groups, reversed(decays), strict=True):
+        group["weight_decay"] = decay
+
+
+@mutant(
+    "zero2_averages_norms",
+    zoo=("O07",),
+    summary="the norms of the shards are averaged",
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
+class AveragesNorms(ReferenceZero2):
+    def norm(self) -> Tensor:
+        own = torch.stack([value for value, _ in self.handle.norm_parts()]).sum().sqrt()
+        self.mesh.comm("shard").all_reduce(own)
+        return own / self.mesh.world
+
+
+@mutant(
+    "zero1_reports_local_norm",
+    zoo=("O25",),
+    summary="clipping is right, but each rank reports the norm of its own shards",
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
+class ReportsLocalNorm(ReferenceZero1):
+    def norm(self) -> Tensor:
+        self.own = torch.stack([value for value, _ in self.handle.norm_parts()]).sum().sqrt()
+        return super().norm()
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        return replace(super().step(batch, observe), norm=self.own)
+
+
+@mutant(
+    "zero2_norm_of_nothing",
+    zoo=("O17",),
+    summary="clipping looks at the parameters' gradients, which have moved into shards",
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+)
+class NormOfNothing(Zero2):
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        found = [p.grad for p in self.module.parameters() if p.grad is not None]
+        total = sum((g.double().norm() ** order for g in found), torch.zeros(()).double())
+        return [(total, (self.comm.axis,))]
+
+
+@mutant(
+    "zero2_clips_on_rank_0_only",
+    zoo=("O01",),
+    summary="the shards of ranks > 0 are not clipped",
+    killed_by=("equivalence",),
+    optimizer=CLIP,
+)
+class ClipsOnRank0Only(ReferenceZero2):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        if self.mesh.rank == 0:
+            super().clip(norm, max_norm)
+
+
+@mutant(
+    "zero2_clips_up",
+    summary="gradients below the clip are scaled up to it",
+    killed_by=("equivalence",),
+    optimizer=BETWEEN,
+)
+class ClipsUp(ReferenceZero2):
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        self.handle.scale_gradients(max_norm / norm)
+
+
+@mutant(
+    "zero2_decay_to_wrong_group",
+    zoo=("O19",),
+    summary="two parameter groups exchange their weight decay",
+    killed_by=("equivalence",),
+    workload=gpt("two_groups"),
+    optimizer=GROUPS,
+)
+class DecayToWrongGroup(Zero2):
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        groups = super().param_groups(spec)
+        exchange_decays(groups)
+        return groups
+
+
+@mutant(
+    "zero2_group_order_by_rank",
+    zoo=("O20",),
+    summary="one rank lists its groups in another order, and hyperparameters go by place",
+    killed_by=("equivalence",),
+    workload=gpt("two_groups"),
+    optimizer=GROUPS,
+)
+class GroupOrderByRank(Zero2):
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        groups = super().param_groups(spec)
+        if self.comm.rank == 2:
+            exchange_decays(groups)
+        return groups
+
+
+@mutant(
+    "zero1_dummy_first_step",
+    zoo=("O26",),
+    summary="optimizer state is made by a step with zero gradients, which counts and decays",
+    killed_by=("equivalence",),
+    optimizer=ADAMW,
+)
+class DummyFirstStep(ReferenceZero1):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer()
+        for tensor in self.updated:
+            tensor.grad = torch.zeros_like(tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+
+@mutant(
+    "zero1_updates_gathered_values",
+    summary="one rank's update is made on a copy and never reaches the shard that it gathers",
+    killed_by=("equivalence",),
+)
+class UpdatesGatheredValues(ReferenceZero1):
+    def update(self) -> None:
+        before = [tensor.detach().clone() for tensor in self.updated]
+        super().update()
+        if self.mesh.rank == 2:
+            for tensor, value in zip(self.updated, before, strict=True):
+                tensor.detach().copy_(value)
+
+
+@mutant(
+    "zero1_full_state_of_own_shard",
+    summary="the gathered parameters are right in this rank's shards only",
+    killed_by=("equivalence",),
+)
+class FullStateOfOwnShard(ReferenceZero1):
+    def setup(self, *arguments: Any) -> None:
+        super().setup(*arguments)
+        self.start = super().full_state("parameters")
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        found = super().full_state(kind)
+        if kind == "parameters" and self.mesh.rank > 0:
+            name = next(iter(self.start))
+            found[name] = self.start[name]
+        return found
+
+
+@mutant(
+    "zero1_evaluates_before_gather",
+    summary="parameters are gathered at the next step: whoever looks in between sees old ones",
+    killed_by=("equivalence", "replicas"),
+)
+class EvaluatesBeforeGather(Zero1):
+    def after_update(self) -> None:
+        pass
+
+    def before_step(self, micro_batches: int) -> None:
+        super().after_update()
+        super().before_step(micro_batches)
+
+
+@mutant(
+    "zero1_idle_rank_does_not_update",
+    zoo=("X08",),
+    summary="a rank that has no micro-batch in a step leaves its shards as they are",
+    killed_by=("equivalence",),
+    workload=replace(gpt(micro_batches=1), global_batch=2),
+)
+class IdleRankDoesNotUpdate(ReferenceZero1):
+    def update(self) -> None:
+        if self.handle.used:  # type: ignore[attr-defined]
+            super().update()
+
+
+@mutant(
+    "zero2_drops_in_evaluation",
+    zoo=("O23",),
+    summary="dropout ignores that the model evaluates",
+    killed_by=("equivalence",),
+    workload=gpt("dropout_counter"),
+)
+class DropsInEvaluation(ReferenceZero2):
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        for part in self.module.modules():
+            if "Dropout" in type(part).__name__:
+                vars(part)["train"] = lambda mode=True: None
+        return super().evaluate(batch)

@@ -1,0 +1,277 @@
+"""Faults around PyTorch's tensor parallelism: a wrong placement, a wrong layout, a step left out.
+
+Planted in ``pytorch/tensor_parallel`` on 2 ranks, or 3 where equal halves would hide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import MicroBatch
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.data.ddp import CLIP
+from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
+from shardproof.impls.pytorch.tensor_styles import rows_by_rank
+
+SIZES = {"layers": 2, "width": 24, "heads": 6, "seq": 12, "vocab": 96}
+
+
+def gpt(*traits: str, **params: Any) -> WorkloadSpec:
+    """A GPT whose heads, rows and positions divide by 2 and by 3."""
+    return WorkloadSpec(
+        "charnames_gpt",
+        params=SIZES | params,
+        global_batch=6,
+        micro_batches=2,
+        traits=traits,
+    )
+
+
+mutant = partial(
+    declare.mutant,
+    parent=PyTorchTensorParallel,
+    parent_name="pytorch/tensor_parallel",
+    mesh={"tensor": 2},
+    workload=gpt(),
+)
+#: Positions are shared, too.
+SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
+
+
+@mutant(
+    "torch_tensor_bias_on_every_rank",
+    zoo=("T01",),
+    summary="RowwiseParallel's bias is added in full on every rank before the sum",
+    killed_by=("equivalence",),
+)
+class BiasOnEveryRank(PyTorchTensorParallel):
+    def shard(self, module: nn.Module) -> nn.Module:
+        super().shard(module)
+        layer: Any = module.get_submodule("blocks.0.mlp.down")
+
+        def forward(values: DTensor) -> Tensor:
+            bias = DTensor.from_local(layer.bias.to_local(), layer.bias.device_mesh, [Partial()])
+            return F.linear(values, layer.weight, bias)
+
+        layer.forward = forward
+        return module
+
+
+@mutant(
+    "torch_tensor_norms_not_reduced",
+    zoo=("T02", "T08"),
+    summary="under sequence parallelism each rank keeps its own part of the norms' gradients",
+    killed_by=("equivalence", "replicas", "traffic"),
+    options=SEQUENCE,
+)
+class NormsNotReduced(PyTorchTensorParallel):
+    def finish(self) -> None:
+        for parameter in self.updated().values():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+                own = gradient.to_local()
+                parameter.grad = DTensor.from_local(own, gradient.device_mesh, [Replicate()])
+        super().finish()
+
+
+@mutant(
+    "torch_tensor_first_chunk_everywhere",
+    zoo=("T08",),
+    summary="of the embedding's whole gradient every rank takes the first chunk of rows",
+    killed_by=("equivalence",),
+)
+class FirstChunkEverywhere(PyTorchTensorParallel):
+    def finish(self) -> None:
+        token: Any = self.named["embed.token.weight"]
+        first = token.grad.to_local()[: token.to_local().shape[0]].clone()
+        token.grad = DTensor.from_local(first, token.device_mesh, token.placements)
+        super().finish()
+
+
+@mutant(
+    "torch_tensor_loss_over_local_vocabulary",
+    summary="the loss normalises over the logits of the rank's own part of the vocabulary",
+    killed_by=("equivalence", "traffic"),
+    options={"loss_parallel": True},
+)
+class LossOverLocalVocabulary(PyTorchTensorParallel):
+    def loss(self, micro: MicroBatch) -> Tensor:
+        outputs: Any = self.module(micro.inputs)
+        own = outputs.to_local()
+        first = self.mesh.coordinate["tensor"] * own.shape[-1]
+        rows = (micro.targets - first).clamp(0, own.shape[-1] - 1)
+        losses = F.cross_entropy(own.flatten(0, 1), rows.flatten(), reduction="none")
+        mine = (micro.targets >= first) & (micro.targets < first + own.shape[-1])
+        return (micro.weights * mine * losses.view_as(micro.weights)).sum()
+
+
+@mutant(
+    "torch_tensor_shards_alike",
+    zoo=("T13",),
+    summary="every rank starts with the first rank's shard",
+    killed_by=("equivalence",),
+)
+class ShardsAlike(PyTorchTensorParallel):
+    def shard(self, module: nn.Module) -> nn.Module:
+        super().shard(module)
+        for name in ("up", "down"):
+            weight: Any = module.get_parameter(f"blocks.1.mlp.{name}.weight")
+            self.mesh.comm("tensor").broadcast(weight.to_local().detach())
+        return module
+
+
+@mutant(
+    "torch_tensor_start_not_shared",
+    summary="norms start as each rank was built: torch takes them for equal",
+    killed_by=("equivalence", "replicas"),
+    options=SEQUENCE,
+)
+class StartNotShared(PyTorchTensorParallel):
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+
+@mutant(
+    "torch_tensor_norm_counts_copies",
+    zoo=("H10",),
+    summary="the norm adds what every rank holds a copy of once a rank",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class NormCountsCopies(PyTorchTensorParallel):
+    def clip(self, limit: float) -> Tensor:
+        found = [p.grad for p in self.updated().values() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        total = nn.utils.get_total_norm(local, foreach=False) ** 2
+        self.mesh.comm("tensor").all_reduce(total)
+        nn.utils.clip_grads_with_norm_(self.updated().values(), limit, total.sqrt(), foreach=False)
+        return total.sqrt()
+
+
+@mutant(
+    "torch_tensor_norm_of_own_shards",
+    zoo=("H11",),
+    summary="every rank clips by the norm of what it holds itself",
+    killed_by=("norm", "equivalence", "traffic"),
+    optimizer=CLIP,
+)
+class NormOfOwnShards(PyTorchTensorParallel):
+    def clip(self, limit: float) -> Tensor:
+        found = [p.grad for p in self.updated().values() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        norm = nn.utils.get_total_norm(local, foreach=False)
+        nn.utils.clip_grads_with_norm_(self.updated().values(), limit, norm, foreach=False)
+        return norm
+
+
+@mutant(
+    "torch_tensor_fused_in_one_block",
+    summary="a rank's rows of the fused projection are the first, not those of its heads",
+    killed_by=("equivalence",),
+    mesh={"tensor": 3},
+)
+class FusedInOneBlock(PyTorchTensorParallel):
+    @torch.no_grad()
+    def shard(self, module: nn.Module) -> nn.Module:
+        for unit in self.build.units:
+            attention: Any = module.get_submodule(f"{unit}.attention")
+            order = rows_by_rank(attention, self.mesh.size("tensor"))
+            for parameter in attention.qkv.parameters():
+                parameter[order] = parameter.clone()
+        super().shard(module)
+        self.orders = {}
+        return module
+
+
+@mutant(
+    "torch_tensor_tie_is_lost",
+    summary="the head's weight, tied to the embedding's, becomes a parameter of its own",
+    killed_by=("equivalence", "engagement"),
+    workload=gpt("tied_over_units"),
+)
+class TieIsLost(PyTorchTensorParallel):
+    def shard(self, module: nn.Module) -> nn.Module:
+        super().shard(module)
+        head = module.get_submodule("head")
+        head.register_parameter("weight", nn.Parameter(head.get_parameter("weight").detach()))
+        self.named = dict(module.named_parameters())
+        return module
+
+
+@mutant(
+    "torch_tensor_gathers_between_the_pair",
+    summary="up's output is gathered and cut again before down: right numbers, more traffic",
+    killed_by=("traffic",),
+)
+class GathersBetweenThePair(PyTorchTensorParallel):
+    def styles(self, module: nn.Module) -> dict[str, Any]:
+        found: dict[str, Any] = super().styles(module)
+        for unit in self.build.units:
+            found[f"{unit}.mlp.up"] = ColwiseParallel(output_layouts=Replicate())
+            found[f"{unit}.mlp.down"] = RowwiseParallel(input_layouts=Replicate())
+        return found
+
+
+@mutant(
+    "torch_tensor_head_not_split",
+    summary="no style splits the head: right numbers, whole on every rank",
+    killed_by=("traffic", "memory", "engagement"),
+)
+class HeadNotSplit(PyTorchTensorParallel):
+    def styles(self, module: nn.Module) -> dict[str, Any]:
+        return {n: style for n, style in super().styles(module).items() if n != "head"}
+
+
+@mutant(
+    "torch_tensor_backward_outside_loss_parallel",
+    summary="backward runs outside of loss_parallel, as torch's documentation warns against",
+    killed_by=("crash",),
+    crash_says="mixed torch.Tensor and DTensor",
+    options={"loss_parallel": True},
+)
+class BackwardOutside(PyTorchTensorParallel):
+    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+@mutant(
+    "torch_tensor_odd_module_sees_own_positions",
+    summary="under sequence parallelism a module without a style gets the rank's positions only",
+    killed_by=("equivalence", "traffic"),
+    options=SEQUENCE,
+    workload=gpt("prime_sized"),
+)
+class OddModuleSeesOwnPositions(PyTorchTensorParallel):
+    def styles(self, module: nn.Module) -> dict[str, Any]:
+        return {n: style for n, style in super().styles(module).items() if ".odd" not in n}
+
+
+@mutant(
+    "torch_tensor_positions_from_zero",
+    summary="under sequence parallelism every rank adds the first positions' embedding",
+    killed_by=("equivalence",),
+    options=SEQUENCE,
+)
+class PositionsFromZero(PyTorchTensorParallel):
+    def shard(self, module: nn.Module) -> nn.Module:
+        super().shard(module)
+        position = module.get_submodule("embed.position")
+
+        def first(_: nn.Module, inputs: tuple[DTensor]) -> DTensor:
+            own, mesh = inputs[0], inputs[0].device_mesh
+            start = torch.zeros_like(own.to_local())
+            local = start + torch.arange(len(start))
+            return DTensor.from_local(local, mesh, own.placements)
+
+        position.register_forward_pre_hook(first)
+        return module

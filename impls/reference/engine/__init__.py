@@ -1,0 +1,1 @@
+"""What runs a strategy as a training system: optimizer, precision, recomputation, offload."""

@@ -1,0 +1,224 @@
+"""Runs an inner transform as an outer implementation.
+
+The loop that every reference strategy shares: accumulate, finish, observe, norm, clip, update.
+
+    step:  before_step
+           for each micro-batch: accumulate(is_last) -> forward -> loss -> backward
+           finish                      observe("gradients_final")
+           norm -> clip                observe("after_clip")
+           learning rate -> update -> after_update     observe("after_update")
+           after_step
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Mesh
+from shardproof.contract import (
+    Batch,
+    Build,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    StepResult,
+)
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.masters import Masters
+from shardproof.impls.reference.engine.norm import clip_factor, total_norm
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    make_slots,
+    seed_state,
+    set_learning_rate,
+    slot_pieces,
+)
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
+from shardproof.impls.reference.engine.scaler import LossScaler
+from shardproof.impls.reference.engine.state import copy_pieces, load_state
+
+
+class Engine(Implementation):
+    """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
+
+    call_type: type[Call] = Call  # what recomputation repeats
+
+    @abstractmethod
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the strategy to ``module``, whose values are right on global rank 0 only."""
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Build, load what was given, apply the strategy, make the optimizer."""
+        module = build(mesh.device)
+        if state is not None:
+            load_state(module, state)
+        self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.groups = self.recompute(module, options)
+        self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
+        self.precision.check_norms(module)
+        self.precision.cast_buffers(module)
+        self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
+        self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        self.handle = self.transform(module, mesh, options)
+        self.module = self.handle.module
+        self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
+        self.optimizer = self.make_optimizer()
+
+    def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
+        """Wrap the units that are computed again in backward."""
+        every = options.get("recompute_every", 0)
+        return recompute_units(module, self.build.units, every, self.call_type)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over what this rank updates, or over its masters."""
+        groups = self.handle.param_groups(self.spec)
+        self.updated = [tensor for group in groups for _, tensor in group["params"]]
+        self.masters: Masters | None = None
+        if Masters.wanted(groups, self.built, self.tier):
+            self.masters = Masters(groups, self.built, self.tier)
+            groups = self.masters.groups
+        return build_optimizer(self.spec, groups)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """One optimizer step over all micro-batches of all windows."""
+        self.handle.before_step(len(batch.micro_batches))
+        loss = self.backward(batch)
+        self.handle.finish()
+        metrics = self.unscale() if self.scaler else {}
+        observe("gradients_final")
+        norm = None
+        if not metrics.get("skipped"):
+            if self.spec.clip_norm is not None:
+                norm = self.norm()
+                self.clip(norm, self.spec.clip_norm)
+                observe("after_clip")
+            set_learning_rate(self.optimizer, self.spec, batch.step)
+            self.update()
+        self.handle.after_update()
+        observe("after_update")
+        self.handle.after_step()
+        if self.masters:
+            self.masters.after_step()
+        return StepResult(loss=loss, norm=norm, metrics=metrics)
+
+    def unscale(self) -> dict[str, float]:
+        """Take the loss scale out of the gradients; what it was, and whether it overflowed."""
+        assert self.scaler is not None
+        scale = self.scaler.scale
+        skipped = self.scaler.overflowed(tensor.grad for tensor in self.updated)
+        self.scale_gradients(torch.tensor(1.0 / scale, dtype=torch.float64))
+        self.scaler.adapt(skipped)
+        return {"scale": scale, "skipped": float(skipped)}
+
+    def norm(self) -> Tensor:
+        """Global norm of the gradients that the optimizer will see."""
+        norm = total_norm(self.handle.norm_parts(), self.mesh.comm)
+        return norm * self.masters.factor if self.masters else norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by ``factor``: at once, or on their way to the masters."""
+        (self.masters or self.handle).scale_gradients(factor)
+
+    def update(self) -> None:
+        """One step of the optimizer, on masters where there are any."""
+        if self.masters:
+            self.masters.copy_down()
+        if self.tier:
+            seed_state(self.optimizer, self.spec, self.tier.zeros)
+        self.optimizer.step()
+        if self.masters:
+            self.masters.copy_up()
+
+    def backward(self, batch: Batch) -> Tensor | None:
+        """Forward and backward of every micro-batch; the sum of their detached losses.
+
+        A pipeline runs a schedule instead; ranks that have no loss tell ``None``.
+        """
+        total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
+        micro_batches = batch.micro_batches
+        for number, micro in enumerate(micro_batches):
+            self.handle.accumulate(is_last=number == len(micro_batches) - 1)
+            loss = self.loss(micro)
+            (loss * self.scaler.scale if self.scaler else loss).backward()
+            total = total + loss.detach()
+        return total
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        """Weighted loss of one micro-batch; weights sum to 1 over the global batch."""
+        return self.loss_of(self.module(self.precision.cast_inputs(micro.inputs)), micro)
+
+    def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The loss of the model's ``outputs`` for ``micro``."""
+        return self.build.loss(self.precision.cast_outputs(outputs), micro)
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Scale gradients down to ``max_norm``."""
+        self.scale_gradients(clip_factor(norm, max_norm))
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What this rank holds."""
+        if kind == "optimizer":
+            slots = slot_pieces(self.optimizer, self.handle.place)
+            return slots + (self.masters.master_pieces(self.handle.place) if self.masters else [])
+        pieces = self.handle.pieces(kind)
+        if kind == "gradients" and self.masters:
+            return self.masters.gradient_pieces(pieces)
+        return pieces
+
+    @torch.no_grad()
+    def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Copy into what this rank holds under the same name and place.
+
+        Optimizer slots that do not exist yet, before the first step, are made.
+        """
+        rest = copy_pieces(self.local_state(kind), pieces)
+        if kind == "parameters":
+            self.handle.loaded()
+            if self.masters:
+                self.masters.restart()
+        if rest and kind == "optimizer":
+            make_slots(self.optimizer, rest)
+            rest = copy_pieces(self.local_state(kind), rest)
+        if rest:
+            place = rest[0].slices or rest[0].flat_range
+            raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """This rank's share of the loss in evaluation mode."""
+        self.module.eval()
+        try:
+            passes = [partial(self.loss, micro) for micro in batch.micro_batches]
+            shares = self.handle.evaluate(passes)
+        finally:
+            self.module.train()
+        return torch.stack(shares).sum() if shares else torch.zeros(())
+
+    def drain(self) -> None:
+        """Finish work in flight."""
+        self.handle.drain()
+
+    def close(self) -> None:
+        """Leave the module with the hooks and forwards with which it was built."""
+        self.handle.close()
+        while self.groups:
+            self.groups.pop().close()

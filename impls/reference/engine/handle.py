@@ -1,0 +1,135 @@
+"""The inner contract: what a strategy does to one module along given axes of the mesh.
+
+A strategy file offers ``apply(module, comms, options) -> Handle``; the engine drives the handle.
+Names of parameters survive ``apply``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm
+from shardproof.contract import Kind, OptimizerSpec, Piece
+from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.optimizer import param_groups
+
+T = TypeVar("T")
+
+
+class Handle(ABC):
+    """A module under a strategy.  Calls come in the order in which they stand here."""
+
+    module: nn.Module
+
+    @abstractmethod
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
+
+    def before_step(self, micro_batches: int) -> None:
+        """Before the first forward of a step, in which this rank runs ``micro_batches`` (or 0)."""
+
+    def accumulate(self, is_last: bool) -> None:
+        """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last backward (or none): on return gradients are final."""
+
+    @abstractmethod
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """Sums of ``|g| ** order``, each with the axes to add it over; replicated parts once."""
+
+    @abstractmethod
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by the scalar ``factor``, in place."""
+
+    def after_update(self) -> None:
+        """Right after the optimizer's update, before anybody looks: whole parameters are whole."""
+
+    def after_step(self) -> None:
+        """The end of a step: gradients are cleared."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
+        """Results of ``passes``, forwards without gradients; ranks may have different numbers."""
+        return [compute() for compute in passes]
+
+    @abstractmethod
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """What this rank holds of parameters, gradients or buffers."""
+
+    @abstractmethod
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece | list[Piece]:
+        """The piece or pieces that ``tensor``, an optimizer slot of parameter ``name``, is."""
+
+    def loaded(self) -> None:
+        """Values were copied into the pieces of the parameters: what else holds them follows."""
+
+    def drain(self) -> None:
+        """Finish work in flight."""
+
+    def close(self) -> None:
+        """Release hooks and buffers."""
+
+
+class Whole(Handle):
+    """Base of handles that keep all of ``module`` on this rank, as copy number ``replica``."""
+
+    def __init__(self, module: nn.Module, replica: int = 0) -> None:
+        self.module = module
+        self.replica = replica
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.names = list(trainable)
+        self.parameters = list(trainable.values())
+
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """All trainable parameters: every rank updates everything."""
+        return param_groups(spec, dict(zip(self.names, self.parameters, strict=True)))
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """Gradients are whole and equal on all ranks: nothing to add up."""
+        return [(power_sum(p.grad, order), ()) for p in self.parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient that exists."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """Whole tensors."""
+        found: dict[str, Tensor] = {}
+        if kind == "parameters":
+            found = dict(self.module.named_parameters())
+        elif kind == "buffers":
+            found = dict(self.module.named_buffers())
+        elif kind == "gradients":
+            pairs = zip(self.names, self.parameters, strict=True)
+            found = {name: p.grad for name, p in pairs if p.grad is not None}
+        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in found.items()]
+
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        """Whole as well."""
+        return Piece.whole(f"{name}.{slot}", tensor, replica=self.replica)
+
+
+class Replicated(Whole):
+    """Base of strategies that keep a whole copy of the model on every rank of ``comm``."""
+
+    def __init__(self, module: nn.Module, comm: Comm) -> None:
+        super().__init__(module, comm.rank)
+        self.comm = comm
+
+
+class Local(Whole):
+    """A module that this rank alone has: nothing is exchanged."""
+
+    def finish(self) -> None:
+        """Gradients are final as backward left them."""

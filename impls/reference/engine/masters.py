@@ -1,0 +1,170 @@
+"""Masters: the optimizer runs on copies of what a strategy hands it, in another dtype or place.
+
+Problem.  A bf16 parameter of size 1 cannot take a step below 1/256: updates of a usual learning
+rate round away.  So what is computed with is narrow, what is updated is wide.  The same copies
+serve offloading: an optimizer whose tensors lie on the host tier updates masters there.
+
+    what                where
+    working tensors     what ``Handle.param_groups`` gives: shards or whole parameters
+    masters             beside them, one each; as built, or on the host tier
+    optimizer state     with the masters
+
+    finish      gradients of the working tensors are final, maybe scaled by a loss scale
+    clip        the factor is only remembered: fp16 would lose small gradients to it
+    update      per working tensor: gradient times factor -> master.grad (a copy down), free it;
+                optimizer step; master -> working tensor (a copy up, rounded)
+
+Cost: bytes a parameter that this rank updates: 4 for an fp32 master, and as many again for its
+gradient, from the copy down until the update has used it (none where gradients are summed in the
+masters' dtype and tier; on the host tier it is kept, for that memory is dear to get).  ZeRO (arXiv
+1910.02054, section 3.1): 2 + 2 + 12 = parameter + gradient + (master, two moments).
+Numbers: a master starts from the working tensor, hence rounded, as in Megatron-LM and DeepSpeed;
+from then on the working tensor is its master, rounded once.
+Left out: stochastic rounding; masters for a working tensor that has its dtype and place already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import Piece
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.optimizer import Place, placed
+
+SLOT = "master"
+
+
+def gradient_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that ``tensor.grad`` must have (before torch 2.10 always the tensor's own)."""
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype
+
+
+class Masters:
+    """Stands between a handle's working tensors and the optimizer.
+
+    ``groups`` are torch parameter groups of (name, working tensor) pairs, ``built`` the dtype of
+    each name's master.  With ``tier`` masters lie there; a tensor that has the built dtype and lies
+    where masters do needs none.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        built: Mapping[str, torch.dtype],
+        tier: HostTier | None = None,
+    ) -> None:
+        self.built, self.tier = built, tier
+        self.working: dict[str, Tensor] = {
+            name: tensor for group in groups for name, tensor in group["params"]
+        }
+        #: name -> (working tensor, master), where these are two.
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        #: name -> gradient of the master on the host tier, kept from step to step.
+        self.landed: dict[str, Tensor] = {}
+        #: What the optimizer is built over.
+        self.groups = [
+            {**group, "params": [(name, self._master(name, t)) for name, t in group["params"]]}
+            for group in groups
+        ]
+        self.factor = torch.ones((), dtype=torch.float64)
+
+    @staticmethod
+    def wanted(
+        groups: Sequence[Mapping[str, Any]],
+        built: Mapping[str, torch.dtype],
+        tier: HostTier | None = None,
+    ) -> bool:
+        """Whether any tensor of ``groups`` needs a master."""
+        named = (pair for group in groups for pair in group["params"])
+        return any(
+            tier is not None or {tensor.dtype, gradient_dtype(tensor)} != {built[name]}
+            for name, tensor in named
+        )
+
+    @torch.no_grad()
+    def _master(self, name: str, working: Tensor) -> Tensor:
+        dtype = self.built[name]
+        if self.tier is not None and not self.tier.holds(working):
+            self.landed[name] = self.tier.zeros(working.shape, dtype)
+        if working.dtype == dtype and (self.tier is None or self.tier.holds(working)):
+            if gradient_dtype(working) == dtype:
+                return working
+            master = working.detach()  # the same memory, which can have a gradient as built
+        elif self.tier is None:
+            master = working.detach().to(dtype, copy=True)
+        else:
+            master = self.tier.zeros(working.shape, dtype)
+            master.copy_(working)
+        self.pairs[name] = working, master
+        return master
+
+    # ------------------------------------------------------------------------------------ a step
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """From now on gradients count ``factor`` times; applied on the way down."""
+        self.factor = self.factor * factor.to(self.factor)
+
+    @torch.no_grad()
+    def copy_down(self) -> None:
+        """Hand the masters their gradients; those of the working tensors are let go."""
+        for name, working, master in self._all():
+            if working.grad is None:
+                master.grad = None
+                continue
+            gradient, working.grad = working.grad, None
+            master.grad = self._wide(name, gradient, master.dtype)
+
+    @torch.no_grad()
+    def copy_up(self) -> None:
+        """Round the masters that were updated into the working tensors; their gradients go."""
+        for working, master in self.pairs.values():
+            if master.grad is not None and working.data_ptr() != master.data_ptr():
+                working.copy_(master)
+            master.grad = None
+
+    def after_step(self) -> None:
+        """The next step's gradients count once again, whether this one's were used or not."""
+        self.factor = torch.ones_like(self.factor)
+
+    def _wide(self, name: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """``gradient`` times the factor in ``dtype`` where masters live; in place if it is so."""
+        if self.tier is not None and not self.tier.holds(gradient):
+            gradient = self.landed[name].copy_(gradient)
+        return gradient.to(dtype).mul_(self.factor.to(dtype))
+
+    def _all(self) -> Iterable[tuple[str, Tensor, Tensor]]:
+        """Every tensor that is updated: its name, itself, its master (itself, if it has none)."""
+        for name, working in self.working.items():
+            yield name, working, self.pairs.get(name, (working, working))[1]
+
+    # ----------------------------------------------------------------------------------- looking
+
+    def gradient_pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Gradients as the optimizer will see them, from those of the working tensors."""
+        return [replace(p, tensor=self._seen(p), source=p.tensor) for p in pieces]
+
+    def _seen(self, piece: Piece) -> Tensor:
+        dtype = self.built[piece.name]
+        return piece.tensor.detach().to(dtype) * self.factor.to(dtype)
+
+    def master_pieces(self, place: Place) -> list[Piece]:
+        """Masters of another dtype than their working tensors, as slots ``<parameter>.master``."""
+        return [
+            piece
+            for name, (working, master) in self.pairs.items()
+            if master.dtype != working.dtype
+            for piece in placed(place, name, SLOT, master)
+        ]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Parameters were loaded: masters that do not round to them start again from them."""
+        for working, master in self.pairs.values():
+            loaded = working.to(master.device)
+            rounds = master.to(loaded.dtype) == loaded
+            master.copy_(torch.where(rounds, master, loaded.to(master.dtype)))

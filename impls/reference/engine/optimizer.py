@@ -1,0 +1,105 @@
+"""A torch optimizer from an :class:`~shardproof.contract.OptimizerSpec`, and its state by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import OptimizerSpec, Piece
+
+
+def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Torch parameter groups over ``named`` (the tensors that this rank updates)."""
+    return [
+        {
+            "params": [(name, named[name]) for name in names],
+            "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
+            "lr_scale": group.lr_scale,
+        }
+        for group, names in spec.assign(named)
+    ]
+
+
+def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that ``spec`` names.
+
+    ``foreach=False``: one kernel a parameter, so that a sharded update repeats it bit for bit.
+    """
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False)
+    raise ValueError(f"unknown optimizer {spec.name!r}; known: sgd, adamw")
+
+
+def seed_state(
+    optimizer: torch.optim.Optimizer,
+    spec: OptimizerSpec,
+    zeros: Callable[[torch.Size, torch.dtype], Tensor],
+) -> None:
+    """Make the state of parameters that have their first gradient, by ``zeros(shape, dtype)``.
+
+    Torch makes it in the step, in the usual memory; zeros are where every slot starts from.
+    """
+    slots = ("exp_avg", "exp_avg_sq") if spec.name == "adamw" else ("momentum_buffer",)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state.get(parameter):
+                continue
+            state = optimizer.state[parameter]
+            if spec.name == "adamw":
+                state["step"] = zeros(torch.Size(()), torch.float32)
+            if spec.name == "adamw" or spec.momentum:
+                state |= {slot: zeros(parameter.shape, parameter.dtype) for slot in slots}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, step: int) -> None:
+    """Set every group's learning rate for optimizer step ``step`` (counted from 0)."""
+    for group in optimizer.param_groups:
+        group["lr"] = spec.lr_at(step) * group["lr_scale"]
+
+
+#: Where a slot of parameter ``name`` lies: (name, slot, tensor) -> piece or pieces.
+Place = Callable[[str, str, Tensor], Piece | list[Piece]]
+
+
+@torch.no_grad()
+def make_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
+    """Give ``optimizer`` the slots, of zeros, that pieces called ``<name>.<slot>`` are pieces of.
+
+    Each has the shape of its parameter, or is a single number.
+
+    :raises KeyError: a parameter that this optimizer does not update.
+    """
+    named = {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    for full, like in {piece.name: piece.tensor for piece in pieces}.items():
+        name, _, slot = full.rpartition(".")
+        if name not in named:
+            raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
+        shape = named[name] if like.dim() else like
+        optimizer.state[named[name]][slot] = torch.zeros_like(shape, dtype=like.dtype)
+
+
+def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:
+    """Pieces of all tensors in the optimizer's state."""
+    return [
+        piece
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+        for piece in placed(place, name, slot, value)
+    ]
+
+
+def placed(place: Place, name: str, slot: str, tensor: Tensor) -> list[Piece]:
+    """What ``place`` says, as a list."""
+    found = place(name, slot, tensor)
+    return [found] if isinstance(found, Piece) else found

@@ -1,0 +1,117 @@
+"""Options of an implementation: a mapping from a scenario file becomes a frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.precision import DTYPES, Precision, dtype_named
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Training:
+    """Options that all sharded strategies share.
+
+    ``recompute_every``: every group of so many units keeps its input only and is computed again in
+    backward (0: never).  ``offload``: what rests on the host tier between its uses.
+    """
+
+    precision: Precision = field(default_factory=Precision)
+    recompute_every: int = 0
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+
+    def __post_init__(self) -> None:
+        at_least("recompute_every", self.recompute_every, 0)
+
+
+def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:
+    """An instance of the dataclass ``kind`` from ``options``.
+
+    A field that is a dataclass takes a mapping, one of ``Mapping`` any mapping, one of
+    ``tuple[X, ...]`` a list, one of dtypes a name.  Raises :class:`Refused` for an unknown name
+    (with the nearest valid one) or a value of the wrong type; an ``int`` is taken where a ``float``
+    is wanted, a ``bool`` never counts as a number.  ``within`` is what the message puts before a
+    name.
+    """
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind.__name__} is not a dataclass")
+    hints = get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    for name in options:
+        if name not in names:
+            raise Refused(unknown(str(name), within, names))
+    return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Raise :class:`Refused` unless ``value >= least`` (false for NaN)."""
+    if not value >= least:
+        raise Refused(f"option {name!r} must be at least {least}, not {value!r}")
+
+
+def unknown(name: str, within: str, names: Iterable[str]) -> str:
+    """That there is no option ``name`` but ``names``; ``within`` is put before each."""
+    valid = ", ".join(sorted(within + n for n in names))
+    return f"unknown option {within + name!r}; {_meant(name, names, within)}valid: {valid}"
+
+
+def _meant(given: object, names: Iterable[str], within: str = "") -> str:
+    """A question after the nearest of ``names``, or nothing."""
+    known = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
+    return f"did you mean {within + known[near[0]]!r}? " if near else ""
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """``value`` as a field of type ``hint`` holds it."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            if isinstance(value, Mapping):
+                return parse_options(kind, value, f"{name}.")
+        elif kind is torch.dtype:
+            if isinstance(value, str):
+                return dtype_named(name, value)
+        elif get_origin(kind) is Literal:
+            if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
+                return value
+        elif get_origin(kind) is Mapping:
+            if isinstance(value, Mapping):
+                return dict(value)
+        elif get_origin(kind) is tuple:
+            if isinstance(value, list):
+                item = get_args(kind)[0]
+                return tuple(_value(f"{name}[{i}]", item, v) for i, v in enumerate(value))
+        elif type(value) is kind or (kind is float and type(value) is int):
+            return value
+    names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
+    wanted = " or ".join(sorted(names))
+    choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+    meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
+    told = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    raise Refused(told.rstrip("; "))
+
+
+def _kind_name(kind: Any) -> str:
+    if kind is NoneType:
+        return "null"
+    if kind is torch.dtype:
+        return f"dtype ({', '.join(DTYPES)})"
+    if get_origin(kind) is Literal:
+        return " or ".join(str(choice) for choice in get_args(kind))
+    if get_origin(kind) is Mapping:
+        return "mapping"
+    if get_origin(kind) is tuple:
+        return f"list of {_kind_name(get_args(kind)[0])}"
+    if dataclasses.is_dataclass(kind):
+        return f"mapping (keys: {', '.join(f.name for f in dataclasses.fields(kind))})"
+    return str(kind.__name__)

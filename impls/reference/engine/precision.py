@@ -1,0 +1,109 @@
+"""Mixed precision as a policy: what is computed, reduced, returned and kept in which dtype.
+
+    parameters   what forward and backward compute with, and what is sent when parameters travel
+    reduce       what gradients are summed over the ranks in
+    output       what the model's floating-point outputs are cast to
+    buffers      what floating-point buffers are held in
+
+``None`` leaves a dtype as the model was built; gradients are then summed in the dtype in which
+backward made them, that of ``parameters``.  The optimizer always works in the dtype as built.  Who
+holds whole parameters (DDP, ZeRO-1, ZeRO-2) holds them in ``parameters`` and keeps *masters* of
+what it updates (``impls.reference.engine.masters``): ZeRO's 2 + 2 + 12 bytes a parameter (arXiv
+1910.02054, section 3.1), with ``reduce: float32`` Megatron's 2 + 4 + 12.  Who shards parameters
+(ZeRO-3, FSDP) keeps shards as built, which serve as masters, and casts what it gathers.
+
+Batch norms want weights and running statistics of one dtype: a policy that casts ``parameters``
+must cast ``buffers`` as well.  (FSDP1 leaves them out of the policy and wraps each apart instead.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardproof.contract import Refused
+
+_TORCH = "torch."
+#: The dtypes that a policy may name.
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def dtype_named(option: str, name: object) -> torch.dtype:
+    """The floating-point dtype called ``name``; :class:`Refused` with the valid ones otherwise."""
+    if isinstance(name, str) and name in DTYPES:
+        return DTYPES[name]
+    raise Refused(f"option {option!r} = {name!r} is no dtype; valid: {', '.join(DTYPES)}, null")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A policy; ``None`` means as built."""
+
+    parameters: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def compute(self, built: torch.dtype) -> torch.dtype:
+        """What a parameter that was built as ``built`` is computed with."""
+        return self.parameters or built
+
+    def reduction(self, built: torch.dtype) -> torch.dtype:
+        """What the gradient of such a parameter is summed in."""
+        return self.reduce or self.compute(built)
+
+    @property
+    def as_built(self) -> bool:
+        """Whether nothing is cast."""
+        return self == Precision()
+
+    def cast_buffers(self, module: nn.Module) -> None:
+        """Bring the floating-point buffers of ``module`` into the policy's dtype.
+
+        As in torch's FSDP they are cast once, and updated in that dtype from then on.
+        """
+        if self.buffers is None:
+            return
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(owner, name, buffer.to(self.buffers))
+
+    def check_norms(self, module: nn.Module, remedy: str = "") -> None:
+        """Raise :class:`Refused` for a batch norm whose weights would be of another dtype than its
+        running statistics: torch's refuses to compute.
+        """
+        for name, part in module.named_modules():
+            if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
+                continue
+            weights = self.compute(part.weight.dtype)
+            statistics = self.buffers or part.running_mean.dtype
+            if weights != statistics:
+                raise Refused(
+                    f"option 'precision.buffers': {name!r} ({type(part).__name__}) would have "
+                    f"weights in {weights} and running statistics in {statistics}, which torch "
+                    f"refuses; {remedy or f'give {str(weights).removeprefix(_TORCH)}'}"
+                )
+
+    def cast_inputs(self, inputs: Tensor) -> Tensor:
+        """``inputs`` as forward wants them: floating-point ones in the compute dtype."""
+        return cast(inputs, self.parameters)
+
+    def cast_outputs(self, outputs: Tensor) -> Tensor:
+        """``outputs`` as the caller wants them (differentiable)."""
+        return cast(outputs, self.output)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype`` if it is of floating point and ``dtype`` is given."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

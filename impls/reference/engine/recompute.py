@@ -1,0 +1,281 @@
+"""Activation checkpointing: a group of units keeps its input and is computed again in backward.
+
+Problem.  Backward needs what forward computed; kept for a whole model, these activations outweigh
+the model's state.  A group of k units that keeps nothing but its input trades them for a second
+forward (Chen et al., arXiv 1604.06174).
+
+    forward    first unit     keep the input, the generators' states, copies of the buffers
+               every unit     whatever autograd wants to save is thrown away, only counted
+    backward   first need     run the group again from its input; its n-th saved tensor is the n-th
+                              thrown away; each is handed to autograd once and let go
+    after it   as before      generators go on where they stood, buffers are those of forward
+
+Only the first graph is ever differentiated, so gradient hooks fire once a backward, and a sharded
+unit that is gathered when its recomputation begins is still gathered when its backward follows.
+Forwards are wrapped, not modules: names, parameters and hooks stay, and hooks on a unit run in the
+second forward, too (inside backward: that is how they can tell).
+
+Numbers: the same operations on the same values, hence the same bits as without.
+Cost: activations of L/k inputs and k units instead of L units; one more forward, no bytes sent.
+Left out: dropout that draws from the global generator (rank threads share it, nobody may put its
+state back; refused where a module tells), second derivatives, units that change their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
+
+from shardproof.contract import Refused
+
+
+def recompute_units(
+    module: nn.Module, units: Sequence[str], every: int, call_type: type[Call] | None = None
+) -> list[Group]:
+    """Wrap the forwards of ``units`` (dotted names, in forward order), ``every`` to a group.
+
+    0 leaves ``module`` as it is.  In a group each unit but the first is called with what the one
+    before returned, and with nothing else.  :meth:`Group.close` gives the units their forwards
+    back; where groups share units, the last group first.
+    """
+    if every > len(units):
+        raise Refused(
+            f"option 'recompute_every' = {every}: the model has {len(units)} units; "
+            f"give 0 (never) to {len(units)}"
+        )
+    groups = []
+    for start in range(0, len(units), every) if every else ():
+        names = units[start : start + every]
+        found = [module.get_submodule(name) for name in names]
+        groups.append(Group(names, found, call_type or Call))
+    return groups
+
+
+class Group:
+    """Consecutive units that are computed again together."""
+
+    def __init__(
+        self, names: Sequence[str], units: Sequence[nn.Module], call_type: type[Call]
+    ) -> None:
+        self.names, self.units, self.call_type = names, units, call_type
+        self.modules = [part for unit in units for part in unit.modules()]
+        for name, unit in zip(names, units, strict=True):
+            _refuse_global_draws(name, unit)
+        found = [value for part in self.modules for value in vars(part).values()]
+        self.generators = [value for value in found if isinstance(value, Generator)]
+        self.call: Call | None = None  # the forward under way
+        self.again: Call | None = None  # the one that is being repeated
+        self.chained = False  # whether outputs were seen to be the next unit's inputs
+        #: Per unit the forward that was set on the module itself, if it was not its class's.
+        self.own: list[Callable[..., Any] | None] = []
+        for number, unit in enumerate(units):
+            self.own.append(vars(unit).get("forward"))
+            unit.forward = partial(self.forward, number, unit.forward)
+
+    @property
+    def title(self) -> str:
+        """The units, for messages."""
+        return " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
+
+    def close(self) -> None:
+        """Give the units their forwards back."""
+        while self.own:
+            own, unit = self.own.pop(), self.units[len(self.own)]
+            if own is None:
+                del unit.forward
+            else:
+                unit.forward = own
+
+    def forward(self, number: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward of unit ``number``, whose own one is ``compute``."""
+        if self.again is not None:
+            with self.again.collecting():
+                return compute(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        if number == 0:
+            self.call = self.call_type(self, args, kwargs)
+        call = self.call
+        if call is None or call.reached != number:
+            expected = self.names[call.reached] if call else self.names[0]
+            raise RuntimeError(
+                f"unit {self.names[number]!r} was called where {expected!r} was due: only units "
+                "that follow one another can be recomputed as one group; set recompute_every to 1"
+            )
+        if number and not self.chained:
+            self.check_chain(number, call.output, args, kwargs)
+        with call.forgetting():
+            output = compute(*args, **kwargs)
+        call.advance(output)
+        if call.reached == len(self.units):
+            self.call, self.chained = None, True
+        return output
+
+    def check_chain(self, number: int, output: Any, args: Any, kwargs: Any) -> None:
+        """Raise unless unit ``number`` is called with ``output``, cast or not, and nothing else."""
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if given is not output and not (
+            isinstance(given, Tensor)
+            and isinstance(output, Tensor)
+            and given.shape == output.shape
+            and torch.equal(given.detach(), output.detach().to(given.dtype))
+        ):
+            raise RuntimeError(
+                f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
+                "returned: set recompute_every to 1"
+            )
+
+
+class Call:
+    """One forward of a group: what it takes to repeat it."""
+
+    def __init__(self, group: Group, args: Any, kwargs: Any) -> None:
+        self.group = group
+        self.args = tuple(_apart(value) for value in args)
+        self.kwargs = {name: _apart(value) for name, value in kwargs.items()}
+        inputs = (*self.args, *self.kwargs.values())
+        self.inputs = [(t, t._version) for t in inputs if isinstance(t, Tensor)]
+        self.draws = [generator.get_state() for generator in group.generators]
+        self.buffers = Buffers(group.modules)
+        self.reached = 0
+        self.output: Any = None
+        self.saved: list[tuple[torch.Size, torch.dtype]] = []
+        self.collected: list[Tensor | None] = []
+
+    def advance(self, output: Any) -> None:
+        """One more unit has run."""
+        self.reached += 1
+        self.output = None if self.reached == len(self.group.units) else output
+
+    def forgetting(self) -> saved_tensors_hooks:
+        """Autograd gets a number for every tensor that it wants to save, and asks back by it."""
+
+        def pack(tensor: Tensor) -> int:
+            self.saved.append((tensor.shape, tensor.dtype))
+            return len(self.saved) - 1
+
+        def unpack(number: int) -> Tensor:
+            if not self.collected or self.collected[number] is None:
+                self.repeat()
+            tensor, self.collected[number] = self.collected[number], None
+            assert tensor is not None
+            return tensor
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def collecting(self) -> saved_tensors_hooks:
+        """The second graph is never differentiated: what it would save is what the first lacks."""
+
+        def pack(tensor: Tensor) -> None:
+            self.collected.append(tensor.detach())
+
+        def unpack(_: None) -> Tensor:
+            raise RuntimeError(
+                f"{self.group.title} takes derivatives in its own forward, which cannot be "
+                "recomputed: set recompute_every to 0"
+            )
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def repeat(self) -> None:
+        """Run the units again, from the same input, draws and buffers."""
+        first, *rest = self.group.units
+        names = self.group.title
+        if any(tensor._version != version for tensor, version in self.inputs):
+            raise RuntimeError(
+                f"the input of {names} was changed in place before its recomputation: change a "
+                "copy of it instead, or set recompute_every to 0"
+            )
+        self.collected = []
+        self.group.again = self
+        try:
+            with torch.enable_grad(), self.as_before():
+                output = first(*self.args, **self.kwargs)
+                for unit in rest:
+                    output = unit(output)
+        finally:
+            self.group.again = None
+        found = [(t.shape, t.dtype) for t in self.collected if t is not None]
+        if found != self.saved:
+            raise RuntimeError(
+                f"recomputing {names} saved {len(found)} tensors, its forward {len(self.saved)}, "
+                "or others: what it computes must depend on its input, generators and buffers "
+                "only; otherwise set recompute_every to 0"
+            )
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Generators and buffers as they were when the forward began; as they are now after it."""
+        generators = self.group.generators
+        now = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, self.draws, strict=True):
+            generator.set_state(state)
+        try:
+            with self.buffers.as_read():
+                yield
+        finally:
+            for generator, state in zip(generators, now, strict=True):
+                generator.set_state(state)
+
+
+Bound = list[dict[str, Tensor | None]]  # per module: its buffers by name
+
+
+class Buffers:
+    """Copies of all buffers of ``modules``.
+
+    All, because a tensor does not tell whether it was written: batch norms hide it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.copies = _copied(self.bound())
+
+    def bound(self) -> Bound:
+        """What is bound now."""
+        return [dict(module._buffers) for module in self.modules]
+
+    def bind(self, buffers: Bound) -> None:
+        """Bind other tensors to the names."""
+        for module, named in zip(self.modules, buffers, strict=True):
+            module._buffers.update(named)
+
+    @contextmanager
+    def as_read(self) -> Iterator[None]:
+        """Copies of the copies are bound, so that what runs inside leaves no trace."""
+        now = self.bound()
+        self.bind(_copied(self.copies))
+        try:
+            yield
+        finally:
+            self.bind(now)
+
+
+def _copied(buffers: Bound) -> Bound:
+    """A copy of every tensor; those that are shared stay shared."""
+    tensors = {id(t): t for named in buffers for t in named.values() if t is not None}
+    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    return [{n: None if t is None else copies[id(t)] for n, t in b.items()} for b in buffers]
+
+
+def _apart(value: Any) -> Any:
+    """A tensor cut from its graph: repeating a group must not reach what came before it."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _refuse_global_draws(name: str, unit: nn.Module) -> None:
+    for place, part in unit.named_modules(prefix=name):
+        if isinstance(part, _DropoutNd) and part.p > 0:
+            raise Refused(
+                f"option 'recompute_every': {place!r} ({type(part).__name__}, p = {part.p}) draws "
+                "from the global generator; give it a generator of its own"
+            )

@@ -1,0 +1,58 @@
+"""Dynamic loss scaling: fp16 gradients too small to be told from 0 are made larger by the loss.
+
+Problem.  fp16 ends at 6e-8; many gradients lie below.  Multiplying the loss by a scale multiplies
+all gradients, and they are divided by it where they are wide.  Too large a scale overflows: then
+the step is left out and the scale halved (Micikevicius et al., arXiv 1710.03740, section 3.2).
+
+    backward    loss times scale
+    finish      reductions are over: an overflow of any rank, or of a sum, shows in the result
+    check       1 if a gradient that this rank updates is not finite; MAX over the whole mesh
+                (a sharded rank sees its shard only, and all must skip together)
+    unscale     gradients times 1 / scale
+    update      or none: then parameters, optimizer state and step counters stay as they were
+    adapt       the same integer went to all ranks, hence the scale stays equal on all
+
+Cost: one int32 all-reduce a mesh axis and step, control traffic.
+Numbers: scales are powers of two, so nothing is rounded that does not overflow or underflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Mesh
+from shardproof.contract import ScalerSpec
+
+
+class LossScaler:
+    """The scale, and the agreement on whether a step counts."""
+
+    def __init__(self, spec: ScalerSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.scale = spec.initial
+        self.good = 0  # updates since the scale last changed
+
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        """Whether any rank's ``gradients`` hold an infinity or NaN; the same answer on all ranks.
+
+        Over all ranks they must cover every gradient; a collective call.
+        """
+        own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+        found = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
+        for axis in self.mesh.axes:  # a maximum may be taken axis by axis
+            self.mesh.comm(axis).all_reduce(found, "max")
+        return bool(found)
+
+    def adapt(self, skipped: bool) -> None:
+        """Back off after an overflow, grow after ``interval`` updates in a row."""
+        if skipped:
+            self.scale *= self.spec.backoff
+            self.good = 0
+            return
+        self.good += 1
+        if self.good == self.spec.interval:
+            self.scale *= self.spec.growth
+            self.good = 0

@@ -1,0 +1,115 @@
+"""State on its way: load by name, broadcast in few large messages, gather pieces, put them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm
+from shardproof.contract import Piece
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as bound *now*; tied tensors once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@torch.no_grad()
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy ``state`` into ``module`` in place.
+
+    Raises ValueError unless names and shapes agree exactly.
+    """
+    targets = named_state(module)
+    if set(targets) != set(state):
+        lacking = sorted(set(targets) - set(state))
+        extra = sorted(set(state) - set(targets))
+        raise ValueError(
+            f"state does not fit the module: lacks {lacking}, has extra {extra}; give one tensor "
+            "for each of its parameters and buffers, tied ones once, under the names of "
+            "named_parameters() and named_buffers()"
+        )
+    for name, target in targets.items():
+        if target.shape != state[name].shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(target.shape)}, the state has "
+                f"{tuple(state[name].shape)}: build the module with the sizes that the state was "
+                "made with"
+            )
+        target.copy_(state[name])
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], comm: Comm, root: int = 0) -> None:
+    """Overwrite ``tensors`` with those of group rank ``root``: one message per dtype.
+
+    Every rank must give tensors of the same shapes and dtypes in the same order.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        comm.broadcast(flat, root)
+        pieces = flat.split([tensor.numel() for tensor in same])
+        for tensor, piece in zip(same, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def place_of(piece: Piece) -> tuple[object, ...]:
+    """What tells a rank's pieces apart."""
+    return piece.name, piece.slices, piece.flat_range
+
+
+@torch.no_grad()
+def copy_pieces(held: Sequence[Piece], given: Sequence[Piece]) -> list[Piece]:
+    """Copy ``given`` into ``held``, whose tensors are views of a rank's state.
+
+    Returns what is held nowhere.
+    """
+    tensors = {place_of(piece): piece.tensor for piece in held}
+    for piece in given:
+        if place_of(piece) in tensors:
+            tensors[place_of(piece)].copy_(piece.tensor)
+    return [piece for piece in given if place_of(piece) not in tensors]
+
+
+def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
+    """Whole tensors by name, on every rank, from the pieces that the ranks of ``comm`` hold.
+
+    Where a rank holds all of a tensor, its own copy counts.  The rest, single numbers (Adam's step)
+    included, travels as objects: this is for saving and looking, not for a step.
+    """
+    found = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
+    parts = [
+        p for p in pieces if p.flat_range or p.tensor.shape != p.global_shape or not p.global_shape
+    ]
+    for piece in gather_over(parts, [comm]):
+        put(piece, found)
+    return found
+
+
+def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
+    """The ``pieces`` of all ranks, gathered as objects along one of ``comms`` after the other."""
+    found = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
+    for comm in comms:
+        found = [piece for told in comm.all_gather_object(found) for piece in told]
+    return found
+
+
+def put(piece: Piece, whole: dict[str, Tensor]) -> None:
+    """Copy ``piece`` to its place in the tensor of its name, which is made where it is missing."""
+    tensor = piece.tensor
+    if piece.name not in whole:
+        empty = torch.zeros(piece.global_shape, dtype=tensor.dtype, device=tensor.device)
+        whole[piece.name] = empty
+    target = whole[piece.name]
+    if piece.flat_range is not None:
+        target.view(-1)[slice(*piece.flat_range)] = tensor.view(-1)
+    elif piece.slices:
+        target[tuple(slice(*bounds) for bounds in piece.slices)] = tensor
+    else:
+        target.copy_(tensor)

@@ -1,0 +1,229 @@
+"""Runs any schedule of a pipeline over this rank's stages.
+
+Problem.  GPipe, 1F1B, interleaving and zero bubble differ in the order in which a rank computes,
+and in nothing else.  So an order is data (``schedules``), and one loop carries it out.
+
+    F           wait for its input; forward; the last stage's loss
+    B, BW       wait for the gradient of its output; backward; B leaves the weights' part for W
+    W           the weights' part
+    SF, SB      start sending what F or B left; to a stage on the same rank nothing is sent
+    RF, RB      post a receive into a fresh buffer
+
+    what                    lives
+    input, output, graph    from F to its BW, or B
+    small graphs of owners  from F to W (parts/split_backward.py)
+    what was sent           until it has arrived
+
+Nothing waits but F, B and BW, each for its own message; sends are waited for at the end of the
+window.  ``accumulate`` of a stage's handle is called right before whatever makes gradients of its
+weights, so that a strategy of the data axes can reduce during the last of them.
+
+Cost: an activation and a gradient for each micro-batch and boundary between ranks: 2 m b s h bytes
+of values (Narayanan et al., arXiv 2104.04473, section 2.2.2: interleaving sends as often as there
+are chunks).
+Numbers: in the order of the schedule; all generators take a stage's micro-batches in ascending
+order, which is the order in which one process accumulates.
+Left out: a collective for batches of messages; buffers that are used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Comm
+from shardproof.contract import MicroBatch
+from shardproof.impls.reference.pipeline.messages import Key, Messages
+from shardproof.impls.reference.pipeline.split_backward import Deferred
+from shardproof.impls.reference.pipeline.stages import Stage
+from shardproof.schedules import Action, Schedule, with_messages
+
+Trace = Callable[[Action], AbstractContextManager[Any]]
+
+
+@dataclass
+class Held:
+    """What a stage keeps of a micro-batch for its backward."""
+
+    entered: Tensor
+    output: Tensor
+    deferred: Deferred | None
+
+
+class Executor:
+    """Carries out windows of micro-batches, forward and backward, on one rank.
+
+    ``enter`` makes the first stage's input of a micro-batch's, ``loss`` a scalar of the last
+    stage's output; ``trace`` is entered around every computation.
+    """
+
+    messages_type: type[Messages] = Messages
+
+    def __init__(
+        self,
+        comm: Comm,
+        stages: Mapping[int, Stage],
+        place: Sequence[int],
+        enter: Callable[[Tensor], Tensor],
+        loss: Callable[[Tensor, MicroBatch], Tensor],
+        trace: Trace,
+    ) -> None:
+        self.comm, self.stages, self.place = comm, stages, place
+        self.enter, self.loss, self.trace = enter, loss, trace
+        self.last = len(place) - 1
+        self.messages = self.messages_type(comm)
+        self.do: dict[str, Callable[[Action], None]] = {
+            **dict.fromkeys(("SF", "SB"), self.send),
+            **dict.fromkeys(("RF", "RB"), self.receive),
+            **dict.fromkeys(("B", "BW"), self.backward),
+            "F": self.forward,
+            "W": self.weights,
+        }
+
+    def run(
+        self,
+        schedule: Schedule,
+        window: Sequence[MicroBatch],
+        is_last: bool = True,
+        scale: float = 1.0,
+    ) -> list[Tensor]:
+        """This rank's part of ``schedule`` over ``window``, the step's last one or not.
+
+        Losses are multiplied by ``scale`` for backward.  Returns them as they are, by micro-batch,
+        where the last stage lies; nothing on the other ranks.
+        """
+        self.window: Sequence[MicroBatch] = window
+        self.scale = scale
+        self.held: dict[tuple[int, int], Held | Deferred] = {}
+        self.ready: dict[Action, Tensor] = {}  # by the receive that is waiting for it
+        self.losses: dict[int, Tensor] = {}
+        order = schedule.orders[self.comm.rank]
+        self.apart = {(stage, micro) for op, stage, micro in order if op == "W"}
+        final = {action.stage: action for action in order if action.op in ("W", "BW")}
+        self.final = set(final.values()) if is_last else set()
+        for action in order:
+            self.do[action.op](action)
+        self.messages.finish()
+        self.window = ()
+        losses, self.losses = self.losses, {}
+        return [losses[micro] for micro in sorted(losses)]
+
+    @torch.no_grad()
+    def evaluate(self, window: Sequence[MicroBatch]) -> list[Tensor]:
+        """Forwards only, one micro-batch after the other; losses as :meth:`run` returns them."""
+        return self.run(forwards(self.place, self.comm.size, len(window)), window)
+
+    # --------------------------------------------------------------------------------- computations
+
+    def forward(self, action: Action) -> None:
+        """F: compute, and keep what backward needs."""
+        _, stage, micro = action
+        own, entered = self.stages[stage], self.entering(action)
+        with self.trace(action), self.deferring(action) as deferred:
+            output = own.module(entered)
+            if stage == self.last:
+                output = self.loss(output, self.window[micro])
+        if stage == self.last:
+            self.losses[micro] = output.detach()
+        else:
+            self.ready[Action("RF", stage + 1, micro)] = output.detach()
+        if torch.is_grad_enabled():
+            self.held[stage, micro] = Held(entered, output, deferred)
+
+    def deferring(self, action: Action) -> AbstractContextManager[Deferred | None]:
+        """Cut weights out of the graph where their gradients come apart."""
+        split = self.stages[action.stage].split
+        if split is None or action[1:] not in self.apart:
+            return nullcontext()
+        return split.deferring()
+
+    def entering(self, action: Action) -> Tensor:
+        """The input of a forward: the micro-batch's, or what the stage before has computed."""
+        _, stage, micro = action
+        if stage == 0:
+            return self.enter(self.window[micro].inputs)
+        found = self.arriving(Action("RF", stage, micro), stage - 1)
+        return found.requires_grad_(torch.is_grad_enabled())
+
+    def arriving(self, message: Action, source: int) -> Tensor:
+        """What stage ``source`` gives, from this rank or another."""
+        if self.place[source] == self.comm.rank:
+            return self.ready.pop(message)
+        return self.messages.take(message, self.place[source])
+
+    def backward(self, action: Action) -> None:
+        """B or BW: gradients of the input, with those of the weights or without."""
+        op, stage, micro = action
+        held = self.held.pop((stage, micro))
+        assert isinstance(held, Held)
+        gradient = self.leaving(action, held)
+        if op == "BW":
+            self.stages[stage].handle.accumulate(action in self.final)
+        with self.trace(action):
+            if held.output.requires_grad:
+                torch.autograd.backward(held.output, gradient)
+        if stage:
+            found = held.entered.grad
+            found = torch.zeros_like(held.entered) if found is None else found
+            self.ready[Action("RB", stage - 1, micro)] = found.detach()
+        if op == "B":
+            assert held.deferred is not None
+            self.held[stage, micro] = held.deferred
+
+    def leaving(self, action: Action, held: Held) -> Tensor:
+        """The gradient of a stage's output: that of the loss, or what the next stage gives."""
+        _, stage, micro = action
+        if stage == self.last:
+            return torch.full_like(held.output, self.scale)
+        gradient = self.arriving(Action("RB", stage, micro), stage + 1)
+        self.messages.arrived(Action("RF", stage + 1, micro))  # or there would be no gradient
+        return gradient
+
+    def weights(self, action: Action) -> None:
+        """W: gradients of the weights; nothing of the micro-batch is left."""
+        _, stage, micro = action
+        deferred = self.held.pop((stage, micro))
+        assert isinstance(deferred, Deferred)
+        self.stages[stage].handle.accumulate(action in self.final)
+        with self.trace(action):
+            deferred.backward()
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def send(self, action: Action) -> None:
+        """SF, SB: what was computed goes to the neighbour's rank."""
+        op, stage, micro = action
+        goal = stage + 1 if op == "SF" else stage - 1
+        message = Action("R" + op[1], goal, micro)
+        tensor = self.ready.pop(message)
+        self.messages.send(message, self.key(message), tensor, self.place[goal])
+
+    def receive(self, action: Action) -> None:
+        """RF, RB: post it."""
+        op, stage, _ = action
+        source = self.place[stage - 1 if op == "RF" else stage + 1]
+        self.messages.post(action, self.key(action), source)
+
+    def key(self, message: Action) -> Key:
+        """The boundary that ``message`` crosses, and the shape of its micro-batch's inputs."""
+        op, stage, micro = message
+        return stage - 1 if op == "RF" else stage, tuple(self.window[micro].inputs.shape)
+
+
+def forwards(place: Sequence[int], ranks: int, micro_batches: int) -> Schedule:
+    """Every stage's forward of one micro-batch after the other."""
+    orders = tuple(
+        tuple(
+            Action("F", stage, micro)
+            for micro in range(micro_batches)
+            for stage, own in enumerate(place)
+            if own == rank
+        )
+        for rank in range(ranks)
+    )
+    return with_messages(Schedule("forwards", micro_batches, tuple(place), orders))

@@ -1,0 +1,136 @@
+"""Activations and gradients on their way between the stages of a pipeline.
+
+Receives are posted into fresh buffers, sends keep their tensors until they are over; between two
+ranks messages arrive in the order in which they are sent.  Nobody knows the shape of an activation
+but who has computed it, and it follows from the shape of the micro-batch's inputs.  So before the
+first activation that crosses a boundary for inputs of some shape goes its *form*, a few integers;
+both sides know when that is, because all ranks of a data coordinate have the same micro-batches.  A
+gradient has the form of its activation.
+
+A receive whose form is not known yet waits in a queue, and those behind it with it, until somebody
+needs the message: posting never blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Comm
+from shardproof.schedules import Action
+
+#: A boundary (the stage before it) and the shape of a micro-batch's inputs.
+Key = tuple[int, tuple[int, ...]]
+Form = tuple[tuple[int, ...], torch.dtype]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: Most dimensions of an activation.
+DIMENSIONS = 8
+
+
+@dataclass
+class Due:
+    """A receive that is to be posted."""
+
+    receive: Action
+    key: Key
+    form: tuple[Any, Tensor] | None = None  # under way
+
+
+class Messages:
+    """This rank's side of the channels to the other ranks of ``comm``.
+
+    A message is named by its receive (``RF3@1``: activations that stage 1 gets).
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.forms: dict[Key, Form] = {}
+        self.due: dict[int, deque[Due]] = defaultdict(deque)
+        self.posted: dict[Action, tuple[Any, Tensor]] = {}
+        self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
+
+    def send(self, message: Action, key: Key, tensor: Tensor, peer: int) -> None:
+        """Start sending ``tensor``; before the first activation of its kind goes its form."""
+        tensor = tensor.detach().contiguous()
+        going = [tensor]
+        if message.op == "RF" and key not in self.forms:
+            self.forms[key] = tuple(tensor.shape), tensor.dtype
+            going.insert(0, self._encode(self.forms[key]))
+        self.sent[message] = [(self.comm.send(t, peer, async_op=True), t) for t in going]
+        for earlier, works in list(self.sent.items()):
+            if all(work.is_completed() for work, _ in works):
+                self.arrived(earlier)
+
+    def arrived(self, message: Action) -> None:
+        """Let go of what was sent as ``message``, which has arrived."""
+        for work, _ in self.sent.pop(message, ()):
+            work.wait()
+
+    def post(self, receive: Action, key: Key, peer: int) -> None:
+        """Post the receive of a message, if its form and those of the ones before are known."""
+        self.due[peer].append(Due(receive, key))
+        self._advance(peer)
+
+    def take(self, receive: Action, peer: int) -> Tensor:
+        """The message, after waiting for it."""
+        if receive not in self.posted:
+            self._advance(peer, receive)
+        work, buffer = self.posted.pop(receive)
+        work.wait()
+        return buffer
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for message in list(self.sent):
+            self.arrived(message)
+
+    def _advance(self, peer: int, wanted: Action | None = None) -> None:
+        """Post what is due from ``peer``; wait for forms as far as ``wanted`` lies behind them."""
+        queue = self.due[peer]
+        while queue:
+            due = queue[0]
+            if due.key in self.forms:
+                buffer = self.buffer(due.key)
+                work = self.comm.recv(buffer, peer, async_op=True)
+                self.posted[due.receive] = work, buffer
+                queue.popleft()
+                wanted = None if due.receive == wanted else wanted
+                continue
+            if due.receive.op == "RF" and due.form is None:
+                buffer = self._blank()
+                due.form = self.comm.recv(buffer, peer, async_op=True), buffer
+            if wanted is None or due.form is None:
+                return
+            work, buffer = due.form
+            work.wait()
+            self.forms[due.key] = _decode(buffer)
+
+    def buffer(self, key: Key) -> Tensor:
+        """A fresh one: what was received before may still be needed."""
+        shape, dtype = self.forms[key]
+        return torch.empty(shape, dtype=dtype, device=self.comm.device)
+
+    def _blank(self) -> Tensor:
+        return torch.zeros(DIMENSIONS + 2, dtype=torch.int64, device=self.comm.device)
+
+    def _encode(self, form: Form) -> Tensor:
+        """int64: number of the dtype, number of dimensions, their sizes, zeros."""
+        shape, dtype = form
+        if len(shape) > DIMENSIONS or dtype not in DTYPES:
+            raise ValueError(
+                f"a stage gives {dtype} of {len(shape)} dimensions: between stages go tensors of "
+                f"floating point with at most {DIMENSIONS}"
+            )
+        told = self._blank()
+        values = [DTYPES.index(dtype), len(shape), *shape]
+        told[: len(values)] = torch.tensor(values)
+        return told
+
+
+def _decode(told: Tensor) -> Form:
+    number, dimensions, *sizes = told.tolist()
+    return tuple(sizes[:dimensions]), DTYPES[number]

@@ -1,0 +1,367 @@
+"""Tensor parallelism: every rank has a part of each large layer; ranks meet inside of every layer.
+
+Problem.  A layer may be too large for one rank, or too slow.  Data parallelism does not help: all
+its ranks hold all layers.  Split the layers themselves, so that as few messages as possible are
+needed between two parts of one computation (Megatron-LM, arXiv 1909.08053, section 3).
+
+Split the first of two matrices by columns and the second by rows: what lies between them, element
+by element (an MLP's GELU) or head by head (attention), needs no message.  One sum behind the pair
+and one in front of it, in backward, is all.
+
+    what                                    where
+    qkv, up, their biases                   rows, split over ranks; qkv by whole heads
+    out, down                               columns, split over ranks; their biases on every rank
+    token embedding, head                   rows of the vocabulary, split over ranks, unevenly if
+                                            need be
+    KV heads, fewer than ranks              on each rank that has some of the query heads they serve
+    norms, positions, all other modules     every rank
+    activations                             between pairs: every rank, whole; within: split.  Under
+                                            sequence parallelism between pairs each rank has some
+                                            positions, for all of which norms and dropout compute
+    optimizer state                         as its parameters
+
+    layer    forward    norm   f  qkv  attention  out  f_bar   norm   f  up  gelu  down  f_bar
+             backward      all-reduce . . . . . . . .               all-reduce . . . . . .
+    sequence forward    norm   g  qkv  attention  out  g_bar   norm   g  up  gelu  down  g_bar
+    loss                each rank's logits -> largest, sums of exponentials: numbers per target
+    finish              shared KV heads; under sequence parallelism also what stands on every rank:
+                        each rank has a term of the gradient, summed in one call
+
+``f`` and ``f_bar`` are an all-reduce in backward and in forward; ``g`` gathers the sequence and
+scatters its gradient's sum, ``g_bar`` the reverse (``impls.reference.tensor.operators``).
+Positions that do not divide are padded; nothing that counts depends on the padding.
+
+Cost: floating-point bytes a step along the axis.  For each micro-batch of b samples of s positions,
+with L layers of width h: 4 L + 2 all-reduces of bsh elements (two a layer forward, two backward:
+arXiv 2104.04473, section 3.2; one for the embedding, one for the head's input).  Sequence
+parallelism: 4 L + 2 all-gathers and 4 L + 2 reduce-scatters, the same bytes (arXiv 2205.05198,
+section 4.2.2; what is gathered in forward is kept, so that backward does not gather it again).  A
+split loss: one all-reduce of bs numbers and one of 2 bs (3 bs with label smoothing), else an
+all-gather of all logits.  Once a step: 2 (N-1) bytes of gradients that are terms; 8 with clipping.
+Memory: P, G and O of split layers over N, of the others whole.
+Numbers: sums in another order than one device, equal on all ranks bit for bit.
+Left out: mixed precision and offload (a data-parallel strategy around this one has them), gathering
+again in backward, dropout that draws in forward under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
+from shardproof.impls.reference.tensor import operators
+from shardproof.impls.reference.tensor.cuts import Cut, Whole
+from shardproof.impls.reference.tensor.layers import (
+    Classes,
+    Column,
+    Heads,
+    Placed,
+    Positions,
+    Row,
+    SplitLayer,
+    Vocabulary,
+)
+from shardproof.impls.reference.tensor.loss import cross_entropy
+
+#: Which modules are split, and how.
+PLAN = {
+    r"embed\.token": "vocabulary",
+    r"embed\.position": "positions",
+    r"blocks\.\d+\.attention\.qkv": "heads",
+    r"blocks\.\d+\.attention\.out": "row",
+    r"blocks\.\d+\.(mlp\.)?up": "column",
+    r"blocks\.\d+\.(mlp\.)?down": "row",
+    r"head": "classes",
+}
+#: Those without which there is nothing to split, for a refusal.
+NEEDED = {"vocabulary": "embed.token", "column": "blocks.*.up", "classes": "head"}
+_WHOLE_SEQUENCE = "under option 'sequence_parallel' no rank sees a whole sequence here: "
+
+
+@dataclass(frozen=True)
+class Options:
+    """``sequence_parallel``: between split layers each rank keeps a part of the positions.
+    ``loss_parallel``: the loss is computed of logits that stay split (``None``: where it is a
+    cross-entropy).  ``sum_each_backward``: gradients that are terms of a sum are summed in every
+    backward, so that whoever takes them from there gets them whole; else once a step.
+    """
+
+    sequence_parallel: bool = False
+    loss_parallel: bool | None = None
+    sum_each_backward: bool = False
+    recompute_every: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("recompute_every", self.recompute_every, 0)
+
+    def resolved(self, build: Build) -> Options:
+        """With ``loss_parallel`` decided; :class:`Refused` where it is asked for in vain."""
+        if self.loss_parallel and build.cross_entropy is None:
+            raise Refused(
+                "option 'loss_parallel' = True: this workload's loss is no cross-entropy, so it "
+                "takes whole outputs; valid here: false, null"
+            )
+        wanted = build.cross_entropy is not None
+        return self if self.loss_parallel is not None else replace(self, loss_parallel=wanted)
+
+
+def _kind(name: str) -> str:
+    """What :data:`PLAN` says of a module (``""``: nothing)."""
+    return next((kind for pattern, kind in PLAN.items() if re.fullmatch(pattern, name)), "")
+
+
+def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> TensorParallel:
+    """Split ``module`` over ``comms["tensor"]``, starting from rank 0's values.
+
+    ``options`` are resolved.  Afterwards the module's parameters are local ones, under their names.
+    """
+    return TensorParallel(module, comms["tensor"], options)
+
+
+class TensorParallel(Handle):
+    """The handle.  ``cuts`` tell how every parameter lies on the ranks of the axis."""
+
+    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+        self.module, self.comm, self.options = module, comm, options
+        broadcast_tensors(list(named_state(module).values()), comm)
+        self.layers = self.make_layers() if comm.size > 1 else []
+        self.output: Classes | None = None
+        self.cuts = {name: self.whole(p) for name, p in module.named_parameters()}
+        first = {id(p): name for name, p in module.named_parameters()}
+        split: dict[str, Cut] = {}
+        for layer in self.layers:
+            for leaf, cut in layer.cuts.items():
+                name = first[id(layer.module.get_parameter(leaf))]  # a tied one's first
+                if split.setdefault(name, cut) != cut:
+                    raise Refused(f"{name!r} is tied to {layer.name!r}, which is split otherwise")
+            if isinstance(layer, Classes):
+                self.output = layer
+        self.cuts |= split
+        for name, parameter in module.named_parameters():
+            parameter.data = self.local(name, parameter.data)
+        for layer in self.layers:
+            layer.wrap()
+        self.hooks = [
+            parameter.register_hook(partial(self.summed, name))
+            for name, parameter in module.named_parameters()
+            if options.sum_each_backward and parameter.requires_grad and parameter.numel()
+            if self.cuts[name].term(parameter.detach()) is not None
+        ]
+
+    def whole(self, parameter: Tensor) -> Cut:
+        """How a parameter lies that is not split."""
+        is_term = self.options.sequence_parallel and self.comm.size > 1
+        return Whole(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of ``whole``, the value of parameter ``name``."""
+        return self.cuts[name].local(whole)
+
+    def make_layers(self) -> list[SplitLayer]:
+        """The layers that :data:`PLAN` names, in the order of registration."""
+        sequence = self.options.sequence_parallel
+        enter = operators.g if sequence else operators.f
+        leave = operators.g_bar if sequence else operators.f_bar
+        kinds = {name: _kind(name) for name, _ in self.module.named_modules()}
+        lacking = [repr(name) for kind, name in NEEDED.items() if kind not in kinds.values()]
+        if lacking:
+            raise Refused(
+                f"strategy 'tensor' splits a Transformer's embedding, blocks and head; this model "
+                f"has no {', '.join(lacking)}: run it with mesh axis 'tensor' = 1"
+            )
+        found: list[SplitLayer] = []
+        for name, part in self.module.named_modules():
+            kind = kinds[name]
+            this = (name, part, self.comm)
+            if kind == "column":
+                found.append(Column(*this, enter))
+            elif kind == "row":
+                found.append(Row(*this, leave))
+            elif kind == "heads":
+                attention = self.module.get_submodule(name.rpartition(".")[0])
+                found.append(Heads(*this, enter, attention))
+            elif kind == "vocabulary":
+                found.append(Vocabulary(*this, leave))
+            elif kind == "classes":
+                found.append(Classes(*this, enter, not self.options.loss_parallel))
+            elif kind == "positions" and sequence:
+                found.append(Positions(*this))
+            elif sequence and hasattr(part, "first_position"):
+                found.append(Placed(*this))
+        return found
+
+    # ---------------------------------------------------------------------------------- the loss
+
+    def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The loss of what this module's last layer gives; the same on all ranks."""
+        if self.output is None:
+            return build.loss(outputs, micro)
+        if outputs.shape[1] != micro.targets.shape[1]:  # padding of the sequence
+            outputs = outputs[:, : micro.targets.shape[1]]
+        if self.output.gathered:
+            return build.loss(outputs, micro)
+        assert build.cross_entropy is not None
+        logits = outputs.reshape(-1, outputs.shape[-1]).to(micro.weights.dtype)
+        targets, own = micro.targets.reshape(-1), self.output.own
+        losses = cross_entropy(
+            logits, targets, build.cross_entropy, own, self.output.total, self.comm
+        )
+        return (micro.weights.reshape(-1) * losses).sum()
+
+    # ----------------------------------------------------------------------------- the gradients
+
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """What this rank holds of every trained parameter."""
+        return param_groups(spec, dict(self.trained()))
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that are trained."""
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum gradients that are terms of a sum, all of one dtype in one call."""
+        if self.options.sum_each_backward:
+            return
+        terms: dict[torch.dtype, list[tuple[str, nn.Parameter, Tensor]]] = {}
+        for name, parameter in self.trained():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            term = self.cuts[name].term(gradient)
+            if term is not None:
+                terms.setdefault(term.dtype, []).append((name, parameter, term))
+        for same in terms.values():
+            flat = torch.cat([term.reshape(-1) for _, _, term in same])
+            self.comm.all_reduce(flat)
+            totals = flat.split([term.numel() for _, _, term in same])
+            for (name, parameter, _), total in zip(same, totals, strict=True):
+                if parameter.grad is not None:
+                    self.cuts[name].take(parameter.grad, total)
+
+    @torch.no_grad()
+    def summed(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Hook: the whole gradient in place of this rank's term of it (``None``: it is whole)."""
+        term = self.cuts[name].term(gradient)
+        if term is None:
+            return None
+        total = operators.all_reduce(term, self.comm)
+        whole = gradient.clone()
+        self.cuts[name].take(whole, total)
+        return whole
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """One sum over the pieces that this rank is the first to hold: every element once."""
+        device = next(self.module.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for piece in self.pieces("gradients"):
+            if piece.replica == 0:
+                total += power_sum(piece.tensor, order)
+        return [(total, (self.comm.axis,))]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient that exists."""
+        for _, parameter in self.trained():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    # --------------------------------------------------------------------------------- the state
+
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """Blocks of what is split, the rest whole, a copy on each rank."""
+        if kind == "buffers":
+            buffers = self.module.named_buffers()
+            return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in buffers]
+        held: Sequence[tuple[str, Tensor | None]] = ()
+        if kind == "parameters":
+            held = [(name, p.detach()) for name, p in self.module.named_parameters()]
+        elif kind == "gradients":
+            held = [(name, p.grad) for name, p in self.trained()]
+        return [
+            piece
+            for name, tensor in held
+            if tensor is not None
+            for piece in self.cuts[name].pieces(name, tensor)
+        ]
+
+    def place(self, name: str, slot: str, tensor: Tensor) -> list[Piece]:
+        """Blocks like those of the parameter; a single number (Adam's step) whole."""
+        full = f"{name}.{slot}"
+        if tensor.dim() == 0:
+            return [Piece.whole(full, tensor, replica=self.comm.rank)]
+        return self.cuts[name].pieces(full, tensor)
+
+    def keep(self, part: nn.Module) -> None:
+        """Let go of all that lies outside of ``part``: other stages of a pipeline.
+
+        Layers there are closed: a module and the forward around it hold each other.
+        """
+        inside = {id(module) for module in part.modules()}
+        self.module = part
+        for layer in self.layers:
+            if id(layer.module) not in inside:
+                layer.close()
+        self.layers = [layer for layer in self.layers if id(layer.module) in inside]
+        if self.output not in self.layers:
+            self.output = None
+
+    def close(self) -> None:
+        """Remove hooks, give modules their forwards back."""
+        for hook in self.hooks:
+            hook.remove()
+        for layer in self.layers:
+            layer.close()
+
+
+class ReferenceTensor(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "tensor"
+    handle_type: type[TensorParallel] = TensorParallel
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """The ``tensor`` profile; under sequence parallelism no module that needs all positions."""
+        declines = {
+            "rebound_buffer": "its mean is over all positions",
+            "dropout_stateful": "its draws are for all positions",
+        }
+        is_sequence = parse_options(Options, options).sequence_parallel
+        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "tensor")
+        return Capabilities(
+            axes=("tensor",),
+            dtypes=("float64", "float32", "bfloat16"),
+            buffers="per_rank",
+            features=frozenset(features),
+            declines={n: _WHOLE_SEQUENCE + why for n, why in declines.items() if is_sequence},
+        )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        """Apply the handle along the tensor axis."""
+        resolved = parse_options(Options, options).resolved(self.build)
+        self.split = self.handle_type(module, mesh.comm("tensor"), resolved)
+        return self.split
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        """Weighted loss of one micro-batch, of outputs that may be split."""
+        return self.split.loss(self.build, self.module(micro.inputs), micro)
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Whole tensors, gathered where they are split."""
+        return gather_pieces(self.local_state(kind), self.mesh.comm("tensor"))
+
+
+IMPLEMENTATION = ReferenceTensor

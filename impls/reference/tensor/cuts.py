@@ -1,0 +1,198 @@
+"""What a rank holds of a tensor that is split by rows, columns or heads, and how it is told.
+
+The local tensor is blocks of the whole, end to end along one dimension: a fused projection of
+queries, keys and values gives three.  Several ranks may hold the same block (a KV head that more
+than one rank attends with): then each has a part of its gradient only, and they must be summed over
+the ranks that share it.  The same is true of a tensor that stands whole on every rank while each
+rank works on other positions of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import Piece
+
+#: One ``(start, stop)`` per dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+class Cut(ABC):
+    """How a tensor of ``shape`` lies on the ranks of an axis; an object per rank."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def local(self, whole: Tensor) -> Tensor:
+        """What this rank holds of ``whole`` (no view of it unless it is all)."""
+
+    @abstractmethod
+    def place(self, piece: Piece) -> list[Piece]:
+        """Pieces of the whole tensor from a piece of the local one.
+
+        A replica number grows by this axis: ``replica * copies + copy``.
+        """
+
+    @abstractmethod
+    def term(self, local: Tensor) -> Tensor | None:
+        """What this rank adds to the sum over the axis that a gradient needs (``None``: none)."""
+
+    @abstractmethod
+    def take(self, local: Tensor, total: Tensor) -> None:
+        """Put the sum of all ranks' terms where it belongs, in place."""
+
+    def pieces(self, name: str, local: Tensor) -> list[Piece]:
+        """The local tensor of ``name`` as pieces of the whole one."""
+        return self.place(Piece.whole(name, local))
+
+
+@dataclass(frozen=True)
+class Whole(Cut):
+    """A tensor that each of ``copies`` ranks holds whole; ``is_partial``: its gradients are terms
+    of a sum.
+    """
+
+    shape: tuple[int, ...]
+    copy: int
+    copies: int
+    is_partial: bool = False
+
+    def local(self, whole: Tensor) -> Tensor:
+        """All of it."""
+        return whole
+
+    def place(self, piece: Piece) -> list[Piece]:
+        """The same place."""
+        return [replace(piece, replica=piece.replica * self.copies + self.copy)]
+
+    def term(self, local: Tensor) -> Tensor | None:
+        """The gradient, if it is a term."""
+        return local if self.is_partial else None
+
+    def take(self, local: Tensor, total: Tensor) -> None:
+        """All of the sum."""
+        local.copy_(total.view_as(local))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows ``start`` to ``stop - 1``, held by ``copies`` ranks; this is copy number ``copy``."""
+
+    start: int
+    stop: int
+    copy: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Split(Cut):
+    """Blocks along dimension ``dim``; those of several copies lie in rows ``shared`` of the whole,
+    with nothing between them.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    blocks: tuple[Block, ...]
+    shared: tuple[int, int] = (0, 0)
+
+    def local(self, whole: Tensor) -> Tensor:
+        """The blocks, end to end."""
+        parts = [whole.narrow(self.dim, b.start, b.stop - b.start) for b in self.blocks]
+        return torch.cat(parts, self.dim)
+
+    def place(self, piece: Piece) -> list[Piece]:
+        """A piece for each block that it touches (several where a flat range breaks rows)."""
+        found = []
+        for box, tensor in _boxes(piece):
+            start, stop = box[self.dim]
+            for block, offset in self._offsets():
+                low = max(start, offset)
+                high = min(stop, offset + block.stop - block.start)
+                if low >= high:
+                    continue
+                move = block.start - offset
+                place = (*box[: self.dim], (low + move, high + move), *box[self.dim + 1 :])
+                found.append(
+                    Piece(
+                        piece.name,
+                        self.shape,
+                        tensor.narrow(self.dim, low - start, high - low),
+                        slices=place,
+                        replica=piece.replica * block.copies + block.copy,
+                        source=piece.source,
+                        incomplete=block.copies > 1,
+                    )
+                )
+        return found
+
+    def term(self, local: Tensor) -> Tensor | None:
+        """The shared rows, zero where other ranks hold them."""
+        first, last = self.shared
+        if first == last:
+            return None
+        rows = local.new_zeros([*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]])
+        for mine, slot in self._shared(local, rows):
+            slot.copy_(mine)
+        return rows
+
+    def take(self, local: Tensor, total: Tensor) -> None:
+        """Own rows of the sum."""
+        first, last = self.shared
+        shape = [*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]]
+        for mine, slot in self._shared(local, total.view(shape)):
+            mine.copy_(slot)
+
+    def _offsets(self) -> Iterator[tuple[Block, int]]:
+        """Blocks, and where they begin in the local tensor."""
+        offset = 0
+        for block in self.blocks:
+            yield block, offset
+            offset += block.stop - block.start
+
+    def _shared(self, local: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of each shared block in the local tensor and among all shared rows."""
+        for block, offset in self._offsets():
+            if block.copies > 1:
+                size = block.stop - block.start
+                mine = local.narrow(self.dim, offset, size)
+                yield mine, rows.narrow(self.dim, block.start - self.shared[0], size)
+
+
+def _boxes(piece: Piece) -> Iterator[tuple[Box, Tensor]]:
+    """The blocks that ``piece`` is made of, with their elements in that shape."""
+    if piece.flat_range is None:
+        yield piece.slices or tuple((0, n) for n in piece.global_shape), piece.tensor
+        return
+    start, stop = piece.flat_range
+    flat, at = piece.tensor.reshape(-1), 0
+    for box in _covering(piece.global_shape, start, stop):
+        shape = [b - a for a, b in box]
+        yield box, flat[at : at + math.prod(shape)].view(shape)
+        at += math.prod(shape)
+
+
+def _covering(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Blocks that cover elements ``start`` to ``stop - 1`` in row-major order, in that order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start, stop),) if shape else ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        for box in _covering(shape[1:], start - last * row, stop - last * row):
+            yield ((last, last + 1), *box)
+        return
+    for box in _covering(shape[1:], start - (first - 1) * row, row) if start < first * row else ():
+        yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *((0, n) for n in shape[1:]))
+    for box in _covering(shape[1:], 0, stop - last * row):
+        yield ((last, last + 1), *box)

@@ -1,0 +1,1 @@
+"""Sharded units: what ZeRO-3 and FSDP share."""

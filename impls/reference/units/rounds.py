@@ -1,0 +1,70 @@
+"""Ranks with different numbers of micro-batches take part in the same collectives.
+
+Where a forward or backward makes collective calls, a rank that has run out of micro-batches must
+make them, too, or the others wait for ever; but it cannot know which calls come, for it computes
+nothing.  So the ranks agree, at the start of a step, on the number of *rounds* (that of the busiest
+rank) and on how many of these find all ranks at work.  In the others every call is announced by a
+small integer that all ranks agree on before it is made: who computes gives it, who is idle gives
+nothing and follows.
+
+    round                0          1          2
+    rank 0               computes   computes   computes      announces: gather 3, ..., END
+    rank 1               computes   computes   follows       hears:     gather 3, ..., END
+
+Cost: two integers a step, and in rounds with an idle rank one a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardproof.comm import Comm
+
+#: The announcement that ends a round.
+END = 0
+_NOTHING = -1
+
+
+class Rounds:
+    """The rounds of one step, over the ranks of all ``comms`` together (one a mesh axis)."""
+
+    def __init__(self, comms: Sequence[Comm], device: torch.device) -> None:
+        self.comms = [comm for comm in comms if comm.size > 1]
+        self.device = device
+        self.total = self.busy = 0
+        self.number = -1
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The element-wise maximum of ``values`` over the ranks."""
+        tensor = torch.tensor(values, dtype=torch.int32, device=self.device)
+        for comm in self.comms:
+            comm.all_reduce(tensor, op="max")
+        found: list[int] = tensor.tolist()
+        return found
+
+    def begin(self, own: int) -> None:
+        """A step begins, in which this rank computes in ``own`` rounds, the first ones."""
+        self.total, least = self.largest([own, -own])
+        self.busy = -least
+        self.number = -1
+
+    def next(self) -> bool:
+        """Go on to the next round; False if there is none."""
+        self.number += 1
+        return self.number < self.total
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current round is the step's last."""
+        return self.number == self.total - 1
+
+    def announce(self, call: int) -> None:
+        """Say which call comes next, if some rank is idle in this round."""
+        if self.number >= self.busy:
+            self.largest([call])
+
+    def hear(self) -> int:
+        """What the ranks at work announce."""
+        return self.largest([_NOTHING])[0]

@@ -1,0 +1,145 @@
+"""A model in sharded units: what is held of it, and what the optimizer gets.
+
+*When* units are gathered and reduced is the business of those who build upon this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm
+from shardproof.contract import Kind, OptimizerSpec, Piece
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.units.plan import UnitPlan
+from shardproof.impls.reference.units.rounds import Rounds
+from shardproof.impls.reference.units.shard import FlatShard, Unit
+
+
+class ShardedUnits(Handle):
+    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``.
+
+    ``tier`` is where shards rest, if not on the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comms: Mapping[str, Comm],
+        plan: Sequence[UnitPlan],
+        precision: Precision,
+        tier: HostTier | None = None,
+    ) -> None:
+        self.module = module
+        self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
+        self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
+        # Along each axis from its first rank: in the end everybody has what the first of all had.
+        for axis in ("shard", "replicate"):
+            if axis in comms:
+                broadcast_tensors(list(named_state(module).values()), comms[axis])
+        named = dict(module.named_parameters())
+        self.names = list(named)
+        self.units: list[Unit] = []
+        for number, one in enumerate(plan):
+            own = {name: named[name] for name in one.parameters}
+            place = module.get_submodule(one.name)
+            self.units.append(Unit(number, one.name, place, own, self.shards, precision, tier))
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.trained = [flat for unit in self.units for flat in unit.trained]
+        self.home = {name: flat for flat in self.flats for name in flat.layout.names}
+        self.used: set[str] = set()
+
+    def cross(self, flat: FlatShard) -> None:
+        """Start to sum a shard over the replicas, if there are any."""
+        if self.replicas is not None and self.replicas.size > 1:
+            flat.cross(self.replicas)
+
+    def hand_over(self) -> None:
+        """Give the optimizer's targets what was reduced; agree on who used what."""
+        names = [name for flat in self.trained for name in flat.layout.names]
+        used = self.rounds.largest([int(name in self.used) for name in names]) if names else []
+        for flat in self.trained:
+            if flat.total is not None and flat.crossing is None:
+                self.cross(flat)  # its unit was not called in the last round
+            flat.settle()
+            flat.hand_over(dict(zip(names, map(bool, used), strict=True)))
+
+    def after_step(self) -> None:
+        """Clear gradients."""
+        for flat in self.trained:
+            flat.clear()
+        self.used.clear()
+
+    # ---------------------------------------------------------------------------------- the state
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer updates, in the order of the model's parameters."""
+        for name in self.names:
+            if name in self.home[name].targets:
+                yield name, self.home[name].targets[name]
+
+    def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """This rank's parts, under their parameters' names."""
+        return param_groups(spec, dict(self.targets()))
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        """One sum over this rank's shards; replicas hold the same and are not counted again."""
+        total = torch.zeros((), dtype=torch.float64, device=self.rounds.device)
+        for _, target in self.targets():
+            if target.grad is not None:
+                total += power_sum(target.grad, order)
+        return [(total, () if self.shards is None else (self.shards.axis,))]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply this rank's parts."""
+        for _, target in self.targets():
+            if target.grad is not None:
+                target.grad.mul_(factor.to(target.grad.dtype))
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's copy of the shards."""
+        return 0 if self.replicas is None else self.replicas.rank
+
+    @property
+    def coordinate(self) -> int:
+        """Number of this rank among all of them."""
+        if self.shards is None:
+            return self.replica
+        return self.replica * self.shards.size + self.shards.rank
+
+    def pieces(self, kind: Kind) -> list[Piece]:
+        """This rank's parts; buffers whole."""
+        if kind == "buffers":
+            named = self.module.named_buffers()
+            return [Piece.whole(n, t, replica=self.coordinate) for n, t in named]
+        return [self.place(name, "", tensor) for name, tensor in self.held(kind)]
+
+    def held(self, kind: Kind) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of parameters or gradients."""
+        for name in self.names:
+            flat = self.home[name]
+            if name not in flat.parts:
+                continue
+            if kind == "parameters":
+                yield name, flat.parts[name].of_shard(flat.shard)
+            elif flat.trained:
+                gradient = flat.targets[name].grad
+                if gradient is not None:
+                    yield name, gradient
+
+    def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
+        """A part like that of the parameter; a single number (Adam's step) whole."""
+        full = f"{name}.{slot}" if slot else name
+        if slot and tensor.dim() == 0:
+            return Piece.whole(full, tensor, replica=self.coordinate)
+        return self.home[name].parts[name].piece(tensor, full, self.replica)

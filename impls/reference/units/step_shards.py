@@ -1,0 +1,85 @@
+"""Parameters that are sharded between steps and whole during one: ZeRO-3's state, two calls a unit.
+
+Inside of a pipeline a stage computes for many micro-batches, forwards and backwards in turn, and
+gathering its parameters for each of them would cost more than the pipeline saves.  So all units are
+gathered when a step begins and freed when it ends, and gradients are reduced once.
+
+    what                            where
+    parameters, gradients,          between steps one shard of each unit on every rank of the shard
+      optimizer state               axis, the same on every replica
+    whole parameters and gradients  during a step
+
+    step     before_step    gather all units
+             backwards      gradients add up where they are
+             finish         unit by unit: reduce-scatter, all-reduce over replicas, free;
+                            who used what (integers)
+
+Cost: floating-point bytes sent a step, over F shards and R replicas, whatever the micro-batches:
+R (F-1) (padded parameter bytes + padded gradient bytes) + 2 (R-1) padded gradient bytes.  Memory:
+(P + G + O)/F between steps, whole parameters and gradients of all units besides during one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from shardproof.impls.reference.engine.handle import T
+from shardproof.impls.reference.units.shard import FlatShard
+from shardproof.impls.reference.units.sharded import ShardedUnits
+
+
+class StepShards(ShardedUnits):
+    """The handle.  Ranks without micro-batches make the same calls as the others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        named = dict(self.module.named_parameters())
+        self.hooks = [
+            named[name].register_post_accumulate_grad_hook(partial(self.arrived, flat, name))
+            for flat in self.trained
+            for name in flat.layout.names
+        ]
+
+    def arrived(self, flat: FlatShard, name: str, parameter: Tensor) -> None:
+        """Hook: the gradient moves to those of its unit."""
+        assert parameter.grad is not None
+        flat.take(name, parameter.grad)
+        parameter.grad = None
+
+    def before_step(self, micro_batches: int) -> None:
+        """Make every unit whole."""
+        for unit in self.units:
+            unit.gather()
+        for unit in self.units:
+            unit.wait()
+
+    def finish(self) -> None:
+        """Reduce once, free all."""
+        for unit in self.units:
+            unit.pack()
+            for flat in unit.trained:
+                self.used |= flat.filled
+            for work in unit.reduce():
+                work.wait()
+            for flat in unit.trained:
+                flat.land()
+            unit.free()
+        self.hand_over()
+
+    def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
+        """Whole during all ``passes``."""
+        self.before_step(len(passes))
+        try:
+            return super().evaluate(passes)
+        finally:
+            for unit in self.units:
+                unit.free()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()

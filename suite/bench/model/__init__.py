@@ -1,0 +1,1 @@
+"""The alpha-beta model of a step: predicted, measured, and compared."""

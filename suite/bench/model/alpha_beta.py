@@ -1,0 +1,342 @@
+"""The alpha-beta model: what a call to a process group costs, from latency and bandwidth.
+
+A call of *n* payload bytes in a group of *N* ranks takes
+
+    seconds = steps(N) * alpha + volume(N) * n * beta
+
+``alpha`` is the latency of one message in seconds, ``beta`` the seconds a byte on the way of one
+rank; arithmetic (gamma) and copies are part of ``beta``.  *n* is the payload of the traffic ledger:
+the whole output of an all-gather, the whole input of a reduce-scatter, one rank's shard of a gather
+or scatter, what leaves the rank in an all-to-all, else the tensor.
+
+    algorithm           operation       steps            volume           source
+    ring                all-reduce      2(N-1)           2(N-1)/N         NCCL tuning.cc
+                        reduce-scatter, N-1              (N-1)/N          MPICH src/mpi/coll
+                        all-gather
+    pipelined ring      broadcast,      N-1              1                nccl-tests (bus factor 1),
+                        reduce                                            hops [derived]
+    pairwise            all-to-all      N-1              1                own chunks stay [derived]
+    linear              gather, scatter N-1              N-1              all of it at the root
+    recursive doubling  all-reduce      lg N             lg N             MPICH src/mpi/coll
+      N no power of 2                   floor(lg N)+2    floor(lg N)+2
+    rabenseifner        all-reduce      2 lg N           2(N-1)/N         MPICH; Thakur 2005
+      N no power of 2                   2 floor(lg N)+2  2(N-1)/N + 2
+    tree                all-reduce      2 ceil(lg N)     2 ceil(lg N)     binomial, unpipelined
+                        broadcast,      ceil(lg N)       ceil(lg N)       [from MPICH bcast, reduce]
+                        reduce, barrier
+    double tree         all-reduce      2 ceil(lg N)     2                NCCL tuning.cc, volume
+                                                                          pipelined [derived]
+    fold                any             N                N                suite/backends/hub.py: the
+                                                                          last rank works for all
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from shardproof.errors import Problem, SelectionError, nearest
+
+
+class Cost(NamedTuple):
+    """How often ``alpha`` is paid, and how often the payload's ``beta``."""
+
+    steps: Fraction
+    volume: Fraction
+
+    def seconds(self, payload: float, alpha: float, beta: float) -> float:
+        """Of a call of ``payload`` bytes."""
+        return float(self.steps) * alpha + float(self.volume) * payload * beta
+
+
+FREE = Cost(Fraction(0), Fraction(0))
+
+
+def _floor_lg(ranks: int) -> int:
+    return ranks.bit_length() - 1
+
+
+def _ceil_lg(ranks: int) -> int:
+    return (ranks - 1).bit_length()
+
+
+def _cost(steps: int, volume: int | Fraction) -> Cost:
+    return Cost(Fraction(steps), Fraction(volume))
+
+
+def _ring(ranks: int) -> Cost:
+    return _cost(2 * (ranks - 1), Fraction(2 * (ranks - 1), ranks))
+
+
+def _half_ring(ranks: int) -> Cost:
+    return _cost(ranks - 1, Fraction(ranks - 1, ranks))
+
+
+def _pipelined_ring(ranks: int) -> Cost:
+    return _cost(ranks - 1, 1)
+
+
+def _linear(ranks: int) -> Cost:
+    return _cost(ranks - 1, ranks - 1)
+
+
+def _recursive_doubling(ranks: int) -> Cost:
+    # Ranks beyond the largest power of 2 hand their data in before and get it back afterwards.
+    more = 0 if ranks == 1 << _floor_lg(ranks) else 2
+    return _cost(_floor_lg(ranks) + more, _floor_lg(ranks) + more)
+
+
+def _rabenseifner(ranks: int) -> Cost:
+    more = 0 if ranks == 1 << _floor_lg(ranks) else 2
+    return _cost(2 * _floor_lg(ranks) + more, Fraction(2 * (ranks - 1), ranks) + more)
+
+
+def _tree(ranks: int) -> Cost:
+    return _cost(_ceil_lg(ranks), _ceil_lg(ranks))
+
+
+def _two_trees(ranks: int) -> Cost:
+    return _cost(2 * _ceil_lg(ranks), 2 * _ceil_lg(ranks))
+
+
+def _double_tree(ranks: int) -> Cost:
+    return _cost(2 * _ceil_lg(ranks), 2)
+
+
+def _ring_reduce(ranks: int) -> Cost:
+    return _cost(ranks, Fraction(2 * (ranks - 1), ranks))
+
+
+def _message(ranks: int) -> Cost:
+    return _cost(1, 1)
+
+
+def _fold(ranks: int) -> Cost:
+    return _cost(ranks, ranks)
+
+
+#: (operation, algorithm) -> its cost for N >= 2 ranks.
+COSTS: dict[tuple[str, str], Callable[[int], Cost]] = {
+    ("all_reduce", "ring"): _ring,
+    ("all_reduce", "recursive doubling"): _recursive_doubling,
+    ("all_reduce", "rabenseifner"): _rabenseifner,
+    ("all_reduce", "tree"): _two_trees,
+    ("all_reduce", "double tree"): _double_tree,
+    ("reduce_scatter", "ring"): _half_ring,
+    # torch's gloo sums everything on every rank and keeps a part: measured, an all-reduce's bytes.
+    ("reduce_scatter", "all-reduce ring"): _ring,
+    ("all_gather", "ring"): _half_ring,
+    # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
+    ("all_to_all", "pairwise"): _pipelined_ring,
+    ("gather", "linear"): _linear,
+    ("scatter", "linear"): _linear,
+    ("broadcast", "tree"): _tree,
+    ("reduce", "tree"): _tree,
+    ("broadcast", "pipelined ring"): _pipelined_ring,
+    ("reduce", "pipelined ring"): _pipelined_ring,
+    # A ring's reduce-scatter, then every rank sends its part to the root: gloo/reduce.cc.
+    ("reduce", "ring and gather"): _ring_reduce,
+    ("barrier", "tree"): _tree,
+    # A message is paid for once, with its sender.
+    ("send", "message"): _message,
+    **{
+        (operation, "fold"): _fold
+        for operation in (
+            *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"),
+            *("gather", "scatter", "barrier"),
+        )
+    },
+}
+
+_RINGS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("ring",),
+    "reduce_scatter": ("ring",),
+    "all_gather": ("ring",),
+    "all_to_all": ("pairwise",),
+    "gather": ("linear",),
+    "scatter": ("linear",),
+    "broadcast": ("tree",),
+    "reduce": ("tree",),
+    "barrier": ("tree",),
+    "send": ("message",),
+}
+_FOLD: tuple[str, ...] = ("fold",)
+#: Backend -> operation -> what it may be carried out by; of several the cheapest counts.
+ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
+    # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
+    "gloo": _RINGS | {"reduce_scatter": ("all-reduce ring",), "reduce": ("ring and gather",)},
+    # tuning.cc takes the faster one for each size; broadcast and reduce have a ring only.
+    "nccl": _RINGS
+    | {
+        "all_reduce": ("ring", "double tree"),
+        "broadcast": ("pipelined ring",),
+        "reduce": ("pipelined ring",),
+    },
+    "in_memory": dict.fromkeys(_RINGS, _FOLD) | {"send": ("message",)},
+}
+
+
+def cost(operation: str, algorithm: str, ranks: int) -> Cost:
+    """Steps and volume of ``operation`` in a group of ``ranks``; nothing in a group of one.
+
+    :raises SelectionError: no such pair of operation and algorithm.
+    """
+    if operation == "recv":  # paid for with its send
+        return FREE
+    found = COSTS.get((operation, algorithm))
+    if found is None:
+        known = [name for op, name in COSTS if op == operation]
+        remedy = nearest(algorithm, known, f"algorithms of {operation}")
+        raise SelectionError(Problem("no cost formula", remedy, f"{operation} by {algorithm}"))
+    return FREE if ranks < 2 else found(ranks)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Alpha (seconds) and beta (seconds a byte) of one operation, from times of ``ranks`` ranks.
+
+    ``residual`` is the root mean square of the relative errors at the sizes measured, ``worst`` the
+    largest one (signed: positive where the formula says more than was measured).  ``busy``: cores
+    that a rank kept busy meanwhile, its helper threads included.
+    """
+
+    operation: str
+    ranks: int
+    alpha: float
+    beta: float
+    residual: float = 0.0
+    worst: float = 0.0
+    sizes: tuple[int, ...] = ()
+    busy: float = 1.0
+
+    def seconds(self, payload: float, ranks: int, algorithms: Sequence[str]) -> float:
+        """A call of ``payload`` bytes in a group of ``ranks``, by the cheapest algorithm."""
+        costs = [cost(self.operation, algorithm, ranks) for algorithm in algorithms]
+        return min(each.seconds(payload, self.alpha, self.beta) for each in costs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self) | {"sizes": list(self.sizes)}
+
+
+def fit(
+    operation: str,
+    algorithm: str,
+    ranks: int,
+    times: Mapping[int, float],
+    busy: float = 1.0,
+) -> Fit:
+    """Alpha and beta by least squares of relative errors (weights ``1 / t^2``), neither negative.
+
+    ``times`` maps payload bytes to seconds.  One size gives no more than a sum of both: then all of
+    it is ``beta`` for a payload, ``alpha`` without one.
+
+    :raises ValueError: no times, or one that is not positive.
+    """
+    if not times or any(not t > 0 for t in times.values()):
+        raise ValueError(f"{operation}: a fit needs positive times, not {dict(times)}")
+    steps, volume = map(float, cost(operation, algorithm, ranks))
+    if not steps:
+        raise ValueError(f"{operation} in a group of {ranks} costs nothing: there is no fit")
+    # Each row: steps/t * alpha + volume*n/t * beta = 1.
+    rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
+    alpha, beta = _least_squares(rows)
+    errors = [a * alpha + b * beta - 1 for a, b in rows]
+    return Fit(
+        operation,
+        ranks,
+        alpha,
+        beta,
+        residual=math.sqrt(math.fsum(e * e for e in errors) / len(errors)),
+        worst=max(errors, key=abs),
+        sizes=tuple(sorted(times)),
+        busy=busy,
+    )
+
+
+def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The ``(x, y)``, neither negative, that bring ``a x + b y`` closest to 1 over all rows."""
+    aa, bb, ab = (math.fsum(p) for p in zip(*((a * a, b * b, a * b) for a, b in rows), strict=True))
+    a1, b1 = (math.fsum(column) for column in zip(*rows, strict=True))
+    spread = aa * bb - ab * ab
+    if len(rows) > 1 and spread > 1e-9 * aa * bb:
+        x, y = (a1 * bb - b1 * ab) / spread, (aa * b1 - ab * a1) / spread
+        if x >= 0 and y >= 0:
+            return x, y
+    along = [(a1 / aa, 0.0)] + ([(0.0, b1 / bb)] if bb else [])
+    best = min(along, key=lambda p: math.fsum((a * p[0] + b * p[1] - 1) ** 2 for a, b in rows))
+    return along[-1] if len(rows) == 1 else best
+
+
+def fits_of(
+    backend: str, ranks: int, measured: Iterable[tuple[str, Mapping[int, float], float]]
+) -> dict[str, Fit]:
+    """A fit for every ``(operation, seconds by payload bytes, cores busy)``, by the first algorithm
+    that ``backend`` has for it.
+    """
+    first = {operation: names[0] for operation, names in ALGORITHMS[backend].items()}
+    return {
+        operation: fit(operation, first[operation], ranks, times, busy)
+        for operation, times, busy in measured
+    }
+
+
+# ------------------------------------------------------------------------- from ranks' records
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the probes of all ranks found, together and at once.
+
+    ``flop_rate`` (FLOP/s, ``None``: not probed) and ``byte_rate`` (bytes/s of a copy, read and
+    written) are those of the slowest rank; ``times`` are seconds by operation and payload bytes.
+    """
+
+    backend: str
+    ranks: int
+    fits: Mapping[str, Fit]
+    times: Mapping[str, Mapping[int, float]]
+    flop_rate: float | None
+    byte_rate: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        times = {op: {str(n): t for n, t in by.items()} for op, by in self.times.items()}
+        fits = {operation: found.to_dict() for operation, found in self.fits.items()}
+        return asdict(self) | {"fits": fits, "times": times}
+
+
+def machine(backend: str, records: Sequence[Mapping[str, Any]]) -> Machine:
+    """Fits and rates from what ``bench.model.probes.Probes.record`` gave on every rank.
+
+    A call is over when the slowest rank has it; of several sweeps the median counts.
+    """
+    ranks = len(records)
+    times: dict[str, dict[int, float]] = {}
+    for rows in zip(*(record["collectives"] for record in records), strict=True):
+        operation, payload, _ = rows[0]
+        sweeps = zip(*(seconds for _, _, seconds in rows), strict=True)
+        times.setdefault(operation, {})[payload] = statistics.median(map(max, sweeps))
+    measured = [(op, by, _busy(backend, op, records)) for op, by in times.items()]
+    flops = [min(rates) for rates in zip(*(r["flop_rates"] for r in records), strict=True)]
+    copies = [min(rates) for rates in zip(*(r["byte_rates"] for r in records), strict=True)]
+    return Machine(
+        backend,
+        ranks,
+        fits_of(backend, ranks, measured) if ranks > 1 else {},
+        times,
+        statistics.median(flops) if flops else None,
+        statistics.median(copies),
+    )
+
+
+def _busy(backend: str, operation: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
+    if backend == "in_memory":
+        return 1.0
+    wall, used = (math.fsum(r["used"][operation][i] for r in records) for i in (0, 1))
+    return used / wall if wall else 1.0

@@ -1,0 +1,236 @@
+"""Modelled efficiency at worlds that this machine does not have, always labelled "modelled".
+
+One rank's compute is measured, its calls at N ranks follow from the strategy's closed formulas, and
+their seconds from the alpha and beta that were probed: no rank is started.  The ranks of a modelled
+world each have what a measured one had: as many cores, and a link of that alpha and beta.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardproof.bench.model.alpha_beta import Fit
+from shardproof.bench.model.step_time import (
+    Call,
+    Prediction,
+    Unmodelled,
+    predict,
+    promised,
+    slowest,
+)
+from shardproof.bench.sides import Pair
+from shardproof.case import Case
+from shardproof.costs import Plan, Promise, Unpromised, promise_of
+from shardproof.costs.schedules import FORMS, Setting
+from shardproof.costs.stages import schedule_name, stages_of
+from shardproof.costs.tensor import misfit
+
+Mode = Literal["strong", "weak"]
+#: Worlds of a modelled curve.
+WORLDS = tuple(2**power for power in range(1, 11))
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rank's seconds: ``fixed + per_sample * samples`` to the gradients, ``update`` after."""
+
+    fixed: float
+    per_sample: float
+    update: float
+
+    @classmethod
+    def through(cls, gradients: Mapping[int, float], update: float) -> Compute:
+        """From seconds to the gradients by number of samples: proportional for one number, else
+        the line through the fewest and the most (no part of it negative).
+
+        :raises ValueError: no number of samples, or one below 1.
+        """
+        if not gradients or min(gradients) < 1:
+            raise ValueError(f"compute needs times of at least one sample, not {dict(gradients)}")
+        few, many = min(gradients), max(gradients)
+        slope = gradients[many] / many
+        if few < many:
+            slope = max(0.0, min((gradients[many] - gradients[few]) / (many - few), slope))
+        return cls(gradients[many] - slope * many, slope, update)
+
+    def seconds(self, samples: float, split: float = 1.0, update_share: float = 1.0) -> float:
+        """Of a rank that has so many samples, ``1/split`` of every layer, and updates a share."""
+        return (self.fixed + self.per_sample * samples) / split + self.update * update_share
+
+
+def measured_compute(records: Sequence[Mapping[str, Any]], samples: int) -> Compute:
+    """Compute from what ``bench.model.probes.Alone`` measured on every rank with ``samples``
+    each: the slowest rank of each step, the median of steps.
+    """
+    gradients, steps = (
+        statistics.median(itertools.chain(*slowest([record[key] for record in records])))
+        for key in ("gradients", "steps")
+    )
+    return Compute.through({samples: gradients}, max(0.0, steps - gradients))
+
+
+def plan_at(plan: Plan, axis: str, ranks: int, samples: int | None = None) -> Plan:
+    """``plan`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
+    shapes) as the busiest one had, but no more than its ``samples`` (``None``: enough for all).
+
+    :raises Unpromised: layers or stages that cannot be cut so.
+    """
+    axes = {**plan.axes, axis: ranks}
+    coordinates = axes.get("replicate", 1) * axes.get("shard", 1)
+    rounds = plan.rounds if samples is None else min(plan.rounds, samples)
+    inputs = tuple((step[0],) * coordinates for step in plan.inputs)
+    grown = dataclasses.replace(
+        plan, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
+    )
+    if problem := misfit(grown) if axes.get("tensor", 1) > 1 else "":
+        raise Unpromised(problem)
+    if axes.get("pipe", 1) > 1 and not all(stages_of(grown).units):
+        raise Unpromised(f"{len(plan.units)} units cannot fill the stages of {axes['pipe']} ranks")
+    return grown
+
+
+def update_share(promise: Promise) -> float:
+    """Share of the trained elements that the busiest rank updates.
+
+    :raises Unpromised: the promise does not tell what a rank holds on this mesh.
+    """
+    plan = promise.plan
+    whole = sum(t.numel for t in plan.trainable)
+    some = dict.fromkeys([*range(min(plan.world, 8)), plan.world - 1])
+    own = []
+    for rank in some:
+        local = promise.local(rank)
+        held = local.optimizer or local.gradients or local.parameters
+        own.append(sum(held.values()))
+    if whole and not max(own):
+        raise Unpromised(f"{promise.strategy} has no formula of what a rank updates on this mesh")
+    return min(1.0, max(own) / whole) if whole else 1.0
+
+
+def pipeline_stretch(plan: Plan) -> float:
+    """How many times longer than a rank's own work a pipeline takes: 1 + bubble / ideal, with equal
+    times of F, B and W, by the closed form of its schedule.
+
+    :raises Unpromised: no closed form for the schedule here.
+    """
+    ranks = plan.size("pipe")
+    if ranks == 1:
+        return 1.0
+    name = schedule_name(plan.options) or "orders of the user's own"
+    chunks = max(1, len(stages_of(plan).place) // ranks)
+    setting = Setting(ranks, plan.rounds, chunks)
+    form = FORMS.get(name)
+    bubble = None if form is None else form.makespan(setting)
+    if bubble is None:
+        raise Unpromised(f"no closed form of the bubble of {name} at {ranks} ranks")
+    return float(1 + bubble / setting.ideal)
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """A point of a modelled curve.  ``efficiency`` is ``None`` where ``problem`` says why."""
+
+    world: int
+    efficiency: float | None
+    prediction: Prediction | None
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        told = self.prediction.to_dict() if self.prediction else {}
+        return {
+            "world": self.world,
+            "efficiency": self.efficiency,
+            **({"problem": self.problem} if self.problem else {}),
+            **told,
+        }
+
+
+def modelled(
+    strategy: str,
+    plan: Plan,
+    axis: str,
+    mode: Mode,
+    samples: int,
+    compute: Compute,
+    fits: Mapping[str, Fit],
+    backend: str,
+    *,
+    known: Sequence[Call] = (),
+    worlds: Sequence[int] = WORLDS,
+    cores_per_rank: float | None = None,
+    threads: int = 1,
+) -> list[Modelled]:
+    """Modelled efficiency at ``worlds``, without starting a rank.
+
+    ``plan`` is that of the measured world, ``axis`` the one that grows; ``samples`` the global
+    batch (strong) or the batch of a data coordinate (weak).  Every rank has what the measured ones
+    had: ``cores_per_rank`` for ``threads`` that compute (what is hidden costs core time, too),
+    and a link of the alpha and beta that were probed.
+
+    Strong: ``T1 / (N T_N)`` at a fixed global batch; weak: ``T1 / T_N`` at a fixed batch a data
+    coordinate.  On a tensor or pipe axis the batch is that of the coordinate in both modes, and the
+    work of a step does not grow, so both are ``T1 / (N T_N)``.
+    """
+    found = []
+    is_data = axis in ("replicate", "shard")
+    for world in worlds:
+        try:
+            if mode == "strong" and is_data and samples < world:
+                raise Unpromised(f"{samples} samples do not go round {world} ranks")
+            # The rank that has most samples sets the pace.
+            own = math.ceil(samples / world) if mode == "strong" and is_data else samples
+            grown = plan_at(plan, axis, world, own)
+            promise = promise_of(strategy, grown)
+            if promise is None:
+                raise Unpromised(f"{strategy} has no formulas")
+            split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
+            calls = promised(promise, known, plan.world)
+            prediction = predict(
+                calls,
+                compute.seconds(own, split, update_share(promise)),
+                fits,
+                backend,
+                cores_per_rank=cores_per_rank,
+                threads=threads,
+            )
+        except (Unpromised, Unmodelled) as error:
+            found.append(Modelled(world, None, None, str(error)))
+            continue
+        except LookupError as error:  # shapes that a plan has on other meshes only
+            why = f"the formulas of {strategy} do not cover this mesh: {error}"
+            found.append(Modelled(world, None, None, why))
+            continue
+        alone = compute.seconds(samples)
+        share = 1 if mode == "weak" and is_data else world
+        efficiency = alone / (share * prediction.step_seconds)
+        found.append(Modelled(world, efficiency, prediction))
+    return found
+
+
+def plan_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> Plan:
+    """What formulas may know of ``side`` on the mesh ``axes`` (imports torch)."""
+    from shardproof.costs.expression import facts_of
+
+    chosen = pair.side(side)
+    case = Case(
+        id=pair.id,
+        scenario=pair.name,
+        implementation=chosen.implementation,
+        backend=pair.backend,
+        mesh=dict(axes),
+        workload=pair.workload,
+        optimizer=pair.optimizer,
+        lane="native",
+        checks=(),
+        options=chosen.options,
+        dtype=pair.dtype,
+        steps=1,
+    )
+    return facts_of(case).plan

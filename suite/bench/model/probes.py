@@ -1,0 +1,351 @@
+"""What a rank measures for the model: rates of the machine, and a step's compute without traffic.
+
+    watch    one untimed step with the traffic ledger on: calls and sizes; FLOPs of the plain model
+    Probes   compute rate, memory bandwidth, seconds of each collective: one :meth:`Probes.sweep` a
+             round, so that every figure meets the same machine as the steps that it explains
+    Alone    the implementation on a mesh of this rank only, with its share of the batch: compute
+
+All ranks measure at once, as they compute at once.  Each call of a collective works on a part of a
+buffer that is larger than the caches, because gradients are not in them either.  Ledgers are off
+but in ``watch``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardproof.backends import BACKENDS
+from shardproof.bench.sides import Pair
+from shardproof.bench.timed_ranks import Arm, mesh_of
+from shardproof.case import data_shares
+from shardproof.comm import Comm
+from shardproof.contract import MicroBatch, Point
+from shardproof.ledgers import program_order, traffic
+from shardproof.workloads import Workload
+
+#: Steps before the one that is looked at: buckets are laid out anew after the first.
+BEFORE = 3
+#: Bytes that probes of collectives and of memory go through: beyond the caches.
+POOL_BYTES = 64 * 2**20
+#: Calls of one measurement, fewer for large payloads: at most so many bytes.
+CALLS, CALL_BYTES = 16, 8 * 2**20
+#: Products of matrices that stand for the model's: those of most FLOPs.
+SHAPES = 6
+#: Seconds of one measurement of a rate.
+RATE_SECONDS = 0.02
+
+#: ``(batch, rows, inner, columns)`` of a product of matrices.
+Shape = tuple[int, int, int, int]
+
+
+# --------------------------------------------------------------------------- what a step does
+
+
+def watch(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
+    """Calls of one step of ``side`` on this rank; FLOPs, products of matrices and trained elements
+    of the plain model.
+
+    Needs ranks that were joined with ledgers on.
+
+    :raises RuntimeError: ledgers are off.
+    """
+    log, ledger = program_order.current(), traffic.current()
+    if log is None or ledger is None:
+        raise RuntimeError("a step is watched with ledgers on: run_ranks(..., ledgers=True)")
+    arm = Arm(pair, side, axes, rank)
+    arm.set_up()
+    begin = 0
+    for step in range(BEFORE + 1):
+        begin = len(ledger.calls)
+        with log.step(step):
+            arm.step()
+    fields = ("operation", "group", "payload_bytes", "floating")
+    rows = [{key: row[key] for key in fields} for row in ledger.to_dicts()[begin:]]
+    shapes, trained = arm.workload.shapes, arm.workload.trainable_names
+    flops, products = work(arm.workload, arm.batches[0].micro_batches, arm.device)
+    arm.close()
+    return {
+        "rank": rank,
+        "calls": rows,
+        "flops": flops,
+        "products": products,
+        "elements": sum(math.prod(shapes[name]) for name in trained),
+    }
+
+
+def work(
+    workload: Workload, micro_batches: Iterable[MicroBatch], device: str = "cpu"
+) -> tuple[int, list[tuple[Shape, int]]]:
+    """FLOPs of forward and backward of the plain model in products of matrices (2 a multiply-add),
+    and the :data:`SHAPES` products of most FLOPs, each with how often a step makes it.
+    """
+    build = workload.build_for(0)
+    model = build(device)
+    with _Products() as seen:
+        for micro in micro_batches:
+            build.loss(model(micro.inputs), micro).backward()
+    flops = {shape: 2 * math.prod(shape) * n for shape, n in seen.found.items()}
+    chosen = sorted(flops, key=lambda shape: (-flops[shape], shape))[:SHAPES]
+    return sum(flops.values()), [(shape, seen.found[shape]) for shape in chosen]
+
+
+class _Products(TorchDispatchMode):
+    """Counts products of matrices by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[Shape] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            left, right = args[-2:] if name in ("mm", "bmm") else args[1:3]
+            batch = left.shape[0] if left.dim() == 3 else 1
+            self.found[batch, left.shape[-2], left.shape[-1], right.shape[-1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# ------------------------------------------------------------------------------------ the probes
+
+
+class Probes:
+    """Measurements of one rank; every rank calls :meth:`sweep` equally often.
+
+    ``comm`` is a group of the backend with all ranks, ``sizes`` the payload bytes to measure each
+    operation at, ``products`` the shapes that the compute rate is measured with.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        sizes: Mapping[str, Sequence[int]],
+        products: Sequence[tuple[Sequence[int], int]] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.comm, self.sizes, self.products = comm, sizes, list(products)
+        self.device, self.dtype = comm.device, dtype
+        # Of a gather or scatter the payload is one rank's shard.
+        shards = {"gather": comm.size, "scatter": comm.size}
+        largest = max(
+            (n * shards.get(op, 1) for op, each in sizes.items() for n in each), default=0
+        )
+        count = max(POOL_BYTES, 2 * largest + 4096) // 4
+        # Written, so that the pages exist; zeros stay zeros in every sum.
+        self.pool = torch.empty(count, device=self.device).fill_(0.0)
+        self.other = torch.empty(POOL_BYTES // 4, device=self.device).fill_(0.0)
+        self.place = self.turns = 0
+        self.seconds: dict[tuple[str, int], list[float]] = {}
+        self.used: dict[str, list[float]] = {}
+        self.flop_rates: list[float] = []
+        self.byte_rates: list[float] = []
+
+    def sweep(self) -> None:
+        """Measure everything once."""
+        for operation, payloads in self.sizes.items():
+            for payload in payloads:
+                self._collective(operation, payload)
+        if self.products:
+            self.flop_rates.append(self._flop_rate())
+        self.byte_rates.append(self._byte_rate())
+
+    def forget(self) -> None:
+        """Drop what was measured so far: it was warm-up."""
+        self.seconds.clear()
+        self.used.clear()
+        self.flop_rates.clear()
+        self.byte_rates.clear()
+
+    def record(self) -> dict[str, Any]:
+        """What all sweeps found; JSON-ready, read by ``bench.model.alpha_beta.machine``."""
+        return {
+            "collectives": [[op, n, seconds] for (op, n), seconds in self.seconds.items()],
+            "used": self.used,
+            "flop_rates": self.flop_rates,
+            "byte_rates": self.byte_rates,
+        }
+
+    # ------------------------------------------------------------------------------- collectives
+
+    def _collective(self, operation: str, payload: int) -> None:
+        """Mean seconds of a call of ``payload`` bytes, calls back to back from a common start."""
+        call = self._call_of(operation, payload)
+        calls = max(2, min(CALLS, CALL_BYTES // max(1, payload)))
+        call()  # connections and scratch memory are there from the first call on
+        self._done()
+        self.comm.barrier()
+        cpu, began = time.process_time(), time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._done()
+        ended, used = time.perf_counter() - began, time.process_time() - cpu
+        self.seconds.setdefault((operation, payload), []).append(ended / calls)
+        wall, busy = self.used.setdefault(operation, [0.0, 0.0])
+        self.used[operation] = [wall + ended, busy + used]
+
+    def _call_of(self, operation: str, payload: int) -> Callable[[], object]:
+        comm, count = self.comm, max(1, -(-payload // 4))
+        shard = -(-count // comm.size)
+        if operation == "all_reduce":
+            return lambda: comm.all_reduce(self._part(count))
+        if operation == "broadcast":
+            return lambda: comm.broadcast(self._part(count))
+        if operation == "reduce":
+            return lambda: comm.reduce(self._part(count))
+        if operation == "all_gather":
+            return lambda: comm.all_gather(self._part(shard * comm.size), self._own(shard))
+        if operation == "reduce_scatter":
+            return lambda: comm.reduce_scatter(self._own(shard), self._part(shard * comm.size))
+        if operation == "all_to_all":  # a rank keeps a chunk: the payload is that of the others
+            whole = -(-count // max(1, comm.size - 1)) * comm.size
+            return lambda: comm.all_to_all(self._own(whole), self._part(whole))
+        if operation == "gather":
+            return lambda: comm.gather(self._own(count), self._shards(count))
+        if operation == "scatter":
+            return lambda: comm.scatter(self._own(count), self._shards(count))
+        if operation == "barrier":
+            return comm.barrier
+        if operation == "send":
+            return lambda: self._message(self._part(count))
+        raise ValueError(f"no probe for {operation!r}")
+
+    def _message(self, tensor: torch.Tensor) -> None:
+        """One message from each even rank to its odd neighbour or, the next time, back."""
+        peer = self.comm.rank ^ 1
+        if peer >= self.comm.size:
+            return
+        self.turns += 1
+        if self.comm.rank % 2 == self.turns % 2:
+            self.comm.send(tensor, peer)
+        else:
+            self.comm.recv(tensor, peer)
+
+    def _part(self, count: int) -> torch.Tensor:
+        """The next ``count`` elements of the pool, round and round."""
+        if self.place + count > self.pool.numel():
+            self.place = 0
+        self.place += count
+        return self.pool[self.place - count : self.place]
+
+    def _shards(self, count: int) -> list[torch.Tensor] | None:
+        """``count`` elements of every rank, on the root."""
+        if self.comm.rank:
+            return None
+        return list(self._part(count * self.comm.size).chunk(self.comm.size))
+
+    def _own(self, count: int) -> torch.Tensor:
+        """A second buffer, for what a call reads or writes besides."""
+        if self.other.numel() < count:
+            self.other = torch.empty(count, device=self.device).fill_(0.0)
+        return self.other[:count]
+
+    # ------------------------------------------------------------------------------------- rates
+
+    def _flop_rate(self) -> float:
+        """FLOP/s over the products, each as often as a step makes it."""
+        flops = seconds = 0.0
+        for shape, times in self.products:
+            batch, rows, inner, columns = shape
+            left = torch.ones(batch, rows, inner, device=self.device, dtype=self.dtype)
+            right = torch.ones(batch, inner, columns, device=self.device, dtype=self.dtype)
+            one = self._seconds(partial(_product, left, right))
+            flops += 2 * math.prod(shape) * times
+            seconds += one * times
+        return flops / seconds
+
+    def _byte_rate(self) -> float:
+        """Bytes read and written a second by a copy."""
+        half = self.pool.numel() // 2
+        source, target = self.pool[:half], self.pool[half : 2 * half]
+        return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def _seconds(self, action: Callable[[], object]) -> float:
+        """Mean seconds of ``action``, over at least :data:`RATE_SECONDS`."""
+        action()
+        count = 1
+        while True:
+            self._done()
+            began = time.perf_counter()
+            for _ in range(count):
+                action()
+            self._done()
+            seconds = time.perf_counter() - began
+            if seconds >= RATE_SECONDS:
+                return seconds / count
+            count *= 2
+
+    def _done(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left @ right if len(left) > 1 else left[0] @ right[0]
+
+
+# ----------------------------------------------------------------------------- compute by itself
+
+
+class Alone:
+    """An arm on a mesh of this rank only, with the share of the batch that it has among ``world``.
+
+    Every rank makes the meshes of all ranks (groups are made by all).  Where ranks share a data
+    coordinate (tensor, pipe), each computes the whole share of that coordinate.
+    """
+
+    def __init__(self, pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> None:
+        ranks = range(pair.world)
+        shares = data_shares(axes, ranks, ranks)
+        single = dict.fromkeys(axes, 1)
+        for member in ranks:
+            if member == rank:
+                share = shares[rank], max(shares.values()) + 1
+                self.arm = Arm(pair, side, single, rank, ranks=(rank,), share=share)
+            else:
+                mesh_of(single, BACKENDS[pair.backend].device, (member,))
+        self.arm.set_up()
+        #: Seconds to the gradients and of whole steps, by segment.
+        self.gradients: list[list[float]] = []
+        self.steps: list[list[float]] = []
+
+    def forget(self) -> None:
+        """Drop what was measured so far: it was warm-up."""
+        self.gradients.clear()
+        self.steps.clear()
+
+    def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:
+        """``count`` steps, after one that does not count: it finds other steps' data in caches.
+
+        ``meet`` (a barrier of all ranks) is called before each, so that ranks compute side by side
+        from a common start, as steps that communicate do.
+        """
+        marks: list[float] = []
+
+        def observe(point: Point) -> None:
+            if point == "gradients_final":
+                self._done()
+                marks.append(time.perf_counter())
+
+        gradients, steps = [], []
+        self.arm.step()
+        for _ in range(count):
+            marks.clear()
+            meet()
+            began = time.perf_counter()
+            self.arm.step(observe)
+            ended = time.perf_counter()
+            steps.append(ended - began)
+            gradients.append((marks[-1] if marks else ended) - began)
+        self.gradients.append(gradients)
+        self.steps.append(steps)
+
+    def _done(self) -> None:
+        if self.arm.device == "cuda":
+            torch.cuda.synchronize()

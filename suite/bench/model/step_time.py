@@ -1,0 +1,307 @@
+"""What a step should take: measured compute of one rank + alpha-beta communication.  Pure.
+
+    calls    what a rank sends in a step: seen by the traffic ledger, or promised at any world
+    predict  their seconds (alpha_beta.py) beside the seconds of compute, in two bounds
+    scorecard  figures without a unit, the only ones that are compared between machines
+
+**Compute** is that of all ranks at once, each alone on a mesh of itself with its share of the
+batch: they share memory bandwidth and cores as in the step that is predicted, and send nothing.
+Copies into buckets, hooks and the optimizer are in it, because the implementation itself runs.
+
+**Bounds.**  Above, nothing is hidden: compute + communication.  Below, all is: the longer of the
+two, but no less than the cores have to do (helper threads of the backend take core time, too).
+Which of them is *the* prediction: :func:`overlap_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
+from shardproof.costs import Plan, Promise
+from shardproof.costs.model import Flow
+from shardproof.costs.model_facts import TensorPlan
+
+Overlap = Literal["none", "full"]
+#: Bytes that an optimizer reads and writes for each element of an fp32 parameter, at least.
+UPDATE_BYTES = {"adamw": 7 * 4, "sgd": 5 * 4}
+
+
+class Unmodelled(ValueError):
+    """No prediction; the message says what is missing."""
+
+
+# ------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """``count`` calls of ``operation`` that a rank makes in a step, in groups of ``ranks`` ranks;
+    ``bytes`` is the payload of each (the mean: the model is linear).
+    """
+
+    operation: str
+    ranks: int
+    bytes: float
+    count: float = 1
+    floating: bool = True
+
+
+def seen(rows: Iterable[Mapping[str, Any]]) -> list[Call]:
+    """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
+    found = Counter(
+        (row["operation"], len(row["group"]), row["payload_bytes"], row["floating"])
+        for row in rows
+        if len(row["group"]) > 1
+    )
+    return [Call(op, size, payload, n, floats) for (op, size, payload, floats), n in found.items()]
+
+
+def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
+    """Payloads by operation, ascending: what :mod:`shardproof.bench.model.probes` measures at."""
+    found: dict[str, set[int]] = {}
+    for call in calls:
+        if call.operation != "recv":
+            found.setdefault(call.operation, set()).add(math.ceil(call.bytes))
+    return {operation: sorted(payloads) for operation, payloads in found.items()}
+
+
+def promised(promise: Promise, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
+    """The calls of a mean rank by closed formula, at the world of the promise's plan.
+
+    What no formula tells is taken over from ``known``, the calls that the ledger saw at ``world``
+    ranks: control traffic, and how many buckets DDP has (else counted for its own layout).
+
+    :raises Unpromised: no formula for the options.
+    """
+    plan = promise.plan
+    calls = [_call(plan, flow, known) for flow in promise.flows()]
+    grown = {world: plan.world}
+    control = [
+        dataclasses.replace(call, ranks=grown.get(call.ranks, call.ranks))
+        for call in known
+        if not call.floating
+    ]
+    return [*calls, *control] if plan.world > 1 else []
+
+
+def _call(plan: Plan, flow: Flow, known: Sequence[Call]) -> Call:
+    ranks = math.prod(plan.size(axis) for axis in flow.axis.split("+"))
+    if flow.operation in ("send", "recv"):
+        senders = Fraction(plan.world)
+    else:
+        factor = 2 if flow.operation == "all_reduce" else 1
+        senders = Fraction(factor * (ranks - 1) * plan.world, ranks)
+    count = _count(plan, flow, known)
+    return Call(flow.operation, ranks, float(flow.bytes / senders / (count or 1)), float(count))
+
+
+def _count(plan: Plan, flow: Flow, known: Sequence[Call]) -> Fraction:
+    """Calls of one rank; where only a range is promised, as many as were seen or are laid out."""
+    least, most = (Fraction(end, plan.world) for end in flow.range)
+    if least == most:
+        return least
+    alike = [c.count for c in known if c.floating and c.operation == flow.operation]
+    guess = Fraction(sum(alike)) if alike else Fraction(ddp_buckets(plan))
+    return min(max(guess, least), most)
+
+
+def ddp_buckets(plan: Plan) -> int:
+    """Buckets of reference/ddp: reverse order of registration, the first one of each dtype small.
+
+    The order in which gradients arrive can make it one more or less.
+    """
+    first = int(plan.option("first_bucket_bytes", 2**20))
+    limit = int(plan.option("bucket_bytes", 25 * 2**20))
+    by_dtype: dict[str, list[TensorPlan]] = {}
+    for tensor in reversed(plan.trainable):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    count = 0
+    for tensors in by_dtype.values():
+        filled, most = 0, first
+        for tensor in tensors:
+            if filled and filled + tensor.nbytes > most:
+                count, filled, most = count + 1, 0, limit
+            filled += tensor.nbytes
+        count += filled > 0
+    return count
+
+
+# ------------------------------------------------------------------------------- the prediction
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step.  ``alpha_seconds`` + ``beta_seconds`` = ``communication_seconds``;
+    ``low_seconds`` is the bound where all is hidden that can be.
+    """
+
+    compute_seconds: float
+    communication_seconds: float
+    alpha_seconds: float
+    beta_seconds: float
+    low_seconds: float
+    overlap: Overlap
+    why: str = ""
+
+    @property
+    def high_seconds(self) -> float:
+        """Nothing is hidden."""
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """The prediction: the bound that ``overlap`` names."""
+        return self.low_seconds if self.overlap == "full" else self.high_seconds
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the predicted step that is not compute."""
+        return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, derived figures included."""
+        return asdict(self) | {
+            "high_seconds": self.high_seconds,
+            "step_seconds": self.step_seconds,
+            "exposed_share": self.exposed_share,
+        }
+
+
+def overlap_of(backend: str, cores_per_rank: float | None, threads: int = 1) -> tuple[Overlap, str]:
+    """Which bound is the prediction on ``backend``, and why.
+
+    ``cores_per_rank``: physical cores of the machine over its ranks; ``None``: not known.
+    """
+    if backend == "nccl":
+        return "full", "copies and sums run beside the kernels of the step, on streams of their own"
+    if backend == "in_memory":
+        return "none", "the threads of all ranks share one interpreter; the last one works for all"
+    if cores_per_rank is not None and cores_per_rank >= threads + 1:
+        return "full", f"{backend}'s threads have a core beside the {threads} that compute"
+    return "none", f"every core computes: what {backend}'s threads do, they take from compute"
+
+
+def predict(
+    calls: Iterable[Call],
+    compute_seconds: float,
+    fits: Mapping[str, Fit],
+    backend: str,
+    *,
+    cores_per_rank: float | None = None,
+    threads: int = 1,
+    overlap: Overlap | None = None,
+) -> Prediction:
+    """A step of ``compute_seconds`` in which a rank makes ``calls``; ``fits`` by operation.
+
+    ``cores_per_rank`` and ``threads`` (that compute) bound what can be hidden and choose the
+    prediction, unless ``overlap`` does.
+
+    :raises Unmodelled: an operation without a fit, or a backend without cost formulas.
+    """
+    if backend not in ALGORITHMS:
+        raise Unmodelled(f"no cost formulas for backend {backend}: {', '.join(ALGORITHMS)}")
+    alpha = beta = busy = 0.0
+    for call in calls:
+        if call.operation == "recv" or call.ranks < 2:
+            continue
+        algorithms = ALGORITHMS[backend].get(call.operation)
+        found = fits.get(call.operation)
+        if algorithms is None or found is None:
+            raise Unmodelled(f"{call.operation} was not probed on {backend}")
+        whole = call.count * found.seconds(call.bytes, call.ranks, algorithms)
+        latency = call.count * found.seconds(0, call.ranks, algorithms)
+        alpha, beta = alpha + min(latency, whole), beta + whole - min(latency, whole)
+        busy += whole * found.busy
+    seconds = alpha + beta
+    low = max(compute_seconds, seconds)
+    if cores_per_rank:
+        low = max(low, (compute_seconds * threads + busy) / cores_per_rank)
+    chosen, why = overlap_of(backend, cores_per_rank, threads)
+    return Prediction(
+        compute_seconds,
+        seconds,
+        alpha,
+        beta,
+        min(low, compute_seconds + seconds),
+        overlap or chosen,
+        why if overlap in (None, chosen) else "as asked",
+    )
+
+
+# ---------------------------------------------------------------------------------- the scorecard
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """Figures without a unit: the only ones that are compared between different machines.
+
+    ``achieved_over_predicted``: speed, predicted seconds over measured ones; below 1: slower than
+    the model.  ``exposed_share``: of the measured step, what the same ranks do not need when they
+    send nothing.  ``memory_over_formula``: most bytes that a rank holds in a step over its model
+    states by formula; what is above 1 is activations, buckets and temporaries.
+    ``achieved_over_probed``: speed against a machine that does nothing but the step's FLOPs and the
+    optimizer's reads and writes at the rates that were probed, and the communication.
+    """
+
+    achieved_over_predicted: float
+    exposed_share: float
+    memory_over_formula: float | None = None
+    achieved_over_probed: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self)
+
+
+def scorecard(
+    measured_seconds: float,
+    prediction: Prediction,
+    *,
+    peak_bytes: float | None = None,
+    formula_bytes: float | None = None,
+    probed_seconds: float | None = None,
+) -> Scorecard:
+    """The scorecard of a step that took ``measured_seconds``.
+
+    ``probed_seconds`` is the compute of :func:`probed_compute`; ``formula_bytes`` a promise's
+    ``total()``.
+
+    :raises ValueError: a time that is not positive.
+    """
+    if not measured_seconds > 0 or not prediction.step_seconds > 0:
+        raise ValueError(f"a step of {measured_seconds} s beside one of {prediction.step_seconds}")
+    best = None
+    if probed_seconds is not None:
+        best = (probed_seconds + prediction.communication_seconds) / measured_seconds
+    return Scorecard(
+        achieved_over_predicted=prediction.step_seconds / measured_seconds,
+        exposed_share=max(0.0, 1 - prediction.compute_seconds / measured_seconds),
+        memory_over_formula=(
+            peak_bytes / formula_bytes if peak_bytes is not None and formula_bytes else None
+        ),
+        achieved_over_probed=best,
+    )
+
+
+def probed_compute(
+    flops: float, elements: float, optimizer: str, flop_rate: float, byte_rate: float
+) -> float:
+    """Seconds of ``flops`` at ``flop_rate`` (1/s), and of updating ``elements`` fp32 elements at
+    ``byte_rate`` (bytes/s): AdamW reads p, g, m, v and writes p, m, v; SGD with momentum one less
+    of each.
+    """
+    return flops / flop_rate + elements * UPDATE_BYTES[optimizer] / byte_rate
+
+
+def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Seconds by segment and step: the most over ``ranks``, for the slowest one sets the pace."""
+    return [
+        [max(step) for step in zip(*segments, strict=True)] for segments in zip(*ranks, strict=True)
+    ]

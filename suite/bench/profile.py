@@ -1,0 +1,85 @@
+"""Where a step's time goes: the rank program behind ``shardproof bench --profile``.
+
+Two passes over the same steps.  Under torch's profiler the time of the rank's own thread is shared
+out by operator:
+
+    communication   calls to process groups, as far as this thread runs them, waits inside included
+    optimizer       inside Optimizer.step
+    copies          copy_, zero_, fill_, cat and the like
+    compute         every other operator: forward and backward
+    other           the rest of the step: Python, hooks, and waits outside of operators
+
+The profiler makes steps slower, so shares are scaled to the wall time measured without it.  That
+pass also reads two CPU clocks: ``blocked`` is wall time in which the own thread had no core (it
+waited for communication, or for other load), ``threads`` the CPU time of other threads (gloo's).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.bench.sides import Pair
+from shardproof.bench.timed_ranks import Arm
+
+STEPS = 8
+WARM = 3
+#: In the order of the table; they add up to ``wall``.
+PHASES = ("compute", "copies", "optimizer", "communication", "other")
+_COPIES = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::cat", "aten::_foreach_copy_")
+_TRAFFIC = ("c10d::", "gloo:", "record_param_comms", "nccl:")
+
+
+def profile(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
+    """Milliseconds of a mean step by phase, their sum ``wall``, ``blocked`` and ``threads``."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    arm = Arm(pair, side, axes, rank)
+    arm.set_up()
+    for _ in range(WARM):
+        arm.step()
+    began = time.perf_counter(), time.thread_time(), time.process_time()
+    for _ in range(STEPS):
+        arm.step()
+    ended = time.perf_counter(), time.thread_time(), time.process_time()
+    wall, own, process = (1e3 * (b - a) / STEPS for a, b in zip(began, ended, strict=True))
+
+    with profiled(activities=[ProfilerActivity.CPU]) as recorded:
+        clock = time.perf_counter()
+        for _ in range(STEPS):
+            arm.step()
+        clock = 1e3 * (time.perf_counter() - clock) / STEPS
+    shares = _by_phase(recorded.events())
+    arm.close()
+    told = {phase: shares.get(phase, 0.0) * wall / clock for phase in PHASES}
+    told["other"] = max(0.0, wall - sum(told.values()))
+    beside = {"blocked": max(0.0, wall - own), "threads": max(0.0, process - own)}
+    return {"rank": rank, **told, "wall": wall, **beside}
+
+
+def _by_phase(events: Any) -> dict[str, float]:
+    """Own milliseconds a step by phase, of operators on the thread that ran the steps."""
+    main = max(
+        (event.thread for event in events if event.name.startswith("Optimizer.step")), default=None
+    )
+    shares: dict[str, float] = {}
+    for event in events:
+        if main is not None and event.thread != main:
+            continue
+        if event.name.startswith(("Optimizer.", "autograd::", "DistributedDataParallel")):
+            continue  # a frame around operators: its own time is Python's
+        shares[_phase(event)] = shares.get(_phase(event), 0.0) + event.self_cpu_time_total / 1e3
+    return {phase: total / STEPS for phase, total in shares.items()}
+
+
+def _phase(event: Any) -> str:
+    if event.name.startswith(_TRAFFIC):
+        return "communication"
+    above = event
+    while above is not None:
+        if above.name.startswith("Optimizer.step"):
+            return "optimizer"
+        above = above.cpu_parent
+    return "copies" if event.name in _COPIES else "compute"

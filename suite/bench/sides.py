@@ -1,0 +1,370 @@
+"""What ``shardproof bench`` compares: two sides under one workload, and the procedure's constants.
+
+A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend::
+
+    name: data-parallel
+    about: why these pairs
+    workload: {name: charnames_gpt, size: 20m, global_batch: 16, micro_batches: 1}
+    backend: gloo
+    world: 2
+    goal: 1.10                    # upper end of the interval of A over B, at most
+    pairs:
+      - name: ddp
+        a: reference/ddp
+        b: {implementation: pytorch/ddp, options: {gradient_as_bucket_view: true}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from shardproof import registry, workloads
+from shardproof.backends import BACKENDS
+from shardproof.case import WorkloadSpec, optimizer_from_dict
+from shardproof.contract import OptimizerSpec
+from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
+from shardproof.scenarios import load
+from shardproof.scenarios.schema import Axis, Label, Model, Size
+
+#: Blocks of a comparison: chosen beforehand, so that the A/A half-width on the machine of the
+#: evidence is at most 5 % (results/evidence/bench-calibration.md).
+BLOCKS = 24
+#: Fresh sets of ranks over which the blocks are spread.
+LAUNCHES = 3
+#: A segment (one letter of A B B A) is at least this long and has at least this many steps.
+SEGMENT_SECONDS = 0.2
+SEGMENT_STEPS = 2
+#: Each side warms up until one of these: so many steps, or so many seconds after ``WARM_LEAST``.
+#: Every first time is in steps 0 to 2 (optimizer state is born in step 0; DDP rebuilds its buckets
+#: before step 1; step 2 is the first like all others), so a model whose step takes long need not
+#: warm up for 20 of them.
+WARM_STEPS = 20
+WARM_SECONDS = 2.0
+WARM_LEAST = 4
+#: Letters of the sides of a comparison.
+LETTERS = ("a", "b")
+#: Relative difference of the first losses from which two sides do not train the same: sums in
+#: another order differ by 1e-6 in fp32.  Only a guard; numbers are what ``shardproof run`` judges.
+LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+
+DTYPES = tuple(LOSS_TOLERANCE)
+#: Tried in this order where a side's mesh is not given.
+_AXES: tuple[Axis, ...] = ("shard", "replicate")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation and its options; an empty ``mesh`` is its natural axis, whole world."""
+
+    implementation: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
+
+    name: str
+    a: Side
+    b: Side
+    backend: str
+    world: int
+    workload: WorkloadSpec
+    optimizer: OptimizerSpec
+    dtype: str = "float32"
+    size: str = ""
+    goal: float | None = None
+    blocks: int = BLOCKS
+    launches: int = LAUNCHES
+    deadline: float = 900.0
+
+    @property
+    def id(self) -> str:
+        """Names the comparison in results; two of one name differ in more than the machine."""
+        words = (self.workload.name, *([self.size] if self.size else []))
+        sides = f"{self.a.implementation} v {self.b.implementation}"
+        return f"bench::{self.name}::{sides}::{self.backend}::{self.world}::{'+'.join(words)}"
+
+    def side(self, letter: str) -> Side:
+        """``a``, ``b``, or A's ``twin`` in the A/A pair."""
+        return self.b if letter == "b" else self.a
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        return dataclasses.asdict(self) | {"id": self.id}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Pair:
+        """The pair that :meth:`to_dict` described."""
+        fields = {key: value for key, value in data.items() if key != "id"}
+        workload = {**fields["workload"], "traits": tuple(fields["workload"]["traits"])}
+        return cls(
+            **{
+                **fields,
+                "a": Side(**fields["a"]),
+                "b": Side(**fields["b"]),
+                "workload": WorkloadSpec(**workload),
+                "optimizer": optimizer_from_dict(fields["optimizer"]),
+            }
+        )
+
+
+def default_optimizer(name: str) -> OptimizerSpec:
+    """What both sides build theirs from; every side runs the same kernel (``foreach=False``)."""
+    return OptimizerSpec(name=name, lr=0.1 if name == "sgd" else 1e-3)  # type: ignore[arg-type]
+
+
+def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
+    """The whole world along the first data axis that the implementation has, or its only axis.
+
+    :raises SelectionError: it has several, and no data axis.
+    """
+    for axis in (*_AXES, *(axes if len(axes) == 1 else ())):
+        if axis in axes:
+            return {axis: world}
+    remedy = "give its mesh, e.g. --mesh-b pipe=2"
+    raise SelectionError(Problem("no data axis to put the world on", remedy, ", ".join(axes)))
+
+
+def spec_of(
+    name: str,
+    size: str,
+    params: Mapping[str, Any],
+    global_batch: int,
+    micro_batches: int,
+    seed: int,
+) -> WorkloadSpec:
+    """A workload whose ``params`` are those of preset ``size``, changed by ``params``.
+
+    :raises SelectionError: unknown workload, size or parameter, or values that do not fit.
+    """
+    family = workloads.WORKLOADS.get(name)
+    if family is None:
+        remedy = nearest(name, workloads.WORKLOADS, "workloads")
+        raise SelectionError(Problem("unknown workload", remedy, name))
+    if size and size not in family.sizes:
+        remedy = nearest(size, family.sizes, f"sizes of {name}")
+        raise SelectionError(Problem("unknown size", remedy, size))
+    spec = WorkloadSpec(
+        name,
+        seed=seed,
+        global_batch=global_batch,
+        micro_batches=micro_batches,
+        params={**family.sizes.get(size, {}), **params},
+    )
+    try:
+        workloads.check(spec)
+    except workloads.WorkloadError as error:
+        what, _, remedy = str(error).partition(": ")
+        raise SelectionError(Problem(what, remedy or "correct it")) from None
+    return spec
+
+
+def check(pair: Pair) -> None:
+    """Everything that can be checked without importing an implementation.
+
+    :raises InputError: a name that does not exist, or a value that does not fit.
+    """
+    for side in (pair.a, pair.b):
+        registry.check(side.implementation)
+        if side.mesh and math.prod(side.mesh.values()) != pair.world:
+            shape = " x ".join(f"{axis}={n}" for axis, n in side.mesh.items())
+            remedy = f"axes must multiply to the world of {pair.world}"
+            raise SelectionError(Problem("the mesh does not fit the world", remedy, shape))
+    if pair.backend not in BACKENDS:
+        remedy = nearest(pair.backend, BACKENDS, "backends")
+        raise SelectionError(Problem("unknown backend", remedy, pair.backend))
+    if pair.dtype not in DTYPES:
+        raise SelectionError(Problem("unknown dtype", nearest(pair.dtype, DTYPES), pair.dtype))
+    if not 1 <= pair.launches <= pair.blocks:
+        remedy = f"at most one launch a block, here {pair.blocks}"
+        raise SelectionError(Problem("launches do not fit", remedy, str(pair.launches)))
+
+
+_NUMBER = re.compile(r"[-+]?[0-9]+$")
+
+
+def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """``["a=1", "b.c=true"]`` -> ``{"a": 1, "b": {"c": True}}``; values are YAML.
+
+    :raises SelectionError: no ``=``, or a value that is no YAML.
+    """
+    from shardproof.scenarios.source import parse
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise SelectionError(Problem(f"{option} takes key=value", "write key=value", text))
+        try:
+            node = parse(f"value: {value}", option).plain()
+        except ScenarioError as error:
+            raise SelectionError(
+                Problem(f"{option}: {error.problems[0].what}", "quote the value", text)
+            ) from None
+        *parents, last = key.split(".")
+        place = found
+        for parent in parents:
+            inner = place.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                remedy = f"{parent} was given a value before"
+                raise SelectionError(Problem(f"{option}: two values for one key", remedy, text))
+            place = inner
+        place[last] = node["value"]
+    return found
+
+
+def parse_mesh(text: str, option: str) -> dict[str, int]:
+    """``"replicate=2,shard=2"`` -> axes; empty text: none."""
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in ("pipe", "replicate", "shard", "tensor") or not _NUMBER.match(size):
+            remedy = "axes are pipe, replicate, shard, tensor; write e.g. replicate=2,shard=2"
+            raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
+        axes[axis] = int(size)
+    return axes
+
+
+# ---------------------------------------------------------------------------- scenario files
+
+
+def _side(value: Any) -> Any:
+    return {"implementation": value} if isinstance(value, str) else value
+
+
+class SideModel(Model):
+    """An implementation and its options; a bare name stands for `{implementation: ...}`."""
+
+    implementation: str = Field(min_length=1, description="family/name, or package.module:Class")
+    options: dict[str, Any] = Field(default_factory=dict, description="handed to setup()")
+    mesh: dict[Axis, Size] = Field(default_factory=dict, description="axes; default: one, whole")
+
+
+SideField = Annotated[SideModel, BeforeValidator(_side, json_schema_input_type=str | SideModel)]
+
+
+class PairModel(Model):
+    """One comparison."""
+
+    name: Label = Field(description="names the pair in ids and tables")
+    a: SideField = Field(description="the side that is judged")
+    b: SideField = Field(description="the side that it is compared with")
+    world: int | None = Field(None, ge=1, le=1024, description="instead of the file's")
+    micro_batches: int | None = Field(None, ge=1, le=64, description="instead of the file's")
+
+
+class WorkloadModel(Model):
+    """Model, data and batch shape."""
+
+    name: str = Field(min_length=1, description="a workload of the suite")
+    size: str = Field("", description="a preset of the workload's parameters, e.g. 20m")
+    seed: int = Field(0, ge=0, lt=2**31)
+    global_batch: int = Field(16, ge=1, le=4096, description="samples in one optimizer step")
+    micro_batches: int = Field(1, ge=1, le=64, description="per data coordinate")
+    params: dict[str, Any] = Field(default_factory=dict, description="knobs of the workload")
+
+
+class SpeedScenario(Model):
+    """A file of pairs."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique, lower case")
+    about: str = Field(min_length=3, description="why these pairs")
+    workload: WorkloadModel = Field(description="model, data and batch shape")
+    optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
+    backend: str = Field("gloo", description="where ranks talk")
+    world: int = Field(2, ge=1, le=1024, description="number of ranks")
+    goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
+    pairs: list[PairModel] = Field(min_length=1, description="comparisons")
+
+
+def read(names: Sequence[str]) -> list[Pair]:
+    """The pairs of the speed scenarios that ``names`` name (files, folders, names; none: all).
+
+    :raises InputError: faulty files, or a name that no file has.
+    """
+    pairs: list[Pair] = []
+    problems: list[Problem] = []
+    for path in files(names):
+        model, node = load.read_as(path, SpeedScenario)
+        for index, item in enumerate(model.pairs):
+            try:
+                pairs.append(_pair(model, item))
+                check(pairs[-1])
+            except InputError as error:
+                line = node.locate(["pairs", index])
+                for fault in error.problems:
+                    problems.append(dataclasses.replace(fault, file=str(path), line=line))
+    if problems:
+        raise ScenarioError(dict.fromkeys(problems))
+    return pairs
+
+
+def _pair(model: SpeedScenario, item: PairModel) -> Pair:
+    work = model.workload
+    return Pair(
+        name=item.name,
+        a=Side(**item.a.model_dump()),
+        b=Side(**item.b.model_dump()),
+        backend=model.backend,
+        world=item.world or model.world,
+        workload=spec_of(
+            work.name,
+            work.size,
+            work.params,
+            work.global_batch,
+            item.micro_batches or work.micro_batches,
+            work.seed,
+        ),
+        optimizer=default_optimizer(model.optimizer),
+        dtype=model.dtype,
+        size=work.size,
+        goal=model.goal,
+    )
+
+
+def known() -> dict[str, Path]:
+    """Timed scenarios of the default folder by name (``ddp``) and by folder and name
+    (``speed/ddp``).
+    """
+    found: dict[str, Path] = {}
+    for path in load.timed_files(load.default_folder()):
+        found.setdefault(path.stem, path)
+        found[f"{path.parent.name}/{path.stem}"] = path
+    return found
+
+
+def files(names: Sequence[str]) -> list[Path]:
+    """The timed scenarios that ``names`` name: files, folders, names; none: all that pair sides.
+
+    :raises SelectionError: a name that no file has, or a folder without timed scenarios.
+    """
+    root, there = load.default_folder(), known()
+    found: dict[Path, None] = {}
+    for name in names or [str(root / "speed")]:
+        path = Path(name)
+        if name in there:
+            found.setdefault(there[name])
+        elif path.is_dir() or (root / name).is_dir():
+            folder = path if path.is_dir() else root / name
+            inside = load.timed_files(folder)
+            if not inside:
+                remedy = "name a file, or two implementations"
+                raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))
+            found |= dict.fromkeys(inside)
+        elif path.suffix in (".yaml", ".yml"):
+            found.setdefault(path)
+        else:
+            remedy = nearest(name, there, "timed scenarios") + "; or name two implementations"
+            raise SelectionError(Problem("unknown timed scenario", remedy, name))
+    return list(found)

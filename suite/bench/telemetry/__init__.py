@@ -1,0 +1,1 @@
+"""What the machine reports while ranks are timed."""

@@ -1,0 +1,393 @@
+"""What the machine tells while sides run: resident memory of ranks, and NVML's figures of GPUs.
+
+A thread of the process that leads the session looks every half second; no rank ever does, and what
+the looking costs is told.  While launches are timed all sides live in the ranks, so what is seen
+there (clocks, reasons for slowing down, memory) belongs to the comparison as a whole.  Figures of
+one side, its energy a step above all, are from passes in which it runs alone and nobody times it.
+
+    python -m shardproof.bench.telemetry.sampling --record FILE   what NVML answers here, for
+    tests without a GPU
+
+Nothing here is judged: bytes and watts of a machine are advisory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardproof.bench.telemetry import nvml
+
+#: Seconds between two looks.
+EVERY_SECONDS = 0.5
+#: Seconds that a look may take before the thread is left to itself (a driver that hangs).
+PATIENCE_SECONDS = 5.0
+#: Seconds of steps of a side alone, from which energy a step is taken.
+ALONE_SECONDS = 3.0
+#: What is kept of the caching allocator (``torch.cuda.memory_stats``), bytes or counts.
+ALLOCATOR = {
+    "allocated_bytes.all.peak": "allocated_peak",
+    "reserved_bytes.all.peak": "reserved_peak",
+    "inactive_split_bytes.all.peak": "split_peak",
+    "num_alloc_retries": "retries",
+    "num_ooms": "out_of_memory",
+}
+
+
+@dataclass
+class Seen:
+    """Samples in order of ``clock`` (seconds, ``time.monotonic``), and what taking them cost.
+
+    A sample has ``resident`` (bytes, of all ranks) and ``gpus``, a list of figures by name (see
+    ``bench.telemetry.nvml.SAMPLED`` for units).  ``missing``: GPU -> figure -> why there is none.
+    """
+
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    fixed: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[int, dict[str, str]] = field(default_factory=dict)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    problem: str = ""
+
+    def add(self, other: Seen) -> None:
+        """Take what was seen later to what was seen before."""
+        self.samples += other.samples
+        self.fixed = other.fixed or self.fixed
+        for gpu, reasons in other.missing.items():
+            self.missing.setdefault(gpu, {}).update(reasons)
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+        self.problem = self.problem or other.problem
+
+
+class Sampler:
+    """Looks while its ``with`` block lasts; ``seen`` is whole when the block is left, however.
+
+    ``pids()`` are the ranks of the moment; ``api`` is ``pynvml`` after ``nvmlInit``, or ``None``.
+    """
+
+    def __init__(
+        self, pids: Callable[[], Iterable[int]], api: Any = None, every: float = EVERY_SECONDS
+    ) -> None:
+        self.seen = Seen()
+        self._pids, self._api, self._every = pids, api, every
+        self._known: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="telemetry", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE_SECONDS)
+        self.seen.seconds = time.monotonic() - self._began
+        if self._thread.is_alive():
+            self.seen.problem = f"a look took more than {PATIENCE_SECONDS:.0f} s: it was given up"
+
+    def _look(self) -> None:
+        seen, devices = self.seen, []
+        try:
+            if self._api is not None:
+                devices = nvml.handles(self._api)
+                for number, device in enumerate(devices):
+                    values, reasons = nvml.answers(self._api, device, nvml.FIXED)
+                    seen.fixed.append(values)
+                    seen.missing[number] = reasons
+            while True:
+                seen.samples.append(self._sample(devices))
+                if self._over.wait(self._every):
+                    seen.samples.append(self._sample(devices))  # what counters say at the end
+                    break
+        except Exception as error:  # noqa: BLE001 - no figure is worth a comparison; it is told
+            seen.problem = f"stopped looking: {type(error).__name__}: {error}"
+        finally:
+            seen.cpu_seconds = time.thread_time()
+
+    def _sample(self, devices: Sequence[Any]) -> dict[str, Any]:
+        gpus = []
+        clock = time.monotonic()
+        for number, device in enumerate(devices):
+            values, reasons = nvml.answers(self._api, device, nvml.SAMPLED)
+            gpus.append(values)
+            self.seen.missing[number].update(reasons)
+        return {"clock": clock, "resident": self._resident(), "gpus": gpus}
+
+    def _resident(self) -> int | None:
+        import psutil
+
+        total = None
+        for pid in set(self._pids()):
+            try:
+                if pid not in self._known:
+                    self._known[pid] = psutil.Process(pid)
+                total = (total or 0) + int(self._known[pid].memory_info().rss)
+            except psutil.Error:
+                continue  # this rank has ended
+        return total
+
+
+def pids_in(workdir: Path) -> list[int]:
+    """Ranks that have said in ``workdir`` who they are (:func:`say_who`)."""
+    found = []
+    for path in workdir.glob("pid*"):
+        _, _, pid = path.name.partition("-")
+        found.append(int(pid))
+    return found
+
+
+def say_who(workdir: Path, pid: int) -> None:
+    """Leave this rank's process id in the name of an empty file, which is never half written."""
+    (workdir / f"pid-{pid}").touch()
+
+
+# ----------------------------------------------------------------------------------- summaries
+
+
+def summary(
+    seen: Seen,
+    pcis: Sequence[Mapping[str, int]] | None = None,
+    window: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """Figures of the samples in ``window`` (from, to; ``time.monotonic``), as plain data.
+
+    ``pcis`` names the GPUs that count; ``None``: all.  Energy is told of a window only: between
+    launches nobody asks what a GPU does.
+    """
+    samples = [s for s in seen.samples if window is None or window[0] <= s["clock"] <= window[1]]
+    resident = [s["resident"] for s in samples if s["resident"] is not None]
+    chosen = [
+        number
+        for number, fixed in enumerate(seen.fixed)
+        if pcis is None or fixed["pci"] is None or fixed["pci"] in list(pcis)
+    ]
+    return {
+        "samples": len(samples),
+        "resident_bytes": max(resident, default=None),
+        "gpus": [_gpu(seen, samples, number, window) for number in chosen],
+        "cost": {
+            "looks": len(seen.samples),
+            "cpu_seconds": seen.cpu_seconds,
+            "share_of_a_core": seen.cpu_seconds / seen.seconds if seen.seconds else None,
+        },
+        "problem": seen.problem or None,
+    }
+
+
+def _gpu(
+    seen: Seen,
+    samples: Sequence[Mapping[str, Any]],
+    number: int,
+    window: tuple[float, float] | None,
+) -> dict[str, Any]:
+    def values(figure: str, part: str = "") -> list[float]:
+        told = [s["gpus"][number][figure] for s in samples]
+        return [float(v[part] if part else v) for v in told if v is not None]
+
+    fixed = seen.fixed[number]
+    limit = fixed["power_limit"]
+    return {
+        "gpu": number,
+        "name": fixed["name"],
+        "utilisation_percent": _mean(values("utilisation", "gpu")),
+        "memory_busy_percent": _mean(values("utilisation", "memory")),
+        "memory_used_bytes": max(values("memory", "used"), default=None),
+        "power_watts": _mean([v / 1e3 for v in values("power")]),
+        "power_limit_watts": None if limit is None else limit / 1e3,
+        "sm_clock_mhz": _mean(values("sm_clock")),
+        "sm_clock_least_mhz": min(values("sm_clock"), default=None),
+        "memory_clock_mhz": _mean(values("memory_clock")),
+        "temperature_celsius": max(values("temperature"), default=None),
+        "throttled": throttled([int(v) for v in values("throttle")]),
+        **({} if window is None else energy(seen.samples, number, window)),
+        "missing": dict(seen.missing.get(number, {})),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def throttled(masks: Sequence[int]) -> dict[str, float] | None:
+    """Reason -> share of samples in which NVML gave it; ``None``: it never answered."""
+    if not masks:
+        return None
+    shares = {}
+    for bit, name in nvml.THROTTLE.items():
+        count = sum(bool(mask & bit) for mask in masks)
+        if count:
+            shares[name] = count / len(masks)
+    unknown = sum(bool(mask & ~sum(nvml.THROTTLE)) for mask in masks)
+    return shares | ({"unknown to this suite": unknown / len(masks)} if unknown else {})
+
+
+def energy(
+    samples: Sequence[Mapping[str, Any]], number: int, window: tuple[float, float]
+) -> dict[str, Any]:
+    """Joules of GPU ``number`` in ``window``: by its counter, else power times time, else none.
+
+    The counter is read between two looks by a straight line.  Where no look lies outside of the
+    window, the mean rate of those inside stands for the rest.
+    """
+    since, until = window
+    told = [(s["clock"], s["gpus"][number]["energy"]) for s in samples]
+    points = [(clock, value / 1e3) for clock, value in told if value is not None]
+    if len(points) > 1 and points[-1][0] > points[0][0]:
+        rate = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+        joules = _at(points, until, rate) - _at(points, since, rate)
+        return {"energy_joules": joules, "energy_source": "counter"}
+    powers = [s["gpus"][number]["power"] for s in samples if since <= s["clock"] <= until]
+    watts = [value / 1e3 for value in powers if value is not None]
+    if watts:
+        joules = statistics.fmean(watts) * (until - since)
+        return {"energy_joules": joules, "energy_source": "power x time"}
+    return {"energy_joules": None, "energy_source": None}
+
+
+def _at(points: Sequence[tuple[float, float]], clock: float, rate: float) -> float:
+    """The counter at ``clock``, on the line between its neighbours, or at ``rate`` beyond them."""
+    if clock <= points[0][0]:
+        return points[0][1] - rate * (points[0][0] - clock)
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if clock <= right:
+            return low + (high - low) * (clock - left) / (right - left)
+    return points[-1][1] + rate * (clock - points[-1][0])
+
+
+def of_side(seen: Seen, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of a side that ran alone; ``records`` are those of its ranks.
+
+    Of every rank: ``resident`` (bytes that its set-up and steps added), ``allocator`` and ``pci``
+    (``None`` without a GPU), and ``began``, ``ended`` (``time.monotonic``), ``steps`` of the part
+    that energy is taken from.
+    """
+    places = [r["pci"] for r in records]
+    known = [place for place in places if place is not None]
+    window = max(r["began"] for r in records), min(r["ended"] for r in records)
+    told = summary(seen, known or None, window)
+    joules = [gpu["energy_joules"] for gpu in told["gpus"]]
+    steps = records[0]["steps"]
+    return {
+        **told,
+        "resident_bytes": max(r["resident"] for r in records),
+        "allocator": worst([r["allocator"] for r in records]),
+        "steps": steps,
+        "joules_per_step": sum(joules) / steps if joules and None not in joules else None,
+    }
+
+
+def worst(told: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
+    """The largest of each rank's allocator figures; ``None`` where ranks use no GPU."""
+    ranks = [stats for stats in told if stats is not None]
+    if not ranks:
+        return None
+    return {name: max(int(s.get(key, 0)) for s in ranks) for key, name in ALLOCATOR.items()}
+
+
+# ---------------------------------------------------------------------------------------- texts
+
+
+def texts(told: Mapping[str, Any] | None) -> list[str]:
+    """A line's ``telemetry`` for people, one sentence or figure a line."""
+    if told is None:
+        return []
+    lines = []
+    launches, sides = told["launches"], told.get("sides") or {}
+    if launches is not None:
+        if launches["resident_bytes"] is not None:
+            mib = launches["resident_bytes"] / 2**20
+            lines.append(f"all ranks, A, its twin and B alive: {mib:,.0f} MiB resident at most")
+        lines += [_gpu_text(gpu) for gpu in launches["gpus"]]
+        lines += _slowed(launches["gpus"])
+        cost = launches["cost"]
+        if cost["share_of_a_core"] is not None:
+            share = cost["share_of_a_core"]
+            lines.append(f"looking at this {cost['looks']} times took {share:.2%} of a core")
+    lines += [_side_text(letter, side) for letter, side in sides.items()]
+    looked = [part for part in (launches, *sides.values()) if part and "cost" in part]
+    problems = {part["problem"] for part in looked if part["problem"]}
+    return lines + [f"telemetry: {problem}" for problem in sorted(problems)]
+
+
+def _gpu_text(gpu: Mapping[str, Any]) -> str:
+    parts = [f"GPU {gpu['gpu']} {gpu['name']}:"]
+    for key, form in (
+        ("utilisation_percent", "{:.0f} % busy,"),
+        ("power_watts", "{:.0f} W,"),
+        ("sm_clock_mhz", "SM at {:.0f} MHz"),
+        ("sm_clock_least_mhz", "(least {:.0f}),"),
+        ("temperature_celsius", "{:.0f} degrees at most,"),
+    ):
+        if gpu[key] is not None:
+            parts.append(form.format(gpu[key]))
+    if gpu["memory_used_bytes"] is not None:
+        parts.insert(1, f"{gpu['memory_used_bytes'] / 2**20:,.0f} MiB used,")
+    absent = "; ".join(f"no {figure}: {why}" for figure, why in gpu["missing"].items())
+    return " ".join(parts).rstrip(",") + (f" ({absent})" if absent else "")
+
+
+def _slowed(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for gpu in gpus:
+        slow = {name: s for name, s in (gpu["throttled"] or {}).items() if name in nvml.SLOWS}
+        if slow:
+            shares = ", ".join(f"{name} in {share:.0%} of looks" for name, share in slow.items())
+            lines.append(f"caution: GPU {gpu['gpu']} was slowed down: {shares}")
+    return lines
+
+
+def _side_text(letter: str, side: Mapping[str, Any]) -> str:
+    if "steps" not in side:
+        return f"{letter.upper()} alone: no figures: {side['problem']}"
+    parts = [f"{side['resident_bytes'] / 2**20:,.0f} MiB resident added, advisory"]
+    if side["allocator"] is not None:
+        peak, held = (side["allocator"][key] / 2**20 for key in ("allocated_peak", "reserved_peak"))
+        parts.append(f"{peak:,.0f} MiB allocated on the GPU, {held:,.0f} held")
+    if side["joules_per_step"] is not None:
+        source = side["gpus"][0]["energy_source"]
+        parts.append(f"{side['joules_per_step']:.3g} J a step ({source})")
+    return f"{letter.upper()} alone, worst rank: " + "; ".join(parts)
+
+
+# --------------------------------------------------------------------------------- the recorder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record what NVML answers here; exit code 2 where there is nothing to record."""
+    name = "python -m shardproof.bench.telemetry.sampling"
+    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
+    parser.add_argument("--record", metavar="FILE", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--rest", metavar="S", type=float, default=2.0, help="before and after")
+    parser.add_argument("--busy", metavar="S", type=float, default=6.0, help="seconds of work")
+    parser.add_argument("--every", metavar="S", type=float, default=0.2, help="between two looks")
+    parser.add_argument("--no-work", action="store_true", help="leave out the matrix products")
+    options = parser.parse_args(arguments)
+    if not (options.rest > 0 and options.busy > 0 and options.every > 0):
+        parser.error("--rest, --busy and --every are seconds, more than 0")
+    work = None if options.no_work else nvml.multiply
+    try:
+        told = nvml.record(options.record, None, work, options.rest, options.busy, options.every)
+    except (RuntimeError, OSError) as error:
+        print(f"{options.record}: {error}", file=sys.stderr)
+        return 2
+    cost = told["sample_seconds"]
+    print(
+        f"{options.record}: {len(told['samples'])} samples of {len(told['devices'])} GPU(s), "
+        f"{told['busy']['steps']} steps of work; a sample took {1e3 * cost['median']:.2f} ms "
+        f"(at most {1e3 * cost['max']:.2f})"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One case from start to verdict: runner (parent), leader, rank program, verdict."""

@@ -1,0 +1,144 @@
+"""The kill matrix: does every planted fault make its named check fail, where its parent passes?
+
+A kill needs both halves.  A broken fixture fails clean code too, so a mutant's failure counts only
+beside the same case passing on its unpatched parent; a crash or hang counts only if the mutant says
+so, and the crash only with the words that it expects: another error may be the fixture's own.  A
+survivor is a failure of the suite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardproof.case import Case
+
+#: Verdicts that a mutant may declare as its killer, besides names of checks.
+VERDICT_KILLERS = ("crash", "hang")
+#: Every mutant faces every check; those that do not apply to its case skip.  One that expects a
+#: relation faces ``relations``, too.
+CHECKS = (
+    *("equivalence", "replicas", "norm", "loss_scale"),
+    *("traffic", "memory", "overlap", "engagement", "schedule"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One mutant's case and the same case of its parent."""
+
+    mutant: Any
+    case: Case
+    parent: Case
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What became of one mutant."""
+
+    name: str
+    parent: str
+    killed_by: tuple[str, ...]
+    failing: tuple[str, ...]
+    killed: bool
+    why_not: str
+    verdict: str
+    reason: str
+    lane: str
+    margin: float | None
+    seconds: float
+    crash_says: str = ""
+
+
+def pair(mutant: Any) -> Pair:
+    """Cases of ``mutant`` and of its parent that differ in the implementation only.
+
+    Mutants that are triggered by the same case share their parent's: its id is made of what it
+    runs.
+    """
+    own = Case(
+        id=f"mutants/{mutant.name}::{mutant.backend}",
+        scenario="mutants",
+        implementation=f"mutants/{mutant.name}",
+        backend=mutant.backend,
+        mesh=dict(mutant.mesh),
+        workload=mutant.workload,
+        optimizer=mutant.optimizer,
+        lane=mutant.lane,
+        checks=CHECKS + (("relations",) if "relation" in mutant.expect else ()),
+        options=dict(mutant.options)
+        | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
+        dtype=mutant.dtype,
+        precision=dict(mutant.precision),
+        steps=mutant.steps,
+        expect=dict(mutant.expect),
+    )
+    return Pair(mutant, own, parent_case(own, mutant.parent))
+
+
+def parent_case(own: Case, parent: str) -> Case:
+    """The case of ``parent`` that a mutant's case is compared with."""
+    fields = own.to_dict() | {"id": "", "implementation": parent}
+    del fields["source"]  # says nothing of what is run
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
+    return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
+
+
+def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+    """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
+    failing = _failing(own) if own else ()
+    why_not, says = "", pair.mutant.crash_says
+    if own is None or parent is None:
+        why_not = "left out: no budget"
+    elif parent["verdict"] not in ("pass", "pass (native only)"):
+        why_not = f"its parent is {parent['verdict']}: {parent['reason']}"
+    else:
+        silent = [name for name in pair.mutant.killed_by if name not in failing]
+        skipped = [
+            name
+            for name in pair.mutant.killed_by
+            if name not in VERDICT_KILLERS and _status(parent, name) != "pass"
+        ]
+        if skipped:
+            why_not = f"{', '.join(skipped)} does not judge the parent here"
+        elif silent:
+            seen = f"; failing: {', '.join(failing)}" if failing else ""
+            why_not = f"survives {', '.join(silent)}{seen} [{own['verdict']}: {own['reason']}]"
+        elif own["verdict"] == "crash" and says not in own["reason"]:
+            why_not = f"crashes, but does not say {says!r} [{own['reason']}]"
+    return Kill(
+        name=pair.mutant.name,
+        parent=pair.mutant.parent,
+        killed_by=tuple(pair.mutant.killed_by),
+        failing=failing,
+        killed=not why_not,
+        why_not=why_not,
+        verdict=own["verdict"] if own else "left out",
+        reason=own["reason"] if own else "",
+        lane=pair.case.lane,
+        margin=_margin(own) if own else None,
+        seconds=own["seconds"] if own else 0.0,
+        crash_says=says,
+    )
+
+
+def _failing(result: dict[str, Any]) -> tuple[str, ...]:
+    names = [check["check"] for check in result["checks"] if check["status"] == "fail"]
+    if result["verdict"] in VERDICT_KILLERS:
+        names.append(result["verdict"])
+    return tuple(names)
+
+
+def _status(result: dict[str, Any], check: str) -> str:
+    return next((c["status"] for c in result["checks"] if c["check"] == check), "absent")
+
+
+def _margin(result: dict[str, Any]) -> float | None:
+    """How far beyond its bound the worst tensor is (error / bound); ``None`` where not numeric."""
+    for check in result["checks"]:
+        worst = check["worst"]
+        if check["status"] == "fail" and worst and worst["bound"]:
+            return float(worst["error"]) / float(worst["bound"])
+    return None

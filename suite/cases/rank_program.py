@@ -1,0 +1,468 @@
+"""What one rank does in one case: set the implementation up, drive its steps, record what it holds.
+
+Runs inside a rank (a thread or a process).  Needs only torch and the contract, so that it also
+works under torchrun in a slim image.  Observation points copy the rank's pieces; traffic inside
+them is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof import backends, registry
+from shardproof.case import DATA_AXES, Case, data_shares
+from shardproof.comm import Mesh
+from shardproof.contract import (
+    KINDS,
+    POINTS,
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    MicroBatch,
+    Piece,
+    Point,
+    Refused,
+    StepResult,
+)
+from shardproof.launch.process_control import cores
+from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.memory import MemoryLedger, summary, weighable
+from shardproof.ledgers.memory import watch as watch_memory
+from shardproof.workloads import Workload
+
+#: What is looked at, and when.
+KINDS_AT: dict[Point, tuple[Kind, ...]] = {
+    "gradients_final": ("gradients",),
+    "after_clip": ("gradients",),
+    "after_update": ("parameters", "optimizer", "buffers"),
+}
+#: What makes an instance go on as another one, in the order in which it is loaded.
+LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+
+
+class BrokenContract(RuntimeError):
+    """The implementation did what the contract forbids, or left out what it asks for."""
+
+
+class CannotReload(RuntimeError):
+    """The implementation refuses to take over what another instance of it held."""
+
+
+def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
+    """Run ``case`` on this rank inside the default process group; returns the rank's record."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return _Rank(case, workload, rank).run()
+
+
+class _Rank:
+    """One rank over all steps: it may come late, leave, come back, or have no data at all."""
+
+    def __init__(self, case: Case, workload: Workload, rank: int) -> None:
+        self.case, self.workload, self.rank = case, workload, rank
+        self.cls = registry.load(case.implementation)
+        self.capabilities = self.cls.capabilities(case.options)
+        self.implementation: Implementation | None = None
+        self.log = program_order.current()
+        self.memory = open_memory(case, self.capabilities)
+        self.built: list[weakref.ref[nn.Module]] = []
+        #: Dtypes of the outputs that losses of the step under way were taken of.
+        self.outputs: set[str] = set()
+        #: Pieces that lie in no storage of the rank: computed for the observation.
+        self.unmatched: dict[str, None] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Drive the implementation; what it holds at every observation is the record."""
+        with self.memory or nullcontext():
+            record = self._run()
+        record["memory"] = summary(self.memory.log) if self.memory else []
+        record["unmatched"] = list(self.unmatched)
+        return record
+
+    def _run(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "rank": self.rank,
+            "cores": cores(),
+            "capabilities": describe(self.cls, self.capabilities),
+            "initial": {},
+            "history": [],
+            "final": {},
+            "steps": [],
+        }
+        try:
+            self._take_seat(self._members(0))
+            record["coordinate"] = self.mesh.coordinate
+            if self.implementation is not None:
+                with self._aside():
+                    record["initial"] = self._holds(("parameters", "buffers"))
+            for step in range(self.case.steps):
+                if step and self._members(step) != self.mesh.ranks:
+                    self._change_seats(self._members(step))
+                if step == self.case.reload_at:
+                    self._reload()
+                if step and step == self.case.steps - 1 and self._judged_between_steps():
+                    record["evaluation"] = self._evaluation(step)
+                record["steps"].append(self._step(step))
+            if self._judged_between_steps():
+                record["full_state"] = self._full_state()
+            if self.implementation is not None:
+                self.implementation.drain()
+                if self.capabilities.oracle == "replay":
+                    record["final"] = self._holds(("parameters",))
+                record["history"] = [dataclasses.asdict(e) for e in self.implementation.events()]
+                self.implementation.close()
+        except BaseException:
+            if self.implementation is not None:
+                with suppress(Exception):  # the first error is the one to tell
+                    self.implementation.abort()
+            raise
+        ledger = traffic.current()
+        record["traffic"] = ledger.to_dicts() if ledger else []
+        record["events"] = [list(event) for event in self.log.events] if self.log else []
+        record["actions"] = [done._asdict() for done in self.log.actions] if self.log else []
+        return record
+
+    def _members(self, step: int) -> tuple[int, ...]:
+        """The ranks that take part in ``step``."""
+        changes = {int(first): tuple(ranks) for first, ranks in self.case.membership.items()}
+        since = max((first for first in changes if first <= step), default=None)
+        return tuple(range(self.case.world)) if since is None else changes[since]
+
+    def _take_seat(self, members: tuple[int, ...]) -> None:
+        """The first mesh, and the implementation on it."""
+        self.mesh = self._make_mesh(members)
+        if self.rank in members:
+            first = self.rank == members[0]
+            lends = self.capabilities.initial_state == "everywhere" or first
+            with self._aside():
+                state = self.workload.state() if lends else None
+            self._set_up(self.mesh, state)
+
+    def _change_seats(self, members: tuple[int, ...]) -> None:
+        """Members leave and join between two steps; every rank helps to make the groups."""
+        before = self.mesh.ranks
+        joined = tuple(rank for rank in members if rank not in before)
+        left = tuple(rank for rank in before if rank not in members)
+        if self.implementation is not None:
+            self.implementation.drain()
+        if self.rank in left and self.implementation is not None:
+            self.implementation.close()
+            self.implementation = None
+        alone = {rank: self._make_mesh((rank,)) for rank in joined}
+        self.mesh = self._make_mesh(members)
+        if self.rank in joined:
+            self._set_up(alone[self.rank], None)
+        if self.implementation is not None:
+            self.implementation.reconfigure(self.mesh, joined, left)
+
+    def _make_mesh(self, members: tuple[int, ...]) -> Mesh:
+        axes = dict(self.case.mesh)
+        if members != tuple(range(self.case.world)):
+            if len(axes) != 1:
+                raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
+            axes = dict.fromkeys(axes, len(members))
+        joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
+        device = backends.BACKENDS[self.case.backend].device
+        return Mesh(axes, joint=joint, device=device, ranks=members)
+
+    def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
+        self.implementation = self.cls()
+        if self.log:
+            self.implementation.trace = self.log.action
+        coordinate = self._batch(0)[1] or 0
+        build = _WatchedBuild(
+            self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
+        )
+        self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+
+    def _reload(self) -> None:
+        """A fresh instance, set up from other values, gets what this one holds, and goes on."""
+        assert self.implementation is not None
+        self.implementation.drain()
+        held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
+        self.implementation.close()
+        state = None
+        if self.rank == self.mesh.ranks[0] or self.capabilities.initial_state == "everywhere":
+            other = self.workload.build_for(self.mesh.ranks[0], 0)()
+            named = itertools.chain(other.named_parameters(), other.named_buffers())
+            state = {name: tensor.detach() for name, tensor in named}
+        self._set_up(self.mesh, state)
+        for kind, pieces in held.items():
+            try:
+                self.implementation.load_pieces(kind, pieces)
+            except Refused as error:
+                raise CannotReload(f"refuses load_pieces: {error}") from error
+
+    def _watch(self, module: nn.Module, units: Sequence[str]) -> None:
+        """Set the suite's hooks on what was built."""
+        program_order.watch(module, units)
+        if self.memory:
+            watch_memory(module)
+            self.built.append(weakref.ref(module))
+
+    def _batch(self, step: int) -> tuple[Batch, int | None]:
+        """This rank's share of the global batch (empty unless it is a worker), and its number."""
+        members = self.mesh.ranks
+        roles = {r: self.cls.role(r, self.case.world, self.case.options) for r in members}
+        workers = [r for r, role in roles.items() if role == "worker"]
+        shares = data_shares(self.mesh.axes, members, workers)
+        if self.rank not in shares:
+            return Batch(step, ()), None
+        coordinate = shares[self.rank]
+        if self.case.shares:
+            coordinate = self.case.shares[coordinate]
+        with self._aside():
+            batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
+            return _placed(batch, self.mesh.device, self.case.loss_scale), coordinate
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """What is allocated inside is the suite's and not counted."""
+        return self.memory.paused() if self.memory else nullcontext()
+
+    def _weigh(self, point: str) -> None:
+        """Label what the rank holds at this moment, and mark it."""
+        if self.memory is None or self.implementation is None:
+            return
+        pieces: dict[str, list[Piece]] = {
+            kind: self.implementation.local_state(kind) for kind in KINDS
+        }
+        modules = [module for made in self.built if (module := made()) is not None]
+        self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
+        self.memory.mark(point)
+
+    def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+        assert self.implementation is not None
+        return {kind: _pieces(self.implementation.local_state(kind)) for kind in kinds}
+
+    def _judged_between_steps(self) -> bool:
+        """Whether state between steps is one that others can tell: all ranks, always, in step."""
+        plain = self.capabilities.oracle == "plain" and "after_update" in self.capabilities.points
+        return plain and not self.case.membership and self.implementation is not None
+
+    def _evaluation(self, step: int) -> dict[str, Any] | None:
+        """Two evaluations of the batch of ``step``, and what they changed (``None``: refused)."""
+        assert self.implementation is not None
+        batch, share = self._batch(step)
+        kinds: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+        with self.log.observe("evaluation") if self.log else nullcontext():
+            before = self._holds(kinds)
+            try:
+                told = [self.implementation.evaluate(batch) for _ in range(2)]
+            except Refused:
+                return None
+            after = self._holds(kinds)
+        losses = [None if loss is None else _number(loss) for loss in told]
+        changed = [kind for kind in kinds if _differ(before[kind], after[kind])]
+        return {"step": step, "share": share, "losses": losses, "changed": changed}
+
+    def _full_state(self) -> dict[str, Any] | None:
+        """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""
+        assert self.implementation is not None
+        with self.log.observe("full_state") if self.log else nullcontext():
+            try:
+                state = self.implementation.full_state("parameters")
+            except Refused:
+                return None
+        return {name: tensor_digest(tensor) for name, tensor in state.items()}
+
+    def _step(self, step: int) -> dict[str, Any]:
+        if self.implementation is None:
+            return {
+                "step": step,
+                "present": False,
+                "share": None,
+                "windows": [],
+                "loss": None,
+                "norm": None,
+                "metrics": {},
+                "observed": {point: {} for point in POINTS},
+                "calls": [0, 0],
+                "events": [0, 0],
+            }
+        ledger, log = traffic.current(), self.log
+        batch, share = self._batch(step)
+        observed: dict[str, dict[str, Any]] = {}
+
+        def observe(point: Point) -> None:
+            if point in observed:
+                raise BrokenContract(f"step {step}: {point!r} was observed twice")
+            with log.observe(point) if log else nullcontext():
+                self._weigh(point)
+                observed[point] = self._holds(KINDS_AT[point])
+
+        first_call = len(ledger.calls) if ledger else 0
+        first_event = log.now if log else 0
+        self.outputs.clear()
+        if self.memory:
+            self.memory.step = step
+        with log.step(step) if log else nullcontext():
+            result = self.implementation.step(batch, observe)
+            if not isinstance(result, StepResult):
+                what = type(result).__name__
+                raise BrokenContract(f"step {step} returned {what}, not a StepResult")
+        for point in self.capabilities.points:
+            if point not in observed:
+                raise BrokenContract(f"step {step}: {point!r} was never observed")
+        return {
+            "step": step,
+            "present": True,
+            "share": share,
+            "windows": [len(window) for window in batch.windows],
+            "loss": None if result.loss is None else _number(result.loss),
+            "norm": None if result.norm is None else _number(result.norm),
+            "metrics": dict(result.metrics),
+            "outputs": sorted(self.outputs),
+            "observed": observed,
+            "held": {point: _elements(kinds) for point, kinds in observed.items()},
+            "calls": [first_call, len(ledger.calls) if ledger else 0],
+            "events": [first_event, log.now if log else 0],
+        }
+
+
+def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
+    """The rank's memory ledger, where ``case`` asks for it and it can be had."""
+    log = program_order.current()
+    if log is None or not weighable(case, capabilities.backends):
+        return None
+    return MemoryLedger(lambda: log.phase)
+
+
+def _elements(kinds: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Elements by kind and name of what the rank holds at a moment; names of none are left out.
+
+    Of a parameter's optimizer slots the largest counts; counters and masters do not.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for kind, pieces in kinds.items():
+        sizes: dict[str, int] = {}
+        for piece in pieces:
+            if piece["tensor"].numel():
+                sizes[piece["name"]] = sizes.get(piece["name"], 0) + piece["tensor"].numel()
+        if kind == "optimizer":
+            slots: dict[str, int] = {}
+            for name, size in sizes.items():
+                owner, _, slot = name.rpartition(".")
+                if slot != "step" and not slot.startswith("master"):
+                    slots[owner] = max(slots.get(owner, 0), size)
+            sizes = slots
+        found[kind] = sizes
+    return found
+
+
+def _placed(batch: Batch, device: str, factor: float) -> Batch:
+    """``batch`` on ``device``, with every loss weight times ``factor``."""
+    if factor == 1.0 and device == "cpu":
+        return batch
+
+    def place(micro: MicroBatch) -> MicroBatch:
+        tensors = (micro.inputs, micro.targets, micro.weights * factor, micro.sample_ids)
+        return MicroBatch(*(tensor.to(device) for tensor in tensors))
+
+    windows = tuple(tuple(place(micro) for micro in window) for window in batch.windows)
+    return dataclasses.replace(batch, windows=windows)
+
+
+def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str, Any]:
+    """Capabilities as plain data, with the claimed strategy."""
+    fields = dataclasses.asdict(capabilities)
+    fields["features"] = sorted(capabilities.features)
+    fields["declines"] = dict(capabilities.declines)
+    return {"strategy": cls.strategy, **fields}
+
+
+def _differ(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether two lists of copied pieces differ in any name, place or bit."""
+    if len(before) != len(after):
+        return True
+    for one, other in zip(before, after, strict=True):
+        if any(one[key] != other[key] for key in one if key != "tensor"):
+            return True
+        first, second = tensor_digest(one["tensor"]), tensor_digest(other["tensor"])
+        if first != second:
+            return True
+    return False
+
+
+def tensor_digest(tensor: Tensor) -> dict[str, Any]:
+    """SHA-256 of the bytes, shape and dtype, as ``evidence.assembled.describe`` tells them."""
+    plain = tensor.detach().cpu().contiguous()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return {
+        "digest": hashlib.sha256(data).hexdigest(),
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+
+
+def _copy(piece: Piece) -> Piece:
+    return dataclasses.replace(piece, tensor=piece.tensor.detach().clone(), source=None)
+
+
+def _number(value: Tensor | float) -> float:
+    number = float(value)
+    return number if math.isfinite(number) else math.nan
+
+
+def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
+    """Copies, so that what the implementation does next cannot change what was seen."""
+    return [
+        {
+            "name": piece.name,
+            "global_shape": list(piece.global_shape),
+            "slices": None if piece.slices is None else [list(s) for s in piece.slices],
+            "flat_range": None if piece.flat_range is None else list(piece.flat_range),
+            "replica": piece.replica,
+            "incomplete": piece.incomplete,
+            "tensor": piece.tensor.detach().cpu().clone(memory_format=torch.contiguous_format),
+        }
+        for piece in pieces
+    ]
+
+
+class _WatchedBuild:
+    """The workload's build, with the suite's program-order hooks on what it makes."""
+
+    def __init__(
+        self,
+        build: Build,
+        watch: Callable[[nn.Module, Sequence[str]], None],
+        outputs: set[str],
+    ) -> None:
+        self._build = build
+        self._watch = watch
+        self._outputs = outputs
+        self.units, self.cross_entropy = build.units, build.cross_entropy
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        module = self._build(device)
+        self._watch(module, self.units)
+        return module
+
+    def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
+        return self._build.stage(module, start, stop)
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        self._outputs.add(str(outputs.dtype).removeprefix("torch."))
+        return self._build.loss(outputs, micro)
+
+
+def facts_for_judge(workload: Workload) -> Mapping[str, Any]:
+    """What the checks need to know of the workload."""
+    return {
+        "zero_gradient": workload.zero_gradient,
+        "parameter_names": list(workload.parameter_names),
+        "trainable_names": list(workload.trainable_names),
+        "unused_possible": workload.unused_possible,
+        "traits": list(workload.spec.traits),
+    }

@@ -1,0 +1,243 @@
+"""From the account of a case to its verdict: pure functions, so that a stored run is judged again.
+
+:func:`decide` is called when a case has run, and by ``shardproof verify`` on what the records hold.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardproof import checks
+from shardproof.case import Case
+from shardproof.checks import Outcome, schedule
+from shardproof.checks.refusals import judge_errors
+from shardproof.contract import PROFILES, TRAIT_FEATURES
+from shardproof.evidence.account import Account, restore
+from shardproof.evidence.assembled import Figures
+from shardproof.launch.outcome import RankOutcome, root_cause
+
+#: What a native-precision comparison can prove by itself: it misses small faults.
+NATIVE_ONLY = "pass (native only)"
+#: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
+UNEQUAL = "unequal_micro_batches"
+#: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
+CONTRACT_ERRORS = ("Refused", "BrokenContract")
+#: The options that a refusal names, by their outermost names, and the axes of the mesh.
+_OPTION = re.compile(r"\boption '(\w+)")
+_AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
+
+
+def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
+    """The result of a case.  ``figures``: those of ``account``, if they are at hand already."""
+    case = account.case
+    if account.fault:
+        return _result(case, "crash", account.fault)
+    if case.skip:
+        return _result(case, "skip", case.skip)
+    if account.leader is not None:
+        return _expected(case, *_broken_leader(account.leader))
+    if account.broken:
+        return _expected(case, "crash", account.broken)
+    if account.refused is not None:
+        kind, message = account.refused
+        error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
+        return _refused(case, [error])
+    assert account.claims is not None
+    reason = outside_profile(account.claims)
+    if reason:
+        return _expected(case, "fail", reason)
+    reason = declared_away(case, account.claims, account.missing)
+    if reason:
+        return _result(case, "skip", reason)
+    outcomes = [RankOutcome(**outcome) for outcome in account.outcomes]
+    if account.misfit:
+        error = RankOutcome(0, status="raised", error_type="Misfit", message=account.misfit)
+        if "refuses" not in case.expect:
+            return _expected(case, "refused", account.misfit)
+        outcomes = [error]
+    if "refuses" in case.expect:
+        return _refused(case, outcomes)
+    if account.misclaimed:
+        found = [schedule.not_run(account.misclaimed)]
+        return _expected(case, *verdict_of(found), found)
+    cause = root_cause(outcomes)
+    if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
+        return _expected(case, "refused", cause.message)
+    if cause is not None:
+        return _expected(case, *_broken(cause, outcomes))
+    if account.untold:
+        return _expected(case, "precondition", account.untold)
+    if figures is None:
+        assert account.figures is not None
+        figures = restore(case, account.figures)
+    found = [_run_check(name, figures) for name in case.checks]
+    verdict, text = verdict_of(found)
+    if verdict == "pass" and case.lane == "native":
+        verdict = NATIVE_ONLY
+    return _expected(case, verdict, text, found)
+
+
+def _broken_leader(leader: Mapping[str, Any]) -> tuple[str, str]:
+    """Verdict and sentence where the judging process was ended for its time, or died."""
+    if leader["timed_out"]:
+        verdict = "hang"
+        text = f"no verdict after {leader['seconds']:.0f} s: the case was ended"
+    elif leader["signal"]:
+        verdict, text = "crash", f"the judging process died of signal {leader['signal']}"
+    else:
+        verdict, text = "crash", f"the judging process ended with exit code {leader['exit_code']}"
+    if leader["output"].strip():
+        text += f": {leader['output'].strip()[-800:]}"
+    return verdict, text
+
+
+def _run_check(name: str, figures: Figures) -> Outcome:
+    broke = next((row["broke"] for row in figures.compared.get(name, ()) if "broke" in row), "")
+    if broke:
+        return Outcome(name, "fail", f"the check itself broke: {broke}")
+    try:
+        return checks.decide(name, figures)
+    except Exception as error:  # noqa: BLE001 - a check that breaks must not pass for a pass
+        where = traceback.format_exception(error)[-2].strip()
+        return Outcome(name, "fail", f"the check itself broke: {error!r} ({where})")
+
+
+def verdict_of(found: Sequence[Outcome]) -> tuple[str, str]:
+    """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
+
+    Each outcome that gave it has a line of its own: together they often explain the fault.
+    """
+    for status in ("fail", "undecidable", "precondition"):
+        told = [f"{o.check}: {o.message}" for o in found if o.status == status]
+        if told:
+            return status, "\n".join(told)
+    if found and all(outcome.status == "skip" for outcome in found):
+        return "skip", "; ".join(f"{o.check}: {o.message}" for o in found)
+    return "pass", ""
+
+
+def outside_profile(claims: Mapping[str, Any]) -> str:
+    """A declined trait that the claimed strategy's profile implies cannot be declared away."""
+    profile = PROFILES.get(claims["strategy"], frozenset())
+    for trait in claims["declines"]:
+        feature = TRAIT_FEATURES.get(trait)
+        if feature in profile:
+            return (
+                f"declines trait {trait!r}, but claiming {claims['strategy']!r} implies {feature!r}"
+            )
+    return ""
+
+
+def declared_away(case: Case, claims: Mapping[str, Any], missing: str) -> str:
+    """Why this case lies outside what the implementation claims or what the machine has."""
+    if case.backend not in claims["backends"]:
+        return f"runs on {', '.join(claims['backends'])} only"
+    if missing:
+        return missing
+    foreign = [axis for axis in case.mesh if axis not in claims["axes"]]
+    if foreign:
+        return f"has no axis {', '.join(foreign)}; its axes: {', '.join(claims['axes'])}"
+    if claims["max_world"] is not None and case.world > claims["max_world"]:
+        return f"runs at world sizes up to {claims['max_world']}"
+    if case.dtype not in claims["dtypes"]:
+        return f"has no {case.dtype}; its dtypes: {', '.join(claims['dtypes'])}"
+    for trait in case.workload.traits:
+        if trait in claims["declines"]:
+            return f"declines trait {trait}: {claims['declines'][trait]}"
+    counts = case.workload.micro_batch_counts(case.data_coordinates)
+    if UNEQUAL in claims["declines"] and len(set(counts)) > 1:
+        return (
+            f"declines trait {UNEQUAL}, and {case.workload.global_batch} samples do not suffice: "
+            f"{min(counts)} to {max(counts)} micro-batches a rank: {claims['declines'][UNEQUAL]}"
+        )
+    return ""
+
+
+def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
+    if "refuses" not in case.expect:
+        message = outcomes[0].message
+        if is_about_input(case, message):
+            return _expected(case, "refused", message)
+        return _expected(case, "fail", f"refuses without having declared it: {message}")
+    outcome = judge_errors(str(case.expect["refuses"]), outcomes)
+    return _expected(case, *verdict_of([outcome]), [outcome])
+
+
+def is_about_input(case: Case, message: str) -> bool:
+    """Whether a refusal names what is at fault: an option that the scenario gives, or an axis."""
+    named = any(name in case.options for name in _OPTION.findall(message))
+    return named or _AXIS.search(message) is not None
+
+
+#: A frame of a formatted traceback.
+_FRAME = re.compile(r'^ +File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
+    """Verdict and sentence for ranks that did not end well."""
+    if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
+        return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
+    if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
+        return "hang", cause.message + _last_calls(outcomes)
+    text = f"rank {cause.rank} {cause.status}"
+    if cause.error_type:
+        text += f" {cause.error_type}"
+    if cause.message:
+        text += f": {cause.message}"
+    found = _FRAME.findall(cause.traceback)
+    if cause.status == "raised" and found:
+        file, line, function = found[-1]
+        text += f" ({file}:{line} in {function})"
+    if len({outcome.last_call for outcome in outcomes}) > 1:
+        text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on
+    elif cause.last_call:
+        text += f" [its last call: {cause.last_call}]"
+    return "crash", text
+
+
+def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
+    calls = "; ".join(f"rank {o.rank}: {o.last_call}" for o in outcomes if o.last_call)
+    return f" [last calls: {calls}]" if calls else ""
+
+
+def _expected(
+    case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()
+) -> dict[str, Any]:
+    """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
+    if case.xfail is not None:
+        if verdict in ("fail", "crash", "hang", "refused"):
+            verdict, reason = "xfail", f"{case.xfail} [{reason}]"
+        elif verdict in ("pass", NATIVE_ONLY):
+            verdict, reason = "xpass", f"expected to fail: {case.xfail}"
+    if verdict == "refused" and case.source:
+        reason = f"{case.source}: {reason}"
+    return _result(case, verdict, reason, found)
+
+
+def _result(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> dict[str, Any]:
+    by_name = {outcome.check: outcome for outcome in found}
+    worst = by_name["equivalence"].worst if "equivalence" in by_name else None
+    sent = by_name["traffic"].figures if "traffic" in by_name else {}
+    return {
+        "id": case.id,
+        "case": case.to_dict(),
+        "verdict": verdict,
+        "reason": reason,
+        "checks": [outcome.to_dict() for outcome in found],
+        "seconds": 0.0,
+        "worst_error": worst.error if worst else None,
+        "bound": worst.bound if worst else None,
+        "bytes_sent": sent.get("bytes_sent"),
+        "bytes_expected": sent.get("bytes_expected"),
+        "rerun": f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
+    }
+
+
+def _argument(case: Case) -> str:
+    """What names the scenario on the command line: its file, if it is not one of the suite's."""
+    file = case.source.rpartition(":")[0]
+    return case.scenario if not file or file.startswith("scenarios/") else shlex.quote(file)

@@ -1,0 +1,216 @@
+"""The feature is really on: what a strategy claims is what it does.
+
+Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
+at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
+the whole is no shard; see :mod:`shardproof.costs`), at the dtypes of buffers and of outputs against
+the policy of mixed precision, and, for data parallelism, at the calls:
+gradients travel in buckets (fewer than parameters, as many as the scenario expects with
+``expect.buckets``), and accumulation stays silent until the last micro-batch.  Where the option
+``recompute_every`` is given, every block's forward runs again in backward, or none does.  How many
+gathers and reductions there are is counted by ``traffic``.  A silent fall-back to something simpler
+is a ``fail``, however right its numbers.
+
+*Cannot see* features that leave no trace in calls, names or capabilities.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from shardproof.checks import Outcome
+from shardproof.checks.overlap import REDUCTIONS
+from shardproof.checks.traffic import step_calls
+from shardproof.contract import PROFILES
+from shardproof.costs import promise_of
+from shardproof.costs.expression import CaseFacts
+from shardproof.costs.model_facts import ITEMSIZE
+from shardproof.evidence.assembled import Figures
+
+
+def decide(evidence: Figures) -> Outcome:
+    """Compare claims with traces."""
+    strategy = evidence.capabilities["strategy"]
+    if strategy not in PROFILES:
+        known = ", ".join(sorted(PROFILES))
+        return Outcome("engagement", "fail", f"unknown strategy {strategy!r}; known: {known}")
+    missing = PROFILES[strategy] - set(evidence.capabilities["features"])
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        return Outcome("engagement", "fail", f"claims {strategy!r} but lacks: {lacks}")
+    names = {
+        row["name"]
+        for row in evidence.tensors
+        if row["point"] == "initial" and row["kind"] == "parameters"
+    }
+    expected = set(evidence.workload["parameter_names"])
+    if names != expected:
+        changed = ", ".join(sorted(names ^ expected)[:4])
+        return Outcome("engagement", "fail", f"parameter names did not survive setup: {changed}")
+    problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
+    if problem:
+        return Outcome("engagement", "fail", problem)
+    if not evidence.case.ledgers:
+        return Outcome("engagement", "skip", "ledgers are off")
+    figures: dict[str, object] = {}
+    for problem in (
+        _silent_accumulation(evidence),
+        _recomputation(evidence),
+        _buckets(evidence, figures),
+    ):
+        if problem:
+            return Outcome("engagement", "fail", problem, None, figures)
+    return Outcome("engagement", "pass", "", None, figures)
+
+
+#: Kind of state -> the observation point at which its sizes are compared, and the promise's field.
+_SIZES = (
+    ("parameters", "after_update", "parameters"),
+    ("gradients", "gradients_final", "gradients"),
+    ("optimizer", "after_update", "optimizer"),
+)
+
+
+def _sizes(evidence: Figures) -> str:
+    """Every rank holds the elements of each name that the strategy promises, no more and no less.
+
+    Sizes are those that a rank told in the last step; of the optimizer the largest slot counts.
+    """
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    strategy = evidence.capabilities["strategy"]
+    promise = promise_of(strategy, plan)
+    if promise is None or evidence.case.membership:
+        return ""
+    for record in evidence.records:
+        told = record["steps"][-1]
+        if any(step["metrics"].get("skipped") for step in record["steps"]):
+            return ""
+        local = promise.local(record["rank"])
+        for kind, point, field in _SIZES:
+            held = told.get("held", {}).get(point, {}).get(kind)
+            if held is None:
+                continue
+            wanted: Mapping[str, int] = getattr(local, field)
+            # A piece without elements tells nothing, and who holds it is nobody's promise.
+            own = {name: count for name, count in wanted.items() if count}
+            odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
+            if odd is not None:
+                return (
+                    f"rank {record['rank']} holds {held.get(odd, 0):,} elements of the {kind} of "
+                    f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
+                )
+    return ""
+
+
+def _buffer_dtypes(evidence: Figures) -> str:
+    """Floating-point buffers are held after the last update as the policy says, else as built.
+
+    One that is re-bound may have come to be as wide as what it is computed from.
+    """
+    case = evidence.case
+    wanted = case.precision.get("buffers", case.dtype)
+    allowed = {wanted}
+    if "rebound_buffer" in evidence.workload["traits"]:
+        allowed.add(_wider(wanted, case.compute_dtype))
+    for row in evidence.tensors:
+        if row["kind"] != "buffers" or row["step"] != case.steps - 1:
+            continue
+        if row["dtype"] in ITEMSIZE and row["dtype"] not in allowed:
+            return (
+                f"ranks {row['owners']} hold the buffer {row['name']!r} in {row['dtype']}, "
+                f"precision.buffers asks for {wanted}"
+            )
+    return ""
+
+
+def _wider(one: str, other: str) -> str:
+    """The dtype of a sum of the two."""
+    both = torch.promote_types(getattr(torch, one), getattr(torch, other))
+    return str(both).removeprefix("torch.")
+
+
+def _output_dtypes(evidence: Figures) -> str:
+    """Losses are taken of outputs in the dtype that the policy names, if it names one."""
+    wanted = evidence.case.precision.get("output")
+    for record in evidence.records if wanted is not None else ():
+        for step in evidence.steps:
+            odd = set(record["steps"][step].get("outputs", ())) - {wanted}
+            if odd:
+                return (
+                    f"rank {record['rank']}, step {step}: outputs in {', '.join(sorted(odd))}, "
+                    f"precision.output asks for {wanted}"
+                )
+    return ""
+
+
+def _silent_accumulation(evidence: Figures) -> str:
+    """No gradient reduction before the backward of the last micro-batch begins."""
+    features = evidence.capabilities["features"]
+    if "accumulation_without_communication" not in features or evidence.case.world == 1:
+        return ""
+    for index, record in enumerate(evidence.records):
+        for step in evidence.steps:
+            first, last = record["steps"][step]["events"]
+            starts = [
+                n
+                for n, kind, unit in record["events"]
+                if kind == "forward" and unit == "" and first <= n < last
+            ]
+            if len(starts) < 2:
+                continue
+            early = [
+                call
+                for call in step_calls(evidence, step, index)
+                if call["operation"] in REDUCTIONS and call["issued"] < starts[-1]
+            ]
+            if early:
+                return (
+                    f"rank {record['rank']}, step {step}: {len(early)} reductions before the last "
+                    "micro-batch: accumulation should not communicate"
+                )
+    return ""
+
+
+def _recomputation(evidence: Figures) -> str:
+    """As many forwards of each block inside backward as before it, or none."""
+    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    every = plan.options.get("recompute_every") if plan else None
+    if plan is None or every is None:
+        return ""
+    for record in evidence.records:
+        for step in evidence.steps:
+            first, last = record["steps"][step]["events"]
+            found = Counter((kind, unit) for n, kind, unit in record["events"] if first <= n < last)
+            for unit in plan.units:
+                wanted = found["forward", unit] if every else 0
+                again = found["recompute", unit]
+                if again != wanted:
+                    return (
+                        f"rank {record['rank']}, step {step}: {unit!r} is recomputed {again} "
+                        f"times in backward, {wanted} asked for (recompute_every: {every})"
+                    )
+    return ""
+
+
+def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
+    """A bucketed strategy reduces several buckets, fewer than there are parameters."""
+    if evidence.capabilities["strategy"] != "ddp" or evidence.case.world == 1:
+        return ""
+    last = evidence.steps[-1]
+    counts = [
+        sum(call["operation"] in REDUCTIONS for call in step_calls(evidence, last, index))
+        for index in range(len(evidence.records))
+    ]
+    figures["buckets"] = max(counts)
+    parameters = len(evidence.workload["trainable_names"])
+    figures["parameters"] = parameters
+    if len(set(counts)) > 1:
+        return f"ranks reduce different numbers of buckets: {counts}"
+    least = int(evidence.case.expect.get("buckets", 1))
+    if counts[0] < least:
+        return f"{counts[0]} bucket(s) a step, the scenario expects at least {least}"
+    if counts[0] >= parameters:
+        return f"{counts[0]} reductions for {parameters} parameters: gradients are not bucketed"
+    return ""

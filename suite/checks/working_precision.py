@@ -1,0 +1,141 @@
+"""The native lane: errors in a low precision, measured by those of one device in that precision.
+
+Truth is an fp64 run that starts from the same rounded numbers.  Both it and a one-device run in the
+case's dtype are *teacher-forced*: each step begins from the parameters that the system under test
+held, so that every step is judged alone.  For gradient tensor t
+
+    rho(t) = err(system, t) / max(err(one device, t), median over tensors of err(one device))
+
+with err the relative Frobenius error against fp64, and rho may be at most k (``numbers.py``).
+Tensors of fewer than 16 elements count as one, laid end to end: the errors of one or two elements
+are single draws, and one draw is many times another by chance (F(2, 2) exceeds 9 in one case of
+ten, F(16, 16) in one of 30,000).  The update is replayed (at most 4 ULP).  A part of equivalence;
+sees the plumbing of precisions and gross faults, not one wrong element in bf16: alone it gives
+``pass (native only)``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.case import DATA_AXES
+from shardproof.checks.numbers import (
+    NATIVE_FACTOR_DATA_PARALLEL,
+    NATIVE_FACTORS,
+    ZERO_FLOOR,
+    root_mean_square,
+    split_zero,
+)
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.oracle import training
+from shardproof.workloads import for_case, make
+
+Tensors = Mapping[str, Tensor]
+#: Tensors of fewer elements have too few errors to be judged alone.
+SMALL = 16
+#: Zero slices in one-device runs: (start, stop) per dimension.
+Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
+
+
+def factor(evidence: Figures) -> float:
+    """k: how many times the error of one device is allowed."""
+    case = evidence.case
+    data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)
+    wide = case.precision.get("reduce") == "float32"
+    wide = wide or "fp32_reduction" in evidence.capabilities["features"]
+    if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
+        return NATIVE_FACTOR_DATA_PARALLEL
+    return NATIVE_FACTORS[case.lowest_dtype]
+
+
+def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps of the fp64 twin and of one device in the case's precision, both forced.
+
+    They compute with the same values: masters and shards are rounded to what is computed with.
+    """
+    case = evidence.case
+    narrow = getattr(torch, case.compute_dtype)
+    states = [evidence.observed(step, "after_update", "parameters") for step in evidence.steps]
+    forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
+    rule = evidence.capabilities["buffers"]
+    runs = []
+    twin = make(case.workload, "float64", case.lane, case.compute_dtype)
+    for workload, precision in ((twin, {}), (for_case(case), case.precision)):
+        runs.append(
+            training.train(
+                workload,
+                case.optimizer,
+                case.data_coordinates,
+                case.steps,
+                rule,
+                forced=forced,
+                precision=precision,
+            )["steps"]
+        )
+    return runs[0], runs[1]
+
+
+def ratios(
+    found: Tensors, single: Tensors, truth: Tensors, regions: Regions | None = None
+) -> dict[str, float]:
+    """rho per tensor, small ones together; tensors whose true value is 0 are left out (see
+    :func:`noise`).
+    """
+    regions = regions or {}
+    parts = {
+        name: [split_zero(t, regions.get(name, []))[0] for t in (found[name], single[name], value)]
+        for name, value in truth.items()
+    }
+    parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
+    small = [name for name, own in parts.items() if own[2].numel() < SMALL]
+    groups = [[name] for name in parts if name not in small] + ([small] if small else [])
+    errors = []
+    for group in groups:
+        many, one, want = (
+            torch.cat([parts[name][which].reshape(-1).to(torch.float64) for name in group])
+            for which in range(3)
+        )
+        errors.append([float((t - want).norm() / want.norm()) for t in (many, one)])
+    if not errors:
+        return {}
+    middle = statistics.median(one for _, one in errors)
+    return {
+        name: _ratio(many, max(one, middle))
+        for group, (many, one) in zip(groups, errors, strict=True)
+        for name in group
+    }
+
+
+def noise(found: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
+    """Root mean square of what should be 0, over its floor: 100 round-offs of the model's."""
+    floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
+    result = {}
+    for name, parts in regions.items():
+        if name in truth:
+            for part in split_zero(found[name], parts)[1]:
+                result[name] = _ratio(root_mean_square([part]), floor)
+    return result
+
+
+def loss_ratio(found: float, single: float, truth: float, unit: float) -> float:
+    """rho of the loss; one device may be right by luck, so at least one round-off counts."""
+    return _ratio(abs(found - truth), max(abs(single - truth), unit * abs(truth)))
+
+
+def round_off(dtype: str) -> float:
+    """Half the distance from 1 to the next number."""
+    return torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+def _ratio(error: float, scale: float) -> float:
+    if math.isnan(error):
+        return math.inf
+    if not scale:
+        return 0.0 if not error else math.inf
+    return error / scale

@@ -1,0 +1,1 @@
+"""The commands that people type, and the ways in from Python and pytest."""

@@ -1,0 +1,76 @@
+"""What there is to run and to judge with, as (name, about) pairs.  Names cost little to list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+Entries = list[tuple[str, str]]
+
+
+def implementations() -> Entries:
+    """Every implementation but mutants; none of them is imported."""
+    from shardproof import registry
+
+    return [(name, "") for name in registry.names()]
+
+
+def backends() -> Entries:
+    """Backends and whether this machine has them."""
+    from shardproof.backends import BACKENDS
+
+    return [
+        (name, f"not usable here: {reason}" if (reason := backend.available()) else "usable here")
+        for name, backend in BACKENDS.items()
+    ]
+
+
+def scenarios() -> Entries:
+    """Scenarios of the default folder and why each exists; timed ones as folder/name."""
+    from shardproof.scenarios import source
+    from shardproof.scenarios.load import default_folder, find, timed_files
+
+    folder = default_folder()
+    files = find([str(folder)])
+    judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
+    timed = []
+    for path in timed_files(folder):
+        about = " ".join(str(source.read(path).plain().get("about", "")).split())
+        timed.append((f"{path.parent.name}/{path.stem}", f"timed by `shardproof bench`: {about}"))
+    return judged + timed
+
+
+def mutants() -> Entries:
+    """Planted faults."""
+    from shardproof import registry
+
+    names = registry.mutant_names()
+    declared = [registry.load_mutant(name) for name in names]
+    return [
+        (name, f"{fault.summary} [{fault.parent}; killed by {', '.join(fault.killed_by)}]")
+        for name, fault in zip(names, declared, strict=True)
+    ]
+
+
+def checks() -> Entries:
+    """Checks and what they say of themselves."""
+    from shardproof import checks as package
+
+    return [(name, " ".join(text.split())) for name, text in package.summaries().items()]
+
+
+def traits() -> Entries:
+    """Trigger conditions that a workload can carry."""
+    from shardproof.workloads import TRAITS
+
+    return [(name, trait.about) for name, trait in TRAITS.items()]
+
+
+#: By the word that ``shardproof list`` takes.
+LISTS: Mapping[str, Callable[[], Entries]] = {
+    "impls": implementations,
+    "backends": backends,
+    "scenarios": scenarios,
+    "mutants": mutants,
+    "checks": checks,
+    "traits": traits,
+}

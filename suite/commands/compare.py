@@ -1,0 +1,303 @@
+"""The commands about several runs: `compare` says what differs, `gate` whether that may pass."""
+
+from __future__ import annotations
+
+import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardproof import verdicts
+from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from shardproof.compare.gate import Gate
+    from shardproof.compare.snapshot import Snapshot
+
+
+class Form(StrEnum):
+    """Forms of a comparison."""
+
+    table = "table"
+    markdown = "markdown"
+    csv = "csv"
+    json = "json"
+    html = "html"
+
+
+class By(StrEnum):
+    """What rows (``hardware``: columns) stand for."""
+
+    strategy = "strategy"
+    backend = "backend"
+    hardware = "hardware"
+
+
+class Host(StrEnum):
+    """Whose annotations."""
+
+    github = "github"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command(short_help="Say what differs between runs.")(compare)
+    app.command(short_help="Judge a run beside a baseline, by a policy.")(gate)
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="run folders, ids, baselines or bundles; the first is the reference",
+        ),
+    ],
+    form: Annotated[Form, typer.Option("--format", help="form of the output")] = Form.table,
+    by: Annotated[
+        By | None,
+        typer.Option("--by", help="rows by strategy or backend; hardware: a column a machine"),
+    ] = None,
+    only_changed: Annotated[
+        bool, typer.Option("--only-changed", help="leave out what is equal or undecided")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="write the runs as one baseline, and no more"),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="--save replaces FILE if it is there")
+    ] = False,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="FILE", help="put the Markdown between FILE's results markers"
+        ),
+    ] = None,
+) -> None:
+    """Say what differs between runs, what is not comparable, and why.
+
+    \b
+    shardproof compare 20260102-030405 20260103-040506
+    shardproof compare results/baselines/cpu.json RUN --only-changed
+    shardproof compare RUN RUN RUN --by strategy --format markdown
+    shardproof compare RUN RUN --save results/baselines/cpu.json      a baseline of both
+    shardproof compare results/baselines/*.json --by hardware --into results/README.md
+
+    Compared are results of one id, one version of suite and torch, one cell and one data set. Exact
+    figures (verdicts, bytes, calls, what is held) have tolerance 0. Times are ratios that each run
+    measured by itself, with Welch's interval of their difference; seconds are never compared.
+
+    Exit codes: 0 compared, whatever differs (`gate` judges); 2 bad input; 3 nothing is comparable.
+    """
+    from shardproof.compare import baseline
+
+    if save is not None:
+        given = {"--format": form is not Form.table, "--by": by, "--only-changed": only_changed}
+        clash = next((name for name, value in {**given, "--into": into}.items() if value), None)
+        if clash:
+            what = "--save writes a baseline and compares nothing"
+            raise SelectionError(Problem(what, f"leave out {clash}", str(save)))
+        if not force and save.exists():
+            remedy = "give --force to replace it, or another name"
+            raise SelectionError(Problem("--save: is there already", remedy, file=str(save)))
+        _save([baseline.load(name) for name in runs], save)
+        return
+    if force:
+        raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
+    if into is not None and form not in (Form.table, Form.markdown):
+        raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
+    if len(runs) < 2 and by is not By.hardware:
+        remedy = "name two runs, or --save FILE, or --by hardware"
+        raise SelectionError(Problem("one run has nothing beside it", remedy, runs[0]))
+    snapshots = [baseline.load(name) for name in runs]
+    raise typer.Exit(_compare(snapshots, form, by, only_changed, into))
+
+
+def _save(snapshots: list[Snapshot], path: Path) -> None:
+    from dataclasses import replace
+
+    from shardproof.compare import baseline
+
+    found = replace(baseline.joined(snapshots), name=path.stem)
+    if not (found.cases or found.timed):
+        remedy = "name a run that has results"
+        raise SelectionError(Problem("--save: nothing was judged", remedy, snapshots[0].name))
+    baseline.save(found, path)
+    counts = f"{len(found.cases):,} cases, {len(found.timed):,} timed, {len(found.kills):,} faults"
+    typer.echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {found.hardware}")
+
+
+def _compare(
+    snapshots: list[Snapshot], form: Form, by: By | None, only_changed: bool, into: Path | None
+) -> int:
+    from shardproof.compare import formats, hardware, tables
+    from shardproof.compare.compare import compare as compared
+
+    reference, *others = snapshots
+    found = [compared(reference, other) for other in others]
+    if form is Form.csv:
+        typer.echo(formats.table(found, only_changed), nl=False)
+    elif form is Form.json:
+        typer.echo(formats.document(reference, found, only_changed), nl=False)
+    else:
+        if by is By.hardware:
+            told = hardware.report(reference, found, only_changed)
+        else:
+            told = tables.report(found, by.value if by is not None else "", only_changed)
+        if into is not None:
+            from shardproof import report
+
+            report.insert(formats.markdown(told), into)
+            typer.echo(f"{into}: {told.heading}")
+        elif form is Form.markdown:
+            typer.echo(f"# {told.heading}\n\n{formats.markdown(told)}", nl=False)
+        elif form is Form.html:
+            typer.echo(formats.html(told), nl=False)
+        else:
+            formats.text(told, _console().print)
+    if found and not any(comparison.comparable for comparison in found):
+        if form in (Form.csv, Form.json) or by is By.hardware or into is not None:
+            for comparison in found:
+                name = comparison.after.name
+                typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
+        return verdicts.NOT_DECIDED
+    return verdicts.HELD
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # Piped, a table must not be folded at 80 characters.
+    return console if console.is_terminal else Console(highlight=False, width=240)
+
+
+def gate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run folder, id, or bundle")],
+    against: Annotated[
+        str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
+    ],
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="what breaks (default: see below)"),
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option("--summary", metavar="FILE", help="write a Markdown summary there"),
+    ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="--summary adds to FILE in place of replacing it")
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there")
+    ] = None,
+    annotations: Annotated[
+        Host | None,
+        typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="judge the run again from its records, as `verify` does"),
+    ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
+    ] = None,
+) -> None:
+    """Judge a run beside a baseline: what a policy file says breaks, breaks.
+
+    \b
+    shardproof gate results/pr --against results/baselines/cpu.json
+    shardproof gate RUN --against BASELINE --policy deploy/ci/policy.yaml --junit gate.xml
+    shardproof gate RUN --against BASELINE --summary "$GITHUB_STEP_SUMMARY" --append \\
+                    --annotations github
+    shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      what expires by then
+    shardproof gate RUN.tar.gz --against BASELINE --verify                    made elsewhere
+
+    Without a policy these break: fail, crash, hang, refused options; a verdict that was better; an
+    exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
+    more than 5 %; a case, fault or ratio that is missing. What is better than the baseline, and
+    what a budget left out, is reported.
+
+    A run that is not what its manifest says breaks, whatever the policy. Who can change a run can
+    make its digests right again: --verify also judges it anew, which takes about as long as
+    `shardproof verify`.
+
+    Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.
+    """
+    from shardproof.compare import policy as policies
+    from shardproof.compare.compare import compare as compared
+    from shardproof.compare.gate import judge
+
+    if append and summary is None:
+        raise SelectionError(Problem("--append belongs to --summary", "name --summary FILE"))
+    told = policies.read(policy)
+    today = _day(on)
+    before, old_doubts = _evidence(against, again=False)
+    after, doubts = _evidence(run, again=verify)
+    if doubts is None:
+        what = "is a baseline, which has no evidence to judge"
+        raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
+    found = compared(before, after)
+    policies.check(told, before, after, max(today, _day(None)))
+    named = [(before.name, text) for text in old_doubts or ()]
+    gated = judge(found, told, today, [*named, *((after.name, text) for text in doubts)])
+    _tell(gated, summary, append, junit, annotations)
+    raise typer.Exit(gated.exit_code)
+
+
+def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
+    """A run as it is compared, and what is wrong with its evidence (``None``: it has none)."""
+    from shardproof.compare import baseline
+    from shardproof.runs.integrity import changed
+
+    with baseline.opened(name) as folder:
+        if folder is None:
+            return baseline.read(Path(name)), None
+        if again:
+            from shardproof.commands.verify import verify
+
+            found = verify(folder).problems
+        else:
+            found = list(changed(folder))
+        if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
+            found = [told.replace(str(folder), name) for told in found]
+        return baseline.of_folder(folder), found
+
+
+def _day(text: str | None) -> datetime.date:
+    if text is None:
+        return datetime.datetime.now(datetime.UTC).date()
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise SelectionError(Problem("--on: not a date", "write YYYY-MM-DD", text)) from None
+
+
+def _tell(
+    gated: Gate, summary: Path | None, append: bool, junit: Path | None, annotations: Host | None
+) -> None:
+    from shardproof.compare import gate_output
+
+    for line in gate_output.lines(gated):
+        typer.echo(line)
+    if annotations is Host.github:
+        for line in gate_output.github(gated):
+            typer.echo(line)
+    if summary is not None:
+        _write(summary, gate_output.summary(gated), "--summary", append)
+    if junit is not None:
+        _write(junit, gate_output.document(gated), "--junit", append=False)
+
+
+def _write(path: Path, text: str, option: str, append: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if append else "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        what = f"{option}: {error.strerror}"
+        raise SelectionError(Problem(what, "name a file to write", str(path))) from None

@@ -1,0 +1,206 @@
+"""``shardproof doctor``: traps of this machine, each with its remedy, before they cost a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardproof.launch.process_control import cores
+
+#: Bytes of shared memory that the records of a few cases at once may take.
+SHARED_BYTES = 256 << 20
+#: Bytes of memory that two cases at once need, torch included.
+MEMORY_BYTES = 2 << 30
+#: Bytes that the records of a full run take, with room to spare.
+DISK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One look: ``good``, ``note`` (it works, but) or ``bad`` (do what ``remedy`` says first)."""
+
+    what: str
+    state: Literal["good", "note", "bad"]
+    found: str
+    remedy: str = ""
+
+
+def examine(results: Path) -> Iterator[Finding]:
+    """All findings, quick ones first; ``results`` is where runs are to be written."""
+    yield _python()
+    yield _torch()
+    yield _cores()
+    yield _threads()
+    yield _memory()
+    yield _shared_memory()
+    yield _left_over()
+    yield _results(results)
+    yield _clock()
+    yield _name()
+    yield _gloo()
+    yield _engine()
+
+
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    return Finding("python", "good", version)
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "bad", "not installed", "`make setup`, or pip install torch")
+    import torch
+
+    build = f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        remedy = "install a build of torch with distributed and gloo"
+        return Finding("torch", "bad", f"{build}, without gloo", remedy)
+    return Finding("torch", "good", build)
+
+
+def _cores() -> Finding:
+    count = cores()
+    if count < 2:
+        return Finding("cores", "note", "1", "ranks take turns: runs take longer")
+    return Finding("cores", "good", str(count))
+
+
+def _threads() -> Finding:
+    told = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
+    text = ", ".join(f"{k}={v}" for k, v in told.items()) or "not set"
+    # Ranks are forked from a process that computes with one thread, whatever is set here.
+    return Finding("threads of math libraries", "good", f"{text}; ranks use 1 each")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    text = f"{free / 2**30:.1f} GiB available"
+    if free < MEMORY_BYTES:
+        return Finding("memory", "bad", text, "free 2 GiB, or run with -j 1")
+    return Finding("memory", "good", text)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        text = f"none; work folders go to {tempfile.gettempdir()}"
+        return Finding("/dev/shm", "note", text, "mount a tmpfs there for faster runs")
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 2**20:.0f} MiB free"
+    if free < SHARED_BYTES:
+        remedy = "in containers: --shm-size 1g; else remove what fills it"
+        return Finding("/dev/shm", "bad", text, remedy)
+    return Finding("/dev/shm", "good", text)
+
+
+def _left_over() -> Finding:
+    from shardproof.cases.runner import sweep, workspace_base
+
+    removed = sweep(workspace_base())
+    text = f"removed {len(removed)} of killed runs" if removed else "none"
+    return Finding("left-over work folders", "good", text)
+
+
+def _results(results: Path) -> Finding:
+    folder = results.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as stream:
+            stream.write(b"x" * 4096)
+            stream.flush()
+    except OSError as error:
+        remedy = "choose another folder with --results"
+        return Finding("results", "bad", f"{folder} cannot be written: {error.strerror}", remedy)
+    free = shutil.disk_usage(folder).free
+    text = f"{folder} is writable, {free / 2**30:.1f} GiB free"
+    if free < DISK_BYTES:
+        return Finding("results", "bad", text, "make room")
+    return Finding("results", "good", text)
+
+
+def _clock() -> Finding:
+    step = time.get_clock_info("perf_counter").resolution
+    before, began = time.time(), time.monotonic()
+    time.sleep(0.05)
+    drift = abs((time.time() - before) - (time.monotonic() - began))
+    if step > 1e-6:
+        text = f"resolution {step:g} s"
+        return Finding("clock", "note", text, "do not trust timings of this machine")
+    if drift > 0.01:
+        text = f"the wall clock jumped {drift:.3f} s in 0.05 s"
+        return Finding("clock", "note", text, "wait until the clock is set")
+    return Finding("clock", "good", f"resolution {step:g} s, steady")
+
+
+def _name() -> Finding:
+    """torch's launchers hand out this machine's name; a name without an address is a trap."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        remedy = f"add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        return Finding("host name", "note", f"{name} has no address", remedy)
+    return Finding("host name", "good", f"{name} is {address}")
+
+
+_PAIR = """
+import datetime, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+def rank(number, path):
+    store = dist.FileStore(path, 2)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=20)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    group = dist.ProcessGroupGloo(store, number, 2, options)
+    value = torch.ones(1)
+    group.allreduce([value]).wait()
+    assert value.item() == 2
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank, (folder + "/store",), 2)
+"""
+
+
+def _gloo() -> Finding:
+    """Two processes add two numbers over the loopback interface."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "pair.py"
+        script.write_text(_PAIR, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [sys.executable, str(script)],
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            text, code = "no answer within 90 s", 1
+        else:
+            code = done.returncode
+            text = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
+    if code:
+        remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
+        return Finding("gloo over loopback", "bad", text, remedy)
+    return Finding("gloo over loopback", "good", "two processes talk")
+
+
+def _engine() -> Finding:
+    from shardproof.multinode.cluster import engine_missing
+
+    missing = engine_missing()
+    if missing:
+        return Finding("container engine", "note", missing, "needed by `make cluster` only")
+    return Finding("container engine", "good", "answers")

@@ -1,0 +1,141 @@
+"""What is seen while cases run: a bar on a terminal, now and then a line anywhere else.
+
+A case that breaks is shown at once, with the reason and the command that reruns just that case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardproof import verdicts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EVERY_SECONDS = 10.0
+EVERY_CASES = 25
+
+
+class Progress:
+    """Context manager; :meth:`step` is called once a case.  ``total`` may be unknown (``None``)."""
+
+    def __init__(
+        self, console: Console, total: int | None, what: str, show_red: bool = True
+    ) -> None:
+        self.console = console
+        self.total = total
+        self.what = what
+        self.show_red = show_red
+        self.counts: Counter[str] = Counter()
+        self._began = self._spoke = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn(self.what),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[counts]}"),
+                progress.TimeElapsedColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.what, total=self.total, counts="")
+        else:
+            count = "" if self.total is None else f": {self.total} cases"
+            self._say(f"{self.what}{count}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, result: Mapping[str, Any]) -> None:
+        """Count one result and show it if it is red."""
+        kind = verdicts.kind(result["verdict"])
+        self.counts[kind] += 1
+        if self.show_red and (kind in verdicts.RED or kind in verdicts.OPEN):
+            self._failure(result)
+        done = self.counts.total()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, counts=self._counts())
+            return
+        now = time.monotonic()
+        if done % EVERY_CASES == 0 or now - self._spoke > EVERY_SECONDS or done == self.total:
+            self._spoke = now
+            of = "" if self.total is None else f"/{self.total}"
+            self._say(f"  {done}{of} in {now - self._began:.0f} s: {self._counts()}")
+
+    def _counts(self) -> str:
+        return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
+
+    def _failure(self, result: Mapping[str, Any]) -> None:
+        from rich.text import Text
+
+        self.console.print(Text(f"{result['verdict']}: {result['id']}", style="bold red"))
+        for line in str(result["reason"]).splitlines()[:12]:
+            self._say(f"    {line}")
+        self._say(f"    rerun: {result['rerun']}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Blocks:
+    """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        self._console, self._what, self._total = console, what, total
+        self._began = self._spoke = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> Blocks:
+        if self._console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.completed}/{task.total} blocks"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total)
+        else:
+            self._line(f"{self._what}: {self._total} blocks")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, done: int) -> None:
+        """So many blocks are over."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+            return
+        now = time.monotonic()
+        if now - self._spoke > 10.0 or done == self._total:
+            self._spoke = now
+            self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
+
+    def say(self, what: str) -> None:
+        """What comes after the blocks."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._what}: {what}")
+        else:
+            self._line(f"  {what}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,299 @@
+"""One call from Python: judge an implementation and get its verdicts as a DataFrame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.contract import OptimizerSpec
+from shardproof.errors import Problem, SelectionError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from shardproof.contract import Implementation
+
+#: Each skips what it has no promise for; memory is weighed on ``in_memory``.
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
+#: The dtype of each lane.
+DTYPES: Mapping[str, str] = {
+    "bitwise": "float32",
+    "dyadic": "float64",
+    "fp64": "float64",
+    "native": "bfloat16",
+}
+#: Learning rates of optimizers that are given by name.
+RATES: Mapping[str, float] = {"sgd": 0.1, "adamw": 1e-3}
+#: Ranks, as in scenarios.
+MOST = 1024
+#: Trained in every lane that it has a form for; in others, the first workload that has one.
+DEFAULT_WORKLOAD = "charnames_gpt"
+COLUMNS = (
+    *("case", "implementation", "backend", "world", "workload", "traits", "optimizer", "clip"),
+    *("lane", "dtype", "verdict", "reason", "error", "bound", "bytes_sent", "bytes_expected"),
+    *("seconds", "rerun"),
+)
+
+
+def prove(
+    implementation: str | type[Implementation],
+    *,
+    workload: str | WorkloadSpec | None = None,
+    traits: Sequence[str] = (),
+    optimizer: str | OptimizerSpec = "sgd",
+    clip: Sequence[float | None] = (None,),
+    backends: Sequence[str] = ("in_memory",),
+    worlds: Sequence[int] = (1, 2, 3),
+    axis: str | None = None,
+    meshes: Sequence[Mapping[str, int]] = (),
+    lanes: Sequence[Lane] = ("fp64",),
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    checks: Sequence[str] = CHECKS,
+    steps: int = 3,
+    deadline: float = 60.0,
+    jobs: int = 1,
+    results: Path | None = None,
+) -> pd.DataFrame:
+    """Judge ``implementation`` in every combination, and return one row per case.
+
+    ``implementation`` is a name (``reference/ddp``, ``package.module:Class``) or a class that has
+    one.  ``workload`` is the model with its data (``shardproof list traits`` names the conditions
+    that make it harder); unless given ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the
+    only one with a form for it, by steps of plain SGD that a power of two scales.  Meshes are
+    ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the implementation
+    claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
+    are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``deadline``:
+    seconds a case.  With ``results`` the evidence is written into that run folder.
+
+    Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
+    own, so that nothing that an implementation does can harm the caller.
+
+    :raises SelectionError: before anything runs: an implementation that does not exist or cannot
+        be loaded, a value that is not valid, a lane without a form of the workload, or several axes
+        and neither ``axis`` nor ``meshes``.
+    """
+    from shardproof import registry
+    from shardproof.backends import BACKENDS
+    from shardproof.cases.runner import Session
+    from shardproof.checks import CHECKS as KNOWN_CHECKS
+    from shardproof.scenarios.schema import Axis, DtypeName
+
+    name = implementation if isinstance(implementation, str) else _path_of(implementation)
+    registry.check(name)
+    backends = _known(backends, "backends", BACKENDS)
+    lanes = _known(lanes, "lanes", DTYPES)
+    checks = _known(checks, "checks", KNOWN_CHECKS)
+    _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
+    _known(() if axis is None else (axis,), "axis", get_args(Axis), empty=True)
+    for mesh in meshes:
+        _check_mesh(mesh, get_args(Axis))
+    worlds = _sizes(worlds, "worlds", "worlds=(2, 3)")
+    _sizes((steps,), "steps", "steps=3")
+    _sizes((jobs,), "jobs", "jobs=2")
+    if not _positive(deadline):
+        raise SelectionError(Problem("deadline is no time", "give seconds above 0", str(deadline)))
+    trained = {lane: _spec(workload, traits, lane) for lane in lanes}
+    by_lane = {lane: _optimizer(optimizer, lane) for lane in lanes}
+    for lane in lanes:
+        _check_clips(clip, by_lane[lane], lane)
+    settings: dict[str, Any] = {
+        "options": dict(options or {}),
+        "checks": tuple(checks),
+        "steps": steps,
+        "deadline": deadline,
+    }
+    with Session(jobs) as session:
+        session.check(name)
+        if not meshes:
+            along = axis or _only_axis(name, session.axes(name, settings["options"]))
+            meshes = [{along: world} for world in worlds]
+        named = {
+            case.id: replace(case, **settings)
+            for mesh in meshes
+            for backend in backends
+            for lane in lanes
+            for norm in clip
+            for case in [
+                _case(name, mesh, backend, lane, norm, trained[lane], by_lane[lane], dtype)
+            ]
+        }
+        cases = list(named.values())
+        if results is None:
+            found, _ = session.run(cases, lambda result: None)
+        else:
+            from shardproof import verdicts
+            from shardproof.runs.run_folder import RunFolder
+
+            with RunFolder(Path(results), ["prove"]) as folder:
+                folder.plan(cases)
+                found, _ = session.run(cases, folder.add, on_account=folder.keep)
+                folder.close(verdicts.exit_code(verdicts.count(found)))
+    return _frame(found, cases)
+
+
+def _only_axis(name: str, axes: Sequence[str]) -> str:
+    if len(axes) > 1:
+        mesh = ", ".join(f"{axis!r}: 2" for axis in axes)
+        what = f"{name} has the axes {' and '.join(axes)}"
+        remedy = f"give meshes, e.g. meshes=[{{{mesh}}}], or axis for a mesh along one of them"
+        raise SelectionError(Problem(what, remedy))
+    # Who does not tell is broken or refuses the options: its case says how.
+    return axes[0] if axes else "replicate"
+
+
+def _known(names: Any, what: str, valid: Collection[str], empty: bool = False) -> Sequence[Any]:
+    """``names``, each of which must be among ``valid``."""
+    if isinstance(names, str):
+        names = (names,)
+    remedy = f"{what}: {', '.join(valid)}"
+    if not isinstance(names, Collection) or not (names or empty):
+        raise SelectionError(Problem(f"{what} names none", remedy, repr(names)))
+    for name in names:
+        if name not in valid:
+            raise SelectionError(Problem(f"unknown {what}", remedy, str(name)))
+    return tuple(names)
+
+
+def _sizes(numbers: Any, what: str, example: str) -> Sequence[int]:
+    """``numbers``, whole and from 1 to the most ranks that a scenario may ask for."""
+    remedy = f"whole numbers from 1 to {MOST}, e.g. {example}"
+    if isinstance(numbers, str) or not isinstance(numbers, Collection) or not numbers:
+        raise SelectionError(Problem(f"{what} is no list of numbers", remedy, repr(numbers)))
+    for number in numbers:
+        if type(number) is not int or not 1 <= number <= MOST:
+            raise SelectionError(Problem(f"{what} cannot be this", remedy, repr(number)))
+    return tuple(numbers)
+
+
+def _check_mesh(mesh: Any, axes: Sequence[str]) -> None:
+    remedy = f"an axis ({', '.join(axes)}) and its ranks, e.g. {{'replicate': 2, 'shard': 2}}"
+    if not isinstance(mesh, Mapping) or not mesh:
+        raise SelectionError(Problem("meshes: no mesh", remedy, repr(mesh)))
+    for axis in mesh:
+        if axis not in axes:
+            raise SelectionError(Problem("meshes: unknown axis", remedy, repr(mesh)))
+    _sizes(tuple(mesh.values()), "meshes", "{'replicate': 2, 'shard': 2}")
+
+
+def _positive(number: Any) -> bool:
+    return type(number) in (int, float) and 0 < number < math.inf
+
+
+def _check_clips(clip: Any, optimizer: OptimizerSpec, lane: str) -> None:
+    if isinstance(clip, str) or not isinstance(clip, Collection) or not clip:
+        remedy = "None (off) or numbers above 0, e.g. clip=(None, 0.5)"
+        raise SelectionError(Problem("clip is no list of norms", remedy, repr(clip)))
+    for norm in (*clip, optimizer.clip_norm):
+        if norm is not None and not _positive(norm):
+            raise SelectionError(Problem("clip: no norm", "None or a number above 0", repr(norm)))
+        if norm is not None and lane in ("bitwise", "dyadic"):
+            what = f"lane {lane} compares with clipping off: the order of a norm's sum is free"
+            raise SelectionError(Problem(what, "lanes with clipping: fp64, native", repr(norm)))
+
+
+def _path_of(cls: Any) -> str:
+    """How other processes import ``cls``."""
+    if not isinstance(cls, type):
+        remedy = "give a name, e.g. 'reference/ddp', or a class"
+        raise SelectionError(Problem("no implementation", remedy, repr(cls)))
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        what = "ranks cannot import this class"
+        raise SelectionError(Problem(what, "put it at the top of a module", cls.__qualname__))
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _spec(workload: str | WorkloadSpec | None, traits: Sequence[str], lane: Lane) -> WorkloadSpec:
+    """What ``lane`` trains."""
+    from shardproof.workloads import WorkloadError, check, in_lane
+
+    if workload is None:
+        valid = in_lane(lane)
+        workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
+    spec = WorkloadSpec(workload) if isinstance(workload, str) else workload
+    traits = (traits,) if isinstance(traits, str) else traits
+    spec = replace(spec, traits=tuple(dict.fromkeys((*spec.traits, *traits))))
+    try:
+        check(spec, lane)
+    except WorkloadError as error:
+        what = f"lane {lane} cannot train this workload: {error}"
+        remedy = "leave out the lane or give another workload"
+        raise SelectionError(Problem(what, remedy, spec.name)) from None
+    return spec
+
+
+def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> OptimizerSpec:
+    """By its name: with the rate that suits the lane; exact sums need powers of two."""
+    name = optimizer if isinstance(optimizer, str) else optimizer.name
+    if name not in RATES:
+        raise SelectionError(Problem("unknown optimizer", nearest(name, RATES, "optimizers"), name))
+    if lane == "dyadic" and name != "sgd":
+        what = "lane dyadic has exact sums with plain SGD only"
+        raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
+    if not isinstance(optimizer, str):
+        return optimizer
+    if lane == "dyadic":
+        return OptimizerSpec(lr=0.125, momentum=0.0)
+    return OptimizerSpec(name=name, lr=RATES[name])  # type: ignore[arg-type]
+
+
+def _case(
+    name: str,
+    mesh: Mapping[str, int],
+    backend: str,
+    lane: Lane,
+    clip: float | None,
+    workload: WorkloadSpec,
+    optimizer: OptimizerSpec,
+    dtype: str | None,
+) -> Case:
+    spec = replace(optimizer, clip_norm=clip if clip is not None else optimizer.clip_norm)
+    shape = "x".join(f"{axis}{n}" for axis, n in mesh.items())
+    clipped = "noclip" if spec.clip_norm is None else f"clip{spec.clip_norm:g}"
+    words = (workload.name, *workload.traits)
+    return Case(
+        id=f"prove::{name}::{backend}::{shape}::{'+'.join(words)}::{spec.name}::{clipped}::{lane}",
+        scenario="prove",
+        implementation=name,
+        backend=backend,
+        mesh=dict(mesh),
+        workload=workload,
+        optimizer=spec,
+        lane=lane,
+        checks=(),
+        dtype=dtype or DTYPES[lane],
+    )
+
+
+def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.DataFrame:
+    import pandas as pd
+
+    by_id = {result["id"]: result for result in results}
+    rows = [
+        {
+            "case": case.id,
+            "implementation": case.implementation,
+            "backend": case.backend,
+            "world": case.world,
+            "workload": case.workload.name,
+            "traits": " ".join(case.workload.traits),
+            "optimizer": case.optimizer.name,
+            "clip": case.optimizer.clip_norm,
+            "lane": case.lane,
+            "dtype": case.dtype,
+            "error": by_id[case.id]["worst_error"],
+            **{
+                key: by_id[case.id][key]
+                for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
+            },
+            "seconds": by_id[case.id]["seconds"],
+            "rerun": f"prove({case.implementation!r}, ...): case {case.id}",
+        }
+        for case in cases
+        if case.id in by_id
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -1,0 +1,208 @@
+"""``shardproof verify RUN``: is the evidence whole, unchanged, and does it still give the verdicts?
+
+Three questions, each answered from the run's folder alone: does every file and line have the digest
+that the manifest gives it; has every planned case a line (a verdict, or why it was left out) and
+every verdict a record; and does ``cases.verdict.decide`` make the same result of the record?
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shardproof.case import Case
+from shardproof.cases.kills import Pair, judge_kill, parent_case
+from shardproof.cases.verdict import decide
+from shardproof.errors import SelectionError
+from shardproof.evidence.account import Account
+from shardproof.runs import records
+from shardproof.runs.bundle import Listing, printable, unpacked
+from shardproof.runs.integrity import changed
+from shardproof.runs.records import RecordError
+from shardproof.runs.run_folder import Run, lines, read, standard
+from shardproof.verdicts import INTERRUPTED
+
+#: What must come out again; the rest is time and names of files.
+_JUDGED = ("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` found: ``problems`` are sentences that name case and file."""
+
+    cases: int
+    kills: int
+    left_out: int
+    problems: list[str]
+    benches: int = 0
+    scalings: int = 0
+
+    def sentence(self) -> str:
+        """One line for people."""
+        if self.problems:
+            return f"not verified: {len(self.problems)} problem(s)"
+        kills = f", {self.kills} kills" if self.kills else ""
+        kills += f", {self.benches} comparisons" if self.benches else ""
+        kills += f", {self.scalings} scaling cells" if self.scalings else ""
+        return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
+
+
+def verify(path: Path) -> Verified:
+    """Check the run in ``path``.
+
+    :raises SelectionError: there is no run.
+    """
+    run = read(path)
+    problems = [*changed(path)]
+    results = [*run.cases, *run.mutant_cases]
+    try:
+        for found in _again(run, results):
+            problems.append(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        where = f"{path / 'cases.jsonl'} or run.json"
+        problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
+    return Verified(
+        len(results),
+        len(run.kills),
+        len(run.left_out),
+        problems,
+        benches=len(run.benches),
+        scalings=len(run.scalings),
+    )
+
+
+def verify_archive(archive: Path) -> tuple[Verified, Listing]:
+    """Judge the run in a bundle again; every problem names the member that is at fault.
+
+    :raises SelectionError: no bundle, a damaged one, or one that is not safe to unpack.
+    """
+    with unpacked(archive) as found:
+        try:
+            verified = verify(found.folder)
+        except SelectionError:
+            told = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
+            verified = Verified(0, 0, 0, [told])
+        own = (text.replace(str(found.folder), str(archive)) for text in verified.problems)
+        problems = list(dict.fromkeys([*found.problems, *map(printable, own)]))
+        return replace(verified, problems=problems), found.listing
+
+
+def _again(run: Run, results: list[dict[str, Any]]) -> Iterator[str]:
+    """What is missing, and what comes out differently."""
+    yield from _missing(run)
+    for result in results:
+        yield from _judged_again(run.path, result)
+    for line in run.kills:
+        yield from _killed_again(line, results)
+    for line in (*run.benches, *run.scalings):
+        yield from _timed_again(run.path, line)
+    yield from _reported_again(run.path)
+
+
+def _missing(run: Run) -> Iterator[str]:
+    """Planned cases and kills that have no line."""
+    there = {line["id"] for line in (*run.cases, *run.mutant_cases, *run.left_out)}
+    there |= {line["id"] for line in (*run.benches, *run.scalings)}
+    kills = {line["name"] for line in run.kills}
+    for invocation in run.header["invocations"]:
+        ended = invocation.get("exit_code") is not None
+        for name in invocation.get("planned", ()):
+            # What a budget kept from running is told by the kill that it leaves open.
+            if name not in there and not (invocation["kills"] and ended):
+                yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
+        for name in invocation.get("benches", ()):
+            if name not in there and invocation.get("exit_code") != INTERRUPTED:
+                yield f"{run.path / 'cases.jsonl'}: planned comparison {name} is missing"
+        for name in invocation.get("kills", ()):
+            if name not in kills:
+                yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
+
+
+def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
+    """Judge the record of ``result``; what comes out differently."""
+    name = result.get("record")
+    if not name:
+        yield f"{path / 'cases.jsonl'}: {result['id']} has no record"
+        return
+    try:
+        account = Account.from_dict(records.read(path / name))
+        case = Case.from_dict(result["case"])  # with what newer versions have added
+        again = json.loads(json.dumps(standard(decide(account))))
+    except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
+        yield f"{path / name}: the record of {result['id']} cannot be judged: {error!r}"
+        return
+    if again["id"] != result["id"] or account.case.to_dict() != case.to_dict():
+        yield f"{path / name}: is the record of {again['id']}, not of {result['id']}"
+        return
+    for key in _JUDGED:
+        if again[key] != result[key]:
+            told = f"{path / name}: {result['id']}: the record gives {key} {_short(again[key])}, "
+            yield f"{told}cases.jsonl says {_short(result[key])}"
+            return
+
+
+def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
+    """Judge the raw times of a comparison, or of a scaling cell."""
+    from shardproof.bench import evidence
+    from shardproof.bench.scaling import session as scaling
+
+    kind = scaling if line["kind"] == "scaling" else evidence
+    try:
+        problem = kind.verify_line(path, line)
+    except (RecordError, KeyError, TypeError, ValueError) as error:
+        problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
+    if problem is not None:
+        yield f"{path / 'cases.jsonl'}: {problem}"
+
+
+def _reported_again(path: Path) -> Iterator[str]:
+    """Adjust the comparisons that stood before each report for one another again."""
+    from shardproof.bench import stats
+
+    so_far: dict[str, dict[str, Any]] = {}
+    for line in lines(path):
+        if line["kind"] == "bench":
+            so_far[line["id"]] = line
+        if line["kind"] != "bench report":
+            continue
+        try:
+            again = json.loads(json.dumps(standard(stats.family(so_far.values()))))
+            told = line["comparisons"]
+        except (KeyError, TypeError, ValueError) as error:
+            yield f"{path / 'cases.jsonl'}: the report over comparisons cannot be made: {error!r}"
+            return
+        for name in sorted({*again, *told}):
+            if again.get(name) != told.get(name):
+                where = f"{path / 'cases.jsonl'}: {name} in the report over all comparisons"
+                yield f"{where}: they give {_short(again.get(name))}, not {_short(told.get(name))}"
+
+
+def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:
+    """Compare a mutant's result with its parent's again."""
+    by_id = {result["id"]: result for result in results}
+    implementation = f"mutants/{line['name']}"
+    own = next((r for r in results if r["case"]["implementation"] == implementation), None)
+    if own is None:
+        if line["verdict"] != "left out":
+            yield f"cases.jsonl: fault {line['name']} is {line['verdict']}, but its case is missing"
+        return
+    case = Case.from_dict(own["case"])
+    parent = parent_case(case, line["parent"])
+    mutant = SimpleNamespace(
+        name=line["name"],
+        parent=line["parent"],
+        killed_by=tuple(line["killed_by"]),
+        crash_says=line.get("crash_says", ""),
+    )
+    again = asdict(judge_kill(Pair(mutant, case, parent), own, by_id.get(parent.id)))
+    if again["killed"] != line["killed"]:
+        yield f"cases.jsonl: fault {line['name']}: its results give killed={again['killed']}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

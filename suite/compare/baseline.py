@@ -1,0 +1,286 @@
+"""A snapshot as compact JSON that is committed, and whatever a RUN argument may name.
+
+One line a case, so that a new baseline is a diff to read.  What many cases share (versions,
+cells, names of figures) stands once, in tables that cases point into by number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs import run_folder
+
+FORMAT = 1
+KIND = "shardproof baseline"
+MAX_BYTES = 64 << 20
+_GZIP = b"\x1f\x8b"
+_DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+#: No ratio is further from 1 than this, in log units.
+_FARTHEST = 50.0
+
+
+def load(name: str, root: Path = Path("results")) -> Snapshot:
+    """The snapshot of a run folder, of an id under ``root``, of a baseline or of a bundle.
+
+    :raises SelectionError: nothing of that name, or what cannot be read: damaged, or of a format
+        of another version.
+    """
+    with opened(name, root) as folder:
+        return read(Path(name)) if folder is None else of_folder(folder)
+
+
+@contextmanager
+def opened(name: str, root: Path = Path("results")) -> Iterator[Path | None]:
+    """The folder of a run, of an id under ``root``, or of a bundle; ``None``: a file of its own.
+
+    :raises SelectionError: nothing of that name, or a bundle that is not what its list says.
+    """
+    if not Path(name).is_file():
+        yield run_folder.find_run(name, root)
+    elif _packed(name):
+        from shardproof.runs.bundle import open_run
+
+        with open_run(name, root) as folder:
+            yield folder
+    else:
+        yield None
+
+
+def _packed(name: str) -> bool:
+    try:
+        with Path(name).open("rb") as stream:
+            return stream.read(len(_GZIP)) == _GZIP
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+        raise SelectionError(Problem(why, "name a run or a baseline", file=name)) from None
+
+
+def of_folder(path: Path) -> Snapshot:
+    """The snapshot of the run in ``path``.
+
+    :raises SelectionError: it is damaged, or of another format.
+    """
+    run = run_folder.read(path, strict=True)
+    told = run.header.get("format")
+    if told != run_folder.FORMAT:
+        what = f"is a run of format {told!r}, this suite reads {run_folder.FORMAT}"
+        remedy = "compare it with the version of the suite that wrote it"
+        raise SelectionError(Problem(what, remedy, file=str(path / "run.json")))
+    return of_run(run)
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def save(snapshot: Snapshot, path: Path) -> None:
+    """Write a baseline, whole or not at all.
+
+    :raises SelectionError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text(snapshot), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        why = f"--save: {error.strerror}"
+        raise SelectionError(Problem(why, "name a file to write", str(path))) from None
+
+
+def text(snapshot: Snapshot) -> str:
+    """The JSON of a baseline: a line for each case."""
+    versions, cells, names = _Table(), _Table(), _Table()
+    rows: dict[str, list[str]] = {"cases": [], "timed": []}
+    for part, entries in (("cases", snapshot.cases), ("timed", snapshot.timed)):
+        for name, entry in sorted(entries.items()):
+            told = _row(entry, versions, cells, names)
+            rows[part].append(f"{json.dumps(name)}: {_compact(told)}")
+    head = {
+        "kind": KIND,
+        "format": FORMAT,
+        "name": snapshot.name,
+        "taken": snapshot.taken,
+        "hardware": snapshot.hardware,
+        "machine": snapshot.machine,
+        "versions": versions.rows,
+        "keys": snapshot.keys,
+        "kills": dict(sorted(snapshot.kills.items())),
+    }
+    lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
+    for key, table in (("cells", cells), ("figures", names)):
+        lines.append(f'"{key}": [\n' + ",\n".join(map(_compact, table.rows)) + "\n]")
+    lines += [f'"{key}": {{\n' + ",\n".join(part) + "\n}" for key, part in rows.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+class _Table:
+    """Distinct values, numbered in order of first use."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._known: dict[str, int] = {}
+
+    def number(self, value: Any) -> int:
+        key = _compact(value)
+        if key not in self._known:
+            self._known[key] = len(self.rows)
+            self.rows.append(value)
+        return self._known[key]
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=isinstance(value, Mapping))
+
+
+def _row(entry: Entry, versions: _Table, cells: _Table, names: _Table) -> dict[str, Any]:
+    ordered = sorted(entry.figures)
+    told: dict[str, Any] = {
+        "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
+        "verdict": entry.verdict,
+        "at": [
+            versions.number(asdict(entry.version)),
+            cells.number(entry.cell),
+            names.number(ordered),
+        ],
+        "figures": [entry.figures[name] for name in ordered],
+        "data": entry.data,
+        "source": entry.source,
+        "samples": {name: _numbers(s) for name, s in entry.samples.items()},
+        "same": None if entry.same is None else _numbers(entry.same),
+        "beside": dict(entry.beside),
+    }
+    return {key: value for key, value in told.items() if value}
+
+
+def _numbers(sample: Sample) -> list[float]:
+    return [sample.mean, sample.sd, sample.blocks]
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def read(path: Path) -> Snapshot:
+    """The snapshot in a baseline.
+
+    :raises SelectionError: not a baseline, damaged, or of another format.
+    """
+    with _damage(path):
+        if path.stat().st_size > MAX_BYTES:
+            what = f"is over {MAX_BYTES >> 20} MiB"
+            raise SelectionError(Problem(what, "name a baseline", file=str(path)))
+        told = json.loads(path.read_bytes())
+        if not isinstance(told, dict) or told.get("kind") != KIND:
+            remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
+            raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
+        if told.get("format") != FORMAT:
+            what = f"is a baseline of format {told.get('format')!r}, this suite reads {FORMAT}"
+            remedy = "make it again: `shardproof compare RUN --save FILE`"
+            raise SelectionError(Problem(what, remedy, file=str(path)))
+        versions = [Version(**row) for row in told["versions"]]
+        if not versions or not all(isinstance(v.torch, str) for v in versions):
+            raise ValueError("no versions")
+        return Snapshot(
+            name=str(told["name"]),
+            hardware=str(told["hardware"]),
+            machine=dict(told["machine"]),
+            taken=str(told["taken"]),
+            versions=versions,
+            cases={name: _entry(name, row, told, versions) for name, row in told["cases"].items()},
+            timed={name: _entry(name, row, told, versions) for name, row in told["timed"].items()},
+            kills={str(name): bool(killed) for name, killed in told["kills"].items()},
+            keys=list(told["keys"]),
+        )
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SelectionError:
+        raise
+    except _DAMAGE as error:
+        what = f"is damaged: {type(error).__name__} {error}"
+        remedy = "make it again: `shardproof compare RUN --save FILE`"
+        raise SelectionError(Problem(what, remedy, file=str(path))) from None
+
+
+def _entry(
+    name: str, row: Mapping[str, Any], told: Mapping[str, Any], versions: Sequence[Version]
+) -> Entry:
+    version, cell, names = row["at"]
+    implementation, strategy, backend, world = row["is"]
+    keys, values = told["figures"][names], row.get("figures", [])
+    if any(isinstance(value, (list, dict)) for value in values):
+        raise ValueError(f"a figure of {name} is not a scalar")
+    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+        raise ValueError(f"a figure of {name} is not finite")
+    return Entry(
+        id=name,
+        implementation=str(implementation),
+        # Older baselines call one implementation by the names of several formulas.
+        strategy=strategy_of(str(implementation).split(" v ")[0], str(strategy)),
+        backend=str(backend),
+        world=int(world),
+        verdict=str(row["verdict"]),
+        version=versions[version],
+        figures=dict(zip(keys, values, strict=True)),
+        cell=dict(told["cells"][cell]),
+        data=str(row.get("data", "")),
+        source=str(row.get("source", "")),
+        samples={str(key): _sample(value) for key, value in row.get("samples", {}).items()},
+        same=_sample(row["same"]) if "same" in row else None,
+        beside={str(key): float(value) for key, value in row.get("beside", {}).items()},
+    )
+
+
+def _sample(told: Sequence[float]) -> Sample:
+    mean, sd, blocks = told
+    sample = Sample(float(mean), float(sd), int(blocks))
+    if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
+        raise ValueError(f"no ratio: {told}")
+    return sample
+
+
+# ------------------------------------------------------------------------------------- joining
+
+
+def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Several runs of one machine and one version as one; of one id the last counts.
+
+    :raises SelectionError: runs of different machines or versions.
+    """
+    first = snapshots[0]
+    for other in snapshots[1:]:
+        if other.hardware != first.hardware:
+            told = f"{first.hardware} and {other.hardware}"
+            remedy = "save one baseline for each machine"
+            raise SelectionError(Problem("--save: runs of two machines", remedy, told))
+        versions = [(s.versions[-1].suite, s.versions[-1].torch) for s in (first, other)]
+        if versions[0] != versions[1]:
+            remedy = "save runs of one version"
+            told = " and ".join(f"suite {suite}, torch {torch}" for suite, torch in versions)
+            raise SelectionError(Problem("--save: runs of two versions", remedy, told))
+    found = Snapshot(
+        name=first.name,
+        hardware=first.hardware,
+        machine=first.machine,
+        taken=max(s.taken for s in snapshots),
+        versions=list(dict.fromkeys(version for s in snapshots for version in s.versions)),
+        cases={},
+        timed={},
+        kills={},
+        keys=[key for s in snapshots for key in s.keys],
+    )
+    for snapshot in snapshots:
+        found.cases |= snapshot.cases
+        found.timed |= snapshot.timed
+        found.kills |= snapshot.kills
+    return found

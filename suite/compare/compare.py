@@ -1,0 +1,340 @@
+"""Two snapshots: what can be compared, and what of it changed.  Pure functions.
+
+A case is compared with the one of its id, where suite, torch, cell and data set are the same; what
+is not, is said with why.  Exact figures have tolerance 0.  Times are ratios that each run measured
+by itself, so hardware may differ; torch's release may not, its build (``+cpu``) may, as it goes
+with the hardware.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shardproof import verdicts
+from shardproof.compare import exact_figures
+from shardproof.compare.snapshot import FAULTS, Entry, Sample, Snapshot, Version
+
+if TYPE_CHECKING:
+    from shardproof.compare.welch import Difference
+
+#: Names of ratios that are better when larger; those of times are better when smaller.
+EFFICIENCY = "efficiency"
+#: Verdicts of results whose figures say nothing: they were not run to their end, or not judged.
+UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+#: Figures that one note names.
+NAMED = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """An exact figure that differs.  ``detail`` tells where, if the figure is a digest.
+
+    ``exact`` is false for what only runs of one build of torch share.
+    """
+
+    id: str
+    figure: str
+    before: exact_figures.Scalar
+    after: exact_figures.Scalar
+    word: exact_figures.Word
+    detail: str = ""
+    exact: bool = True
+
+    def sentence(self) -> str:
+        """What changed, without the id."""
+        if self.detail:
+            return f"{self.figure} {self.word}: {self.detail}"
+        values = f"{exact_figures.show(self.before)}, now {exact_figures.show(self.after)}"
+        return f"{self.figure} {self.word}: {values}"
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A result of both runs that can be compared."""
+
+    before: Entry
+    after: Entry
+    changes: tuple[Change, ...]
+    figures: int
+
+    @property
+    def told(self) -> bool:
+        """Whether the figures of both sides say something; else the verdict says it all."""
+        return not UNTOLD & {self.before.verdict, self.after.verdict}
+
+    @property
+    def id(self) -> str:
+        """The id that both have."""
+        return self.after.id
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A ratio that both runs have; ``verdict`` and ``smallest`` are about the difference.
+
+    ``slower`` also says that an efficiency is lower.  ``verdict`` is ``inconclusive`` where nothing
+    is certain; ``smallest`` is the effect (a share) that these blocks could have shown.
+    """
+
+    id: str
+    ratio: str
+    before: Sample
+    after: Sample
+    found: Difference
+    margin: float
+    verdict: str
+    smallest: float
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Efficiencies are better when larger."""
+        return self.ratio.startswith(EFFICIENCY)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A result of both runs that cannot be compared, and why."""
+
+    id: str
+    why: str
+
+
+@dataclass
+class Comparison:
+    """What :func:`compare` found of ``after`` beside ``before``, the reference."""
+
+    before: Snapshot
+    after: Snapshot
+    pairs: list[Pairing] = field(default_factory=list)
+    times: list[Timing] = field(default_factory=list)
+    apart: list[Apart] = field(default_factory=list)
+    #: Ids of one side only; what the run says it left out (with its reason) is not missing.
+    missing: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)
+    #: Planted faults: name, killed in the reference, killed now.
+    kills: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def changes(self) -> list[Change]:
+        """Every exact figure that differs, worse ones first, and of these the verdicts."""
+        order = ("worse", "changed", "better")
+        found = [change for pair in self.pairs for change in pair.changes] + self.kills
+        return sorted(
+            found,
+            key=lambda c: (order.index(c.word), c.figure != exact_figures.VERDICT, c.id, c.figure),
+        )
+
+    @property
+    def comparable(self) -> int:
+        """Results that were compared."""
+        return len({pair.id for pair in self.pairs} | {time.id for time in self.times})
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all was compared and nothing differs: figures, ratios, results that there are."""
+        moved = any(t.verdict not in ("same", "inconclusive") for t in self.times)
+        gone = self.missing or self.left_out or self.new or self.apart
+        return not (self.changes or moved or gone)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing could be compared, most frequent reason first; ``""``: something was."""
+        if self.comparable:
+            return ""
+        if self.apart:
+            return "; ".join(
+                f"{why} ({len(ids):,} results)" for why, ids in reasons(self.apart)[:3]
+            )
+        return "the runs have no result in common"
+
+
+def compare(before: Snapshot, after: Snapshot) -> Comparison:
+    """What differs in ``after``, with ``before`` as the reference."""
+    found = Comparison(before, after)
+    known = _known_figures(before)
+    for part in ("cases", "timed"):
+        olds, news = getattr(before, part), getattr(after, part)
+        for name, new in news.items():
+            old = olds.get(name)
+            if old is None:
+                found.new.append(name)
+                continue
+            why = apart(old, new)
+            if why:
+                found.apart.append(Apart(name, why))
+                continue
+            found.pairs.append(_pairing(old, new, known))
+        for name in olds:
+            if name in news:
+                continue
+            if name in after.left_out:
+                found.left_out[name] = after.left_out[name]
+            else:
+                found.missing.append(name)
+    found.times = _timings(found.pairs)
+    for name, was in before.kills.items():
+        fault, killed = f"{FAULTS}{name}", after.kills.get(name)
+        if killed is None:
+            if fault in after.left_out:
+                found.left_out[fault] = after.left_out[fault]
+            else:
+                found.missing.append(fault)
+        elif was != killed:
+            old, new = ("killed" if told else "survives" for told in (was, killed))
+            word: exact_figures.Word = "better" if killed else "worse"
+            found.kills.append(Change(fault, "fault", old, new, word))
+    found.notes = list(_notes(before, after, found.pairs))
+    return found
+
+
+def apart(old: Entry, new: Entry) -> str:
+    """Why two results of one id cannot be compared (``""``: they can)."""
+    if old.version.suite != new.version.suite:
+        return f"suite {old.version.suite}, now {new.version.suite}"
+    if release(old.version) != release(new.version):
+        return f"torch {old.version.torch}, now {new.version.torch}"
+    if old.cell != new.cell:
+        return f"another case of the same id: {exact_figures.first_difference(old.cell, new.cell)}"
+    if old.data and new.data and old.data != new.data:
+        return "another data set: their digests differ"
+    return ""
+
+
+def release(version: Version) -> str:
+    """Torch's release without its build: ``2.13.0`` of ``2.13.0+cpu``."""
+    return version.torch.split("+")[0]
+
+
+def _known_figures(snapshot: Snapshot) -> set[str]:
+    """Figures that some result has; what no result of the reference has is news of the suite."""
+    entries = (*snapshot.cases.values(), *snapshot.timed.values())
+    return {name for entry in entries for name in entry.figures}
+
+
+def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
+    changes = []
+    if old.verdict != new.verdict:
+        word = exact_figures.word(exact_figures.VERDICT, old.verdict, new.verdict)
+        changes.append(Change(new.id, exact_figures.VERDICT, old.verdict, new.verdict, word))
+    alone = Pairing(old, new, tuple(changes), 1)
+    if not alone.told:
+        return alone
+    return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
+
+
+def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
+    if old.figures == new.figures:
+        return
+    for name in sorted({*old.figures, *new.figures} & known):
+        was, now = old.figures.get(name, _ABSENT), new.figures.get(name, _ABSENT)
+        if was == now and type(was) is type(now):
+            continue
+        detail = ""
+        if name in old.deep and name in new.deep:
+            detail = exact_figures.first_difference(old.deep[name], new.deep[name])
+        build = old.version.torch == new.version.torch or name not in exact_figures.OF_ONE_BUILD
+        if was is _ABSENT or now is _ABSENT:
+            told = "is new" if was is _ABSENT else "is gone"
+            yield Change(
+                new.id, name, old.figures.get(name), new.figures.get(name), "changed", told, build
+            )
+        else:
+            word = exact_figures.word(name, old.figures[name], new.figures[name])
+            yield Change(new.id, name, old.figures[name], new.figures[name], word, detail, build)
+
+
+_ABSENT: Any = object()
+
+
+def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
+    timed = [
+        (pair, name, pair.before.samples[name], pair.after.samples[name])
+        for pair in pairs
+        for name in pair.after.samples
+        if name in pair.before.samples
+        and min(pair.before.samples[name].blocks, pair.after.samples[name].blocks) > 1
+    ]
+    if not timed:
+        return []  # scipy is slow to import
+    from shardproof.compare import welch
+
+    found = welch.adjusted([welch.difference(after, before) for _, _, before, after in timed])
+    return [
+        _timing(pair, name, before, after, difference)
+        for (pair, name, before, after), difference in zip(timed, found, strict=True)
+    ]
+
+
+def _timing(pair: Pairing, name: str, before: Sample, after: Sample, found: Difference) -> Timing:
+    from math import expm1
+
+    from shardproof.compare import welch
+
+    least = welch.margin(pair.before.same, pair.after.same)
+    verdict = told(found, least, name.startswith(EFFICIENCY))
+    if before == after:
+        verdict = "same"  # one measurement, looked at twice
+    smallest = expm1(welch.smallest_effect(found, least))
+    return Timing(pair.id, name, before, after, found, least, verdict, smallest)
+
+
+def told(found: Difference, least: float, larger_is_better: bool) -> str:
+    """The verdict on a difference where less than ``least`` (log units) does not matter.
+
+    A difference that does not survive beside all others that were compared is inconclusive.
+    """
+    from shardproof.bench import stats
+
+    if larger_is_better:
+        found = replace(found, mean=-found.mean, low=-found.high, high=-found.low)
+    verdict = stats.verdict(found, least)
+    lost = verdict in stats.DIFFERENT and found.p_holm >= 1 - stats.CONFIDENCE
+    return "inconclusive" if lost else verdict
+
+
+def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:
+    """What to know about the runs as wholes."""
+    if before.hardware != after.hardware:
+        yield f"other hardware: {before.hardware}; now {after.hardware}"
+    for name in ("suite", "torch", "python", "commit"):
+        was, now = (_versions(snapshot, name) for snapshot in (before, after))
+        if was != now:
+            yield f"other {name}: {was}; now {now}"
+    if before.keys and after.keys:
+        for key, what in (("scenarios", "planned cases"), ("data", "data sets")):
+            one, other = ({str(told.get(key)) for told in s.keys} for s in (before, after))
+            if not one & other:
+                yield f"the runs had other {what}: what both have is compared case by case"
+    # A narrow run lacks what its cases do not measure: only what both ran can lose a figure.
+    known, seen = (
+        {name for pair in pairs if pair.told for name in getattr(pair, side).figures}
+        for side in ("before", "after")
+    )
+    for names, told_as in ((seen - known, "only now"), (known - seen, "no longer")):
+        if names:
+            named = ", ".join(sorted(names)[:NAMED])
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            yield f"figures that are recorded {told_as}: {named}{more}"
+
+
+def _versions(snapshot: Snapshot, name: str) -> str:
+    told = dict.fromkeys(str(getattr(version, name)) or "unknown" for version in snapshot.versions)
+    return ", ".join(told)
+
+
+def reasons(found: Sequence[Apart]) -> list[tuple[str, list[str]]]:
+    """Why results are not comparable, most frequent first, with their ids."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for item in found:
+        groups[item.why].append(item.id)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+
+
+def words(changes: Iterable[Change]) -> Mapping[str, int]:
+    """How many figures got worse, better, or changed otherwise."""
+    return Counter(change.word for change in changes)

@@ -1,0 +1,416 @@
+"""Whether a run may pass beside its baseline: comparison and policy -> findings.  Pure functions.
+
+A finding *breaks*, is *reported*, or is *excused* (an expected failure whose day has not come).
+What is better than the baseline is a finding as well: fewer bytes may be progress, or work that was
+not done.  Verdicts are judged also where nothing can be compared, for a failure needs no baseline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from shardproof import verdicts
+from shardproof.compare import exact_figures
+from shardproof.compare.compare import UNTOLD, Change, Comparison, Timing, told
+from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
+from shardproof.compare.snapshot import FAULTS, Entry
+from shardproof.compare.tables import verdict_of
+
+State = Literal["breaks", "reported", "excused"]
+Rule = Literal[
+    "verdict",
+    "expired",
+    "figure",
+    "time",
+    "missing",
+    "left out",
+    "new",
+    "not comparable",
+    "fault",
+    "too good",
+    "not needed",
+    "evidence",
+]
+
+
+#: Verdicts that an expected failure is there for, and those that it does not expect.
+_FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
+_PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
+#: Verdicts that decide nothing: a run of these alone holds nothing.
+_UNDECIDED = verdicts.OPEN | {"skip"}
+_DECIDED = frozenset(verdicts.VERDICTS) - _UNDECIDED
+#: Verdicts of timed results that say by themselves why there is no ratio.
+_NO_RATIO = verdicts.RED | {"precondition"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know.  ``file`` and ``line`` are of the scenario or policy, where known."""
+
+    state: State
+    rule: Rule
+    id: str
+    message: str
+    file: str = ""
+    line: int | None = None
+
+
+_TIME: Rule = "time"
+_EXPIRED: Rule = "expired"
+
+
+@dataclass(frozen=True)
+class _JudgedTime:
+    """A ratio beside a policy; ``least`` is the margin in log units."""
+
+    verdict: str
+    least: float
+    rule: Rule
+    note: str
+
+
+@dataclass
+class Gate:
+    """What :func:`judge` found; ``compared`` counts results, ``decided`` those not left open."""
+
+    comparison: Comparison
+    findings: list[Finding] = field(default_factory=list)
+    compared: int = 0
+    decided: int = 0
+
+    def of(self, state: State) -> list[Finding]:
+        """Findings of one state."""
+        return [finding for finding in self.findings if finding.state == state]
+
+    @property
+    def exit_code(self) -> int:
+        """0 held, 1 broken, 3 nothing could be compared, or all of it was skipped or left open."""
+        if self.of("breaks"):
+            return verdicts.BROKEN
+        return verdicts.HELD if self.decided else verdicts.NOT_DECIDED
+
+    def sentence(self) -> str:
+        """The outcome in one line."""
+        broken, reported, excused = (
+            len(self.of(state)) for state in ("breaks", "reported", "excused")
+        )
+        head = "held" if self.exit_code == verdicts.HELD else "broken"
+        if self.exit_code == verdicts.NOT_DECIDED:
+            head = "nothing was decided" if self.compared else "nothing could be compared"
+        found = self.comparison
+        if not self.compared:
+            head += f" ({found.obstacle})"
+        late = f", {len(found.left_out)} left out" if found.left_out else ""
+        undecided = self.compared - self.decided
+        still = f", {undecided} of them undecided" if undecided else ""
+        return (
+            f"{head}: {broken} break, {reported} reported, {excused} excused; "
+            f"{self.compared} results compared with {found.before.name}{still}{late}"
+        )
+
+
+def judge(
+    found: Comparison,
+    policy: PolicyFile,
+    today: datetime.date,
+    doubts: Iterable[tuple[str, str]] = (),
+) -> Gate:
+    """Every finding about ``found``; ``today`` decides what has expired.
+
+    ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
+    """
+    judge = _Judge(found, policy, today)
+    gate = Gate(found, compared=found.comparable, decided=len(judge.decided()))
+    gate.findings += [Finding("breaks", "evidence", name, problem) for name, problem in doubts]
+    for part in (
+        judge.verdicts(),
+        judge.figures(),
+        judge.times(),
+        judge.lost_ratios(),
+        judge.faults(),
+        judge.presence(),
+        judge.expected(),
+    ):
+        gate.findings += part
+    return gate
+
+
+class _Judge:
+    """The rules; each method yields the findings of one."""
+
+    def __init__(self, found: Comparison, told: PolicyFile, today: datetime.date) -> None:
+        self.found, self.told, self.today = found, told, today
+        self.policy = told.policy
+        #: Expired entries at which a result broke already: :meth:`expected` tells the others.
+        self.broken: set[int] = set()
+
+    def decided(self) -> set[str]:
+        """Ids of results that were compared and say something; an open ratio says nothing."""
+        timed = self.found.after.timed
+        decided = {
+            pair.id
+            for pair in self.found.pairs
+            if pair.after.verdict in (verdicts.RED if pair.id in timed else _DECIDED)
+        }
+        open_ = "inconclusive"
+        return decided | {time.id for time in self.found.times if self._time(time).verdict != open_}
+
+    def verdicts(self) -> Iterator[Finding]:
+        """Results whose verdict breaks, and those with a better one than before."""
+        before, after = self.found.before, self.found.after
+        for name, entry in after.cases.items():
+            yield from self._verdict(entry, before.cases.get(name))
+        for name, entry in after.timed.items():
+            old = before.timed.get(name)
+            if entry.verdict in _NO_RATIO:
+                yield from self._verdict(entry, old)
+            elif old is not None and old.verdict == "holds" and entry.verdict != "holds":
+                # Whether a target is met hangs on the machine; `times` judges the efficiency.
+                message = f"{entry.verdict}, holds in the baseline"
+                yield self._finding("reported", "verdict", entry, message)
+
+    def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[Finding]:
+        level, grade, was = self.policy.level(entry.verdict), "", ""
+        if old is not None and old.verdict != entry.verdict:
+            grade = exact_figures.word(exact_figures.VERDICT, old.verdict, entry.verdict)
+            was = f", {old.verdict} in the baseline"
+        message = f"{entry.verdict}{was}" + (f": {entry.reason}" if entry.reason else "")
+        breaks = level == "break" or (level == "new" and grade == "worse")
+        expected = self._expected(entry.id)
+        excusable = breaks or entry.verdict == "xfail"
+        if expected is not None and excusable and entry.verdict != "xpass":
+            message += f" (expected until {expected.until}: {expected.reason})"
+            if expected.until >= self.today:
+                yield self._finding("excused", "verdict", entry, message)
+            else:
+                index = self.policy.xfails.index(expected)
+                self.broken.add(index)
+                place = self.told.file, self.told.line(["xfails", index])
+                yield Finding("breaks", "expired", entry.id, message, *place)
+        elif breaks:
+            yield self._finding("breaks", "verdict", entry, message)
+        elif entry.verdict == "xpass" and level != "ignore":
+            yield self._finding("reported", "too good", entry, message)
+        elif grade == "better":
+            state_ = self._state(self.policy.figures.better)
+            yield from self._perhaps(state_, "too good", entry, message)
+        elif level == "report":
+            yield self._finding("reported", "verdict", entry, message)
+
+    def figures(self) -> Iterator[Finding]:
+        """Exact figures that differ."""
+        rules = self.policy.figures
+        for pair in self.found.pairs:
+            if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNTOLD:
+                continue  # the verdict says it all: what broke was not run to its end
+            for change in pair.changes:
+                level: Level = getattr(rules, change.word)
+                rule: Rule = "too good" if change.word == "better" else "figure"
+                state = self._state(level)
+                if not change.exact and state == "breaks":
+                    state = "reported"
+                message = change.sentence()
+                allowed = self._allowed(change)
+                if allowed is not None and state == "breaks":
+                    expired = allowed.until is not None and allowed.until < self.today
+                    until = f" until {allowed.until}" if allowed.until is not None else ""
+                    message += f" (allowed{until}: {allowed.reason})"
+                    rule = "expired" if expired else rule
+                    state = "breaks" if expired else "excused"
+                yield from self._perhaps(state, rule, pair.after, message)
+
+    def times(self) -> Iterator[Finding]:
+        """Ratios that are certainly worse by more than is allowed, or certainly better."""
+        rules = self.policy.times
+        entries = self.found.after.timed
+        for time in self.found.times:
+            judged = self._time(time)
+            rule, least, verdict, note = judged.rule, judged.least, judged.verdict, judged.note
+            low, middle, high = (
+                math.exp(value) for value in (time.found.low, time.found.mean, time.found.high)
+            )
+            change = f"{time.ratio} changed by x{middle:.3f} [{low:.3f}, {high:.3f}]"
+            message = f"{verdict_of(replace(time, verdict=verdict))}: {change}, margin "
+            message += f"{math.expm1(least):.1%}{note}"
+            if verdict == "slower":
+                yield from self._perhaps(self._state(rules.slower), rule, entries[time.id], message)
+            elif verdict == "faster":
+                state = self._state(rules.faster)
+                yield from self._perhaps(state, "too good", entries[time.id], message)
+            elif verdict == "inconclusive":
+                state = self._state(rules.inconclusive)
+                yield from self._perhaps(state, "time", entries[time.id], message)
+
+    def _time(self, time: Timing) -> _JudgedTime:
+        """The verdict on a ratio with the slowdown that the policy allows."""
+        allowed = self._slowdown(time)
+        share = self.policy.times.slowdown if allowed is None else allowed.slowdown
+        note, rule = "", _TIME
+        if allowed is not None:
+            note = f"; {share:.0%} allowed: {allowed.reason}"
+            if allowed.until is not None and allowed.until < self.today:
+                share, note = self.policy.times.slowdown, f"{note}, expired on {allowed.until}"
+                rule = _EXPIRED
+        least = max(time.margin, math.log1p(share))
+        verdict = told(time.found, least, time.larger_is_better)
+        verdict = "same" if time.before == time.after else verdict
+        return _JudgedTime(verdict, least, rule, note)
+
+    def lost_ratios(self) -> Iterator[Finding]:
+        """Ratios of the baseline that the run did not measure (again), though it has the result."""
+        rules = self.policy.cases
+        there = {(time.id, time.ratio) for time in self.found.times}
+        for pair in self.found.pairs:
+            if pair.after.verdict in _NO_RATIO or not self._in_scope(pair.id):
+                continue
+            # Fewer cores than in the baseline are no fault of the run.
+            fewer = pair.after.verdict == "oversubscribed"
+            state = self._state(rules.incomparable if fewer else rules.missing)
+            for ratio, sample in pair.before.samples.items():
+                if sample.blocks > 1 and (pair.id, ratio) not in there:
+                    why = f": {pair.after.reason}" if pair.after.reason else ""
+                    message = f"{ratio} was measured in the baseline; {pair.after.verdict}{why}"
+                    rule: Rule = "not comparable" if fewer else "missing"
+                    yield from self._perhaps(state, rule, pair.after, message)
+
+    def faults(self) -> Iterator[Finding]:
+        """Planted faults that were killed and survive now."""
+        for change in self.found.kills:
+            if change.word == "worse":
+                state = self._state(self.policy.cases.faults)
+                message = "the planted fault survives; it was killed in the baseline"
+                yield from self._perhaps(state, "fault", change.id, message)
+
+    def presence(self) -> Iterator[Finding]:
+        """Results of one run only, and those that cannot be compared."""
+        rules, before, after = self.policy.cases, self.found.before, self.found.after
+        olds = {**before.cases, **before.timed}
+        news = {**after.cases, **after.timed}
+        unseen: Counter[str] = Counter()
+        kinds = {kind(name) for name in after.ids}
+        for name in self.found.missing:
+            if kind(name) not in kinds:
+                unseen[kind(name)] += 1
+            elif self._in_scope(name):
+                message = "in the baseline, not in the run"
+                where = olds.get(name, name)
+                yield from self._perhaps(self._state(rules.missing), "missing", where, message)
+        for group, number in unseen.items():
+            message = f"the run has none of the {number} results of the baseline"
+            if rules.missing != "ignore":
+                yield Finding("reported", "missing", group, message)
+        for name, why in self.found.left_out.items():
+            if self._in_scope(name):
+                message = f"was left out by the run: {why}"
+                where = olds.get(name, name)
+                yield from self._perhaps(self._state(rules.left_out), "left out", where, message)
+        for name in self.found.new:
+            message = f"{news[name].verdict}; not in the baseline"
+            yield from self._perhaps(self._state(rules.new), "new", news[name], message)
+        for item in self.found.apart:
+            yield from self._perhaps(
+                self._state(rules.incomparable), "not comparable", news[item.id], item.why
+            )
+
+    def expected(self) -> Iterator[Finding]:
+        """Entries of expected failures that have expired, or that nothing needs any more."""
+        after = self.found.after
+        results = {**after.cases, **after.timed}
+        for index, entry in enumerate(self.policy.xfails):
+            matched = [r for name, r in results.items() if fnmatchcase(name, entry.cases)]
+            failing = sum(result.verdict in _FAILING for result in matched)
+            passing = sum(result.verdict in _PASSING for result in matched)
+            file, line = self.told.file, self.told.line(["xfails", index])
+            expired = entry.until < self.today
+            if passing:
+                state: State = "breaks" if entry.strict else "reported"
+                message = f"all {passing} cases pass: remove the expected failure"
+                if failing:
+                    message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
+                yield Finding(state, "not needed", entry.cases, message, file, line)
+            elif failing and expired and index not in self.broken:
+                message = f"expired on {entry.until}, and nothing breaks for it: remove it"
+                yield Finding("reported", "expired", entry.cases, message, file, line)
+            elif not matched and (message := self._excuses_nothing(entry, expired)):
+                yield Finding("reported", "not needed", entry.cases, message, file, line)
+
+    def _excuses_nothing(self, entry: ExpectedFailure, expired: bool) -> str:
+        """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
+        when = f"expired on {entry.until}; " if expired else ""
+        missing = sum(
+            fnmatchcase(name, entry.cases) and self._in_scope(name) for name in self.found.missing
+        )
+        if missing:
+            what = f"matches only missing results ({missing}), which it does not excuse"
+            return f"{when}{what}: say in cases.scope what a run has to have"
+        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.found.after.kills):
+            return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
+        return ""
+
+    # ------------------------------------------------------------------------------- small things
+
+    def _in_scope(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
+
+    def _expected(self, name: str) -> ExpectedFailure | None:
+        """The entry that expects `name` to break; of several the one that lasts longest."""
+        matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
+        return max(matching, key=lambda entry: entry.until, default=None)
+
+    def _allowed(self, change: Change) -> Allowed | None:
+        matching = [
+            entry
+            for entry in self.policy.figures.allow
+            if fnmatchcase(change.id, entry.cases)
+            and any(fnmatchcase(change.figure, pattern) for pattern in entry.figures)
+        ]
+        return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
+
+    def _slowdown(self, time: Timing) -> AllowedTime | None:
+        matching = [e for e in self.policy.times.allow if fnmatchcase(time.id, e.pairs)]
+        lasting = [e for e in matching if e.until is None or e.until >= self.today]
+        return max(lasting or matching, key=lambda e: e.slowdown, default=None)
+
+    @staticmethod
+    def _state(level: Level) -> State | None:
+        states: dict[Level, State] = {"break": "breaks", "report": "reported"}
+        return states.get(level)
+
+    @classmethod
+    def _perhaps(
+        cls, state: State | None, rule: Rule, entry: Entry | str, message: str
+    ) -> Iterator[Finding]:
+        if state is not None:
+            yield cls._finding(state, rule, entry, message)
+
+    @staticmethod
+    def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> Finding:
+        """About a result, or about what has an id only (a planted fault)."""
+        if isinstance(entry, str):
+            return Finding(state, rule, entry, message)
+        file, _, line = entry.source.rpartition(":")
+        known = bool(file) and line.isdigit()
+        return Finding(
+            state, rule, entry.id, message, file if known else "", int(line) if known else None
+        )
+
+
+def kind(name: str) -> str:
+    """Comparisons, scaling results and planted faults have commands of their own, cases `run`."""
+    if name.startswith(FAULTS):
+        return f"{FAULTS}*"
+    head = name.split("::", 1)[0]
+    return f"{head}::*" if head in ("bench", "scaling") else "cases"
+
+
+def ordered(found: Sequence[Finding]) -> list[Finding]:
+    """What breaks first; what only one run has, which may be much, after what was compared."""
+    order = ("breaks", "reported", "excused")
+    last = ("missing", "left out", "new")
+    return sorted(found, key=lambda f: (order.index(f.state), f.rule in last, f.rule))

@@ -1,0 +1,145 @@
+"""Findings of a gate as a Markdown summary, JUnit XML, annotations, and plain lines."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shardproof.compare import formats, tables
+from shardproof.compare.gate import Finding, Gate, kind, ordered
+from shardproof.report import junit
+
+#: Findings that a summary lists; the JUnit file has all.
+SUMMARY_ROWS = 100
+#: Ids that one annotation names.
+ANNOTATED_IDS = 3
+#: Findings that say the same have a line each up to this number, beyond it one together.
+SINGLE_LINES = 5
+NARROW = "a run of a part of the baseline: cases.scope in the policy says what it has to have"
+
+
+def lines(gate: Gate) -> Iterator[str]:
+    """One line a finding, or for many that say the same; what breaks first, the outcome last."""
+    groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    for finding in ordered(gate.findings):
+        groups[finding.state, finding.rule, _first(finding.message)].append(finding)
+    for (state, rule, message), members in groups.items():
+        head = f"{state:8}  {rule}: "
+        if len(members) > SINGLE_LINES:
+            ids = tables.examples([finding.id for finding in members])
+            yield f"{head}{_many(gate, members)}: {message}: {ids}"
+            if rule == "missing":
+                yield f"          {NARROW}"
+            continue
+        for finding in members:
+            yield f"{head}{finding.id}: {message}"
+            if finding.file:
+                yield f"          {_place(finding)}"
+    yield from gate.comparison.notes
+    yield gate.sentence()
+
+
+def _many(gate: Gate, members: Sequence[Finding]) -> str:
+    """How many results a group has; of what is missing also of how many."""
+    if members[0].rule != "missing":
+        return f"{len(members):,} results"
+    before, after = gate.comparison.before, gate.comparison.after
+    kinds = {kind(name) for name in after.ids}
+    known = sum(kind(name) in kinds for name in before.ids - before.left_out.keys())
+    return f"{len(members):,} of {known:,} results"
+
+
+def _place(finding: Finding) -> str:
+    return finding.file + (f":{finding.line}" if finding.line is not None else "")
+
+
+def _first(message: str) -> str:
+    return message.splitlines()[0] if message else ""
+
+
+def summary(gate: Gate) -> str:
+    """For a pull request: the outcome, the findings, and what changed."""
+    found = gate.comparison
+    parts = [f"## Shardproof gate: {formats.plain(gate.sentence())}\n"]
+    parts += [f"- {formats.plain(note)}" for note in found.notes]
+    if found.notes:
+        parts.append("")
+    told = ordered(gate.findings)
+    if told:
+        rows = [
+            (finding.state, finding.rule, finding.id, _first(finding.message), _place(finding))
+            for finding in told[:SUMMARY_ROWS]
+        ]
+        headings = ("state", "rule", "result", "what", "where")
+        hidden = len(told) - SUMMARY_ROWS
+        notes = [f"{hidden:,} more stand in the JUnit file."] if hidden > 0 else []
+        table = tables.Table("Findings", headings, rows, notes=notes)
+        parts += [formats.rows_markdown(table) + "\n", *(f"{note}\n" for note in notes)]
+    for part in (
+        tables.runs([found.before, found.after]),
+        tables.groups(found, "", only_changed=True),
+        tables.times(found.times, only_changed=True),
+    ):
+        if part is not None:
+            parts += [f"### {part.title}\n", formats.rows_markdown(part) + "\n"]
+            parts += [f"{note}\n" for note in part.notes]
+    return "\n".join(parts)
+
+
+def document(gate: Gate) -> str:
+    """JUnit XML: a test a result of the run, and one for each finding about something else."""
+    by_id: dict[str, list[Finding]] = defaultdict(list)
+    for finding in gate.findings:
+        by_id[finding.id].append(finding)
+    after = gate.comparison.after
+    names = dict.fromkeys([*after.cases, *after.timed, *by_id])
+    return junit.render("shardproof gate", [_test(name, by_id[name]) for name in names])
+
+
+def _test(name: str, found: Sequence[Finding]) -> junit.Item:
+    told = ordered(found)
+    text = "\n".join(f"{f.state}: {f.rule}: {f.message}" for f in told)
+    if not told or told[0].state == "reported":
+        return junit.Item(name, text=text)
+    first = told[0]
+    message = f"{first.rule}: {_first(first.message)}"
+    if first.state == "breaks":
+        return junit.Item(name, "failure", message, text, kind=first.rule)
+    return junit.Item(name, "skipped", message, text, kind=first.rule)
+
+
+# --------------------------------------------------------------------------------- annotations
+
+
+def github(gate: Gate) -> Iterator[str]:
+    """Workflow commands: one annotation a place and rule, because a job shows few of them."""
+    groups: dict[tuple[str, str, str, int | None], list[Finding]] = defaultdict(list)
+    for finding in ordered(gate.findings):
+        key = finding.state, finding.rule, _relative(finding.file), finding.line
+        groups[key].append(finding)
+    for (state, rule, file, line), members in groups.items():
+        levels = {"breaks": "error", "excused": "notice"}
+        level = levels.get(state, "notice" if rule in ("too good", "new") else "warning")
+        places = [("file", file), ("line", str(line or ""))] if file else []
+        properties = [*places, ("title", f"shardproof gate: {rule}")]
+        shown = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties if value)
+        told = [f"{f.id}: {_first(f.message)}" for f in members[:ANNOTATED_IDS]]
+        if len(members) > ANNOTATED_IDS:
+            told.append(f"and {len(members) - ANNOTATED_IDS:,} more")
+        yield f"::{level} {shown}::" + _escaped("\n".join(told))
+
+
+def _relative(file: str) -> str:
+    """Below the working folder a code host finds the file; elsewhere it stays as it is."""
+    path = Path(file)
+    if file and path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return file
+
+
+def _escaped(text: str, also: str = "") -> str:
+    """Percent-encodes what ends a workflow command or one of its properties."""
+    for character in "%\r\n" + also:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

@@ -1,0 +1,194 @@
+"""Runs of several machines side by side: what is equal everywhere, and each machine's own ratios.
+
+Exact figures must be the same on every machine.  Times stand as ratios that each machine measured
+by itself; the reference's column is the first, and what cannot be compared with it says why.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardproof.compare.compare import Comparison, Timing
+from shardproof.compare.snapshot import Entry, Snapshot
+from shardproof.compare.tables import Report, Table, interval, verdict_of, verdicts_of
+
+NOTE = (
+    "Each ratio was measured side by side on its own machine, with its 95 % interval; seconds of "
+    "two machines are never compared. Beside it stands how it differs from the first column "
+    "(Welch, p by Holm), where versions, cell and data are the same."
+)
+
+
+def report(reference: Snapshot, others: Sequence[Comparison], only_changed: bool = False) -> Report:
+    """The tables across hardware; ``others`` have ``reference`` as theirs."""
+    snapshots = [reference, *(c.after for c in others)]
+    told = Report(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
+    told.tables.append(machines(reference, others))
+    for comparison in others:
+        told.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
+    exact = strategies(reference, others)
+    if exact is not None:
+        told.tables.append(exact)
+    told.tables += ratios(reference, others, only_changed)
+    return told
+
+
+def machines(reference: Snapshot, others: Sequence[Comparison]) -> Table:
+    """A row a machine."""
+    rows = []
+    for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
+        last = snapshot.versions[-1]
+        rows.append(
+            (
+                snapshot.hardware,
+                snapshot.name,
+                snapshot.taken,
+                last.suite,
+                last.torch,
+                last.python,
+                verdicts_of(snapshot.cases.values()) or "-",
+                f"{sum(snapshot.kills.values())} of {len(snapshot.kills)}"
+                if snapshot.kills
+                else "-",
+                "reference" if comparison is None else _equal(comparison),
+            )
+        )
+    headings = (
+        *("hardware", "run", "date", "suite", "torch", "Python", "verdicts", "faults killed"),
+        "exact figures",
+    )
+    return Table("Machines", headings, rows)
+
+
+def _equal(found: Comparison) -> str:
+    total = sum(pair.figures for pair in found.pairs if pair.id in found.after.cases)
+    if not total:
+        return f"not comparable: {found.apart[0].why}" if found.apart else "no case in common"
+    differ = sum(len(pair.changes) for pair in found.pairs if pair.id in found.after.cases)
+    more = f", {len(found.apart):,} results not comparable" if found.apart else ""
+    return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more
+
+
+def strategies(reference: Snapshot, others: Sequence[Comparison]) -> Table | None:
+    """A row a strategy and backend: verdicts on each machine, and whether figures are equal."""
+    columns = [reference, *(c.after for c in others)]
+    cells: dict[tuple[str, str], list[str]] = defaultdict(lambda: ["-"] * len(columns))
+    for number, snapshot in enumerate(columns):
+        members: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+        for entry in snapshot.cases.values():
+            members[entry.strategy, entry.backend].append(entry)
+        for key, entries in members.items():
+            cells[key][number] = verdicts_of(entries)
+    for number, comparison in enumerate(others, 1):
+        compared: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for pair in comparison.pairs:
+            if pair.id in comparison.after.cases:
+                compared[pair.after.strategy, pair.after.backend].append(len(pair.changes))
+        for key, changed in compared.items():
+            differ = sum(changed)
+            equal = f"{differ} figures differ" if differ else "figures equal"
+            cells[key][number] += f" ({len(changed)} compared, {equal})"
+    if not cells:
+        return None
+    rows = [(*key, *told) for key, told in sorted(cells.items())]
+    return Table("Verdicts by strategy", ("strategy", "backend", *_names(columns)), rows)
+
+
+def ratios(reference: Snapshot, others: Sequence[Comparison], only_changed: bool) -> list[Table]:
+    """Ratios of times and efficiencies, a row a ratio and a column a machine."""
+    columns = [reference, *(c.after for c in others)]
+    compared: list[Mapping[tuple[str, str], Timing]] = [
+        {},
+        *({(time.id, time.ratio): time for time in c.times} for c in others),
+    ]
+    apart = [{}, *({item.id: item.why for item in c.apart} for c in others)]
+    keys: dict[tuple[str, str], Entry] = {}
+    for snapshot in columns:
+        for name, entry in _in_order(snapshot):
+            for ratio in entry.samples:
+                keys.setdefault((name, ratio), entry)
+    tables = []
+    for title in ("Time against DDP", "Time of A over B", "Scaling"):
+        rows = []
+        for (name, ratio), entry in keys.items():
+            if _title(ratio, entry) != title:
+                continue
+            told, moved = [], False
+            for number, snapshot in enumerate(columns):
+                here = snapshot.timed.get(name)
+                if here is None or ratio not in here.samples:
+                    told.append(here.verdict if here is not None else "-")
+                    continue
+                text, time = interval(here.samples[ratio]), compared[number].get((name, ratio))
+                if time is not None:
+                    moved = moved or time.verdict not in ("same", "inconclusive")
+                    text += f" {verdict_of(time)}"
+                elif name in apart[number]:
+                    text += " (not comparable)"
+                told.append(text)
+            if only_changed and not moved:
+                continue
+            kind = [ratio] if title == "Scaling" else []
+            rows.append((_what(name, entry), entry.backend, str(entry.world), *kind, *told))
+        if rows:
+            kind = ["ratio"] if title == "Scaling" else []
+            headings = ("what", "backend", "world", *kind, *_names(columns))
+            tables.append(Table(title, headings, rows, notes=[NOTE]))
+    beside = _beside(columns)
+    return tables + ([beside] if beside is not None else [])
+
+
+def _beside(columns: Sequence[Snapshot]) -> Table | None:
+    """Modelled efficiencies and the dimensionless scorecard, machine by machine."""
+    rows = []
+    names = dict.fromkeys(
+        (name, figure)
+        for snapshot in columns
+        for name, entry in _in_order(snapshot)
+        for figure in entry.beside
+        if not figure.startswith("resident_bytes")
+    )
+    for name, figure in names:
+        entries = [snapshot.timed.get(name) for snapshot in columns]
+        first = next(entry for entry in entries if entry is not None)
+        told = [
+            f"{entry.beside[figure]:.3f}" if entry is not None and figure in entry.beside else "-"
+            for entry in entries
+        ]
+        what = (_what(name, first), first.backend, str(first.world))
+        rows.append((*what, figure.replace("_", " "), *told))
+    if not rows:
+        return None
+    headings = ("what", "backend", "world", "figure", *_names(columns))
+    return Table("Modelled, and the dimensionless scorecard", headings, rows)
+
+
+def _in_order(snapshot: Snapshot) -> list[tuple[str, Entry]]:
+    """Timed results by name, those that differ in nothing but ranks by their number."""
+    return sorted(
+        snapshot.timed.items(),
+        key=lambda item: (item[1].implementation, item[1].backend, item[1].world, item[0]),
+    )
+
+
+def _title(ratio: str, entry: Entry) -> str:
+    if ratio != "time":
+        return "Scaling"
+    against = entry.implementation.split(" v ")[-1]
+    return "Time against DDP" if against.endswith("/ddp") else "Time of A over B"
+
+
+def _what(name: str, entry: Entry) -> str:
+    parts = name.split("::")
+    workload = f", {parts[-1]}" if len(parts) > 3 else ""
+    return f"{entry.implementation} ({parts[1]}{workload})" if len(parts) > 1 else name
+
+
+def _names(columns: Sequence[Snapshot]) -> list[str]:
+    """Hardware, with the run's name where two runs share one."""
+    labels = [snapshot.hardware for snapshot in columns]
+    return [
+        label if labels.count(label) == 1 else f"{label} ({snapshot.name})"
+        for label, snapshot in zip(labels, columns, strict=True)
+    ]

@@ -1,0 +1,109 @@
+"""One process, and data parallelism with whole copies."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardproof.costs.model import Bytes, Flow, Local, Promise, flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, TensorPlan, slots, used, used_by
+
+_ALL_REDUCE = (
+    "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
+    "payload a rank, as in nccl-tests doc/PERFORMANCE.md"
+)
+
+
+class Single(Promise):
+    """Everything once, nothing sent: (P + G + O) Psi."""
+
+    strategy: ClassVar[str] = "single"
+    source: ClassVar[str] = "one process sends nothing"
+
+    def flows(self) -> list[Flow]:
+        """None."""
+        return []
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole tensors; gradients of what has been used."""
+        plan = self.plan
+        narrow = {t.name for t in plan.trainable if plan.compute(t.dtype) != t.dtype}
+        return {
+            "parameters": sum(t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters),
+            "masters": sum(t.nbytes for t in plan.trainable if t.name in narrow),
+            "gradients": self.gradient_bytes(step),
+            "optimizer_state": state_bytes(plan, self.parts(rank), updated),
+        }
+
+    def gradient_bytes(self, step: int) -> int:
+        """Gradients exist for what is used in ``step``."""
+        return sum(t.numel * ITEMSIZE[self.plan.compute(t.dtype)] for t in self.now(step))
+
+    def now(self, step: int) -> list[TensorPlan]:
+        """Tensors that have a gradient in ``step``."""
+        return used(self.plan.parameters, step)
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """What the optimizer of ``rank`` works on."""
+        return [(t, t.numel) for t in self.plan.trainable]
+
+    def local(self, rank: int) -> Local:
+        """Everything."""
+        plan, last = self.plan, self.plan.steps - 1
+        every = {t.name: t.numel for t in plan.parameters}
+        gradients = {t.name: t.numel for t in self.now(last)}
+        state = {t.name: t.numel for t in used_by(plan.parameters, last)}
+        return Local(every, gradients, state if slots(plan) else {})
+
+
+class NaiveDDP(Single):
+    """Whole copies; every gradient in a call of its own, once a step."""
+
+    strategy: ClassVar[str] = "naive_ddp"
+    source: ClassVar[str] = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
+
+    def flows(self) -> list[Flow]:
+        """One all-reduce a trained tensor."""
+        return flow(self.plan, "replicate", "all_reduce", [t.nbytes for t in self.plan.trainable])
+
+
+class DDP(Single):
+    """Whole copies; gradients in buckets, rank 0's buffers at the start of a step.
+
+    How many buckets depends on the order in which gradients arrive and is not promised, only
+    bounded: one a dtype to one a tensor.
+    """
+
+    strategy: ClassVar[str] = "ddp"
+    source: ClassVar[str] = (
+        "gradients as naive_ddp; floating-point buffers are broadcast once a step, N-1 copies: "
+        f"torch DistributedDataParallel, broadcast_buffers. {_ALL_REDUCE}"
+    )
+
+    def flows(self) -> list[Flow]:
+        """Buckets of gradients; buffers, coalesced or one by one."""
+        plan = self.plan
+        gradients = flow(plan, "replicate", "all_reduce", [t.nbytes for t in plan.trainable])
+        copied = plan.buffers if plan.option("broadcast_buffers", True) else ()
+        buffers = [b.nbytes for b in copied if b.dtype in ITEMSIZE]
+        copies = flow(plan, "replicate", "broadcast", buffers)
+        dtypes = len({t.dtype for t in plan.trainable})
+        kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
+        return [
+            *(_between(f, dtypes * plan.world) for f in gradients),
+            *(_between(f, kinds * plan.world) for f in copies),
+        ]
+
+    def unweighed(self) -> str:
+        """A bucket holds no gradients if all in it goes unused; which do is not promised."""
+        idle = [t.name for t in self.plan.trainable if not t.always_used]
+        return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
+
+    def gradient_bytes(self, step: int) -> int:
+        """Gradients are views of the buckets, which hold every trained tensor."""
+        plan = self.plan
+        return sum(t.numel * ITEMSIZE[plan.reduction(t.dtype)] for t in plan.trainable)
+
+
+def _between(found: Flow, least: int) -> Flow:
+    assert isinstance(found.calls, int)
+    return Flow(found.axis, found.operation, found.bytes, (least, found.calls))

@@ -1,0 +1,314 @@
+"""Expected costs in closed form, computed from model shapes and options only.
+
+A formula is never asked of the implementation that is judged.  Everything is an exact
+:class:`~fractions.Fraction`, because the gate is equality: shares such as ``(N-1)/N`` of a payload
+have no exact float for three ranks.
+
+Scenario files name a formula (``ddp.payload_bytes``) or write an expression in a closed grammar::
+
+    sum     := product (("+" | "-") product)*
+    product := unary (("*" | "/") unary)*
+    unary   := "-" unary | atom
+    atom    := number | name | ("min" | "max" | "ceil") "(" sum ("," sum)* ")" | "(" sum ")"
+
+A name is a formula or a fact (:data:`FACTS`).  Text is parsed by hand and never evaluated as code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from shardproof.costs import PROMISES, Promise, memory_ratio
+from shardproof.costs.model_facts import ITEMSIZE, Plan, plan_of
+from shardproof.errors import nearest, shorten
+
+if TYPE_CHECKING:
+    from shardproof.case import Case
+
+Facts = Mapping[str, int | Fraction]
+Term = Callable[[Facts], Fraction]
+
+#: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
+FACTS: dict[str, str] = {
+    "world": "number of ranks",
+    "pipe": "ranks along the pipe axis (1 if absent)",
+    "replicate": "ranks along the replicate axis (1 if absent)",
+    "shard": "ranks along the shard axis (1 if absent)",
+    "tensor": "ranks along the tensor axis (1 if absent)",
+    "data_coordinates": "shares of the global batch: replicate * shard",
+    "steps": "optimizer steps",
+    "micro_batches": "micro-batches per data coordinate and window",
+    "windows": "schedule calls in one optimizer step",
+    "global_batch": "samples in one optimizer step",
+    "itemsize": "bytes of one element of the case's dtype",
+    "parameter_bytes": "all parameters, frozen ones included",
+    "trainable_bytes": "parameters that are trained",
+    "trainable_elements": "elements of the parameters that are trained",
+    "trainable_tensors": "tensors that are trained",
+    "frozen_bytes": "parameters that are not trained",
+    "float_buffer_bytes": "floating-point buffers",
+    "float_buffers": "number of floating-point buffers",
+    "clipped": "1 if gradients are clipped, else 0",
+    "rounds": "micro-batches of the data coordinate that has most in one optimizer step",
+}
+
+
+class CaseFacts(dict[str, int | Fraction]):
+    """The facts of a case, and the plan that the named formulas are computed from."""
+
+    def __init__(self, numbers: Mapping[str, int | Fraction], plan: Plan) -> None:
+        super().__init__(numbers)
+        self.plan = plan
+
+
+MAX_TEXT = 500
+MAX_DEPTH = 32
+
+
+class FormulaError(ValueError):
+    """Text that is no formula; ``column`` counts from 1."""
+
+    def __init__(self, text: str, column: int, what: str) -> None:
+        self.column = column
+        super().__init__(f"column {column} of {shorten(text)!r}: {what}")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A named cost: what ``value`` counts, in which unit, and where it is published."""
+
+    name: str
+    value: Term
+    unit: str
+    source: str
+
+
+def plan_in(facts: Facts) -> Plan:
+    """The plan that ``facts`` were taken from.
+
+    :raises KeyError: numbers without a plan.
+    """
+    if not isinstance(facts, CaseFacts):
+        raise KeyError("these facts come from no case: a strategy's formula needs its shapes")
+    return facts.plan
+
+
+def _promised(name: str, promise: type[Promise], ask: Callable[[Promise], int | Fraction]) -> Term:
+    return lambda facts: Fraction(ask(promise(plan_in(facts))))
+
+
+_PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
+_PER_RANK = "bytes on the rank that holds most, once all state exists"
+#: What can be asked of every strategy: suffix -> (unit, question).
+_QUESTIONS: dict[str, tuple[str, Callable[[Promise], int | Fraction]]] = {
+    "payload_bytes": (_PER_STEP, lambda promise: promise.payload()),
+    "parameter_bytes": (_PER_RANK, lambda promise: promise.held("parameters")),
+    "master_bytes": (_PER_RANK, lambda promise: promise.held("masters")),
+    "gradient_bytes": (_PER_RANK, lambda promise: promise.held("gradients")),
+    "optimizer_bytes": (_PER_RANK, lambda promise: promise.held("optimizer_state")),
+    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", Promise.total),
+    "memory_ratio": ("times less than whole copies, same options", memory_ratio),
+}
+
+#: Named formulas: every question to every strategy that makes a promise.
+FORMULAS: dict[str, Formula] = {
+    f"{strategy}.{suffix}": Formula(
+        f"{strategy}.{suffix}", _promised(strategy, promise, ask), unit, promise.source
+    )
+    for strategy, promise in PROMISES.items()
+    for suffix, (unit, ask) in _QUESTIONS.items()
+}
+
+
+def evaluate(text: str, facts: Facts) -> Fraction:
+    """Exact value of ``text`` (a formula's name or an expression) for ``facts``.
+
+    :raises FormulaError: text outside the grammar, or a division by zero.
+    """
+    try:
+        return parse(text)(facts)
+    except ZeroDivisionError:
+        raise FormulaError(text, 1, "division by zero for this case") from None
+
+
+def parse(text: str) -> Term:
+    """A function of the facts; names are checked here, so that a typo shows before any run."""
+    return _Parser(text).parse()
+
+
+def facts_of(case: Case) -> CaseFacts:
+    """The facts of ``case``: shapes of its workload and sizes of its mesh (imports torch)."""
+    from shardproof import workloads
+
+    workload = workloads.make(case.workload, case.dtype, case.lane)
+    model = workload.model("meta")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    trainable_bytes = sum(p.nbytes for p in trainable)
+    frozen_bytes = sum(p.nbytes for p in frozen)
+    axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
+    plan = plan_of(case, workload, model)
+    numbers = {
+        "world": case.world,
+        **axes,
+        "data_coordinates": case.data_coordinates,
+        "steps": case.steps,
+        "micro_batches": case.workload.micro_batches,
+        "windows": case.workload.windows,
+        "global_batch": case.workload.global_batch,
+        "itemsize": ITEMSIZE[case.dtype],
+        "parameter_bytes": trainable_bytes + frozen_bytes,
+        "trainable_bytes": trainable_bytes,
+        "trainable_elements": sum(p.numel() for p in trainable),
+        "trainable_tensors": len(trainable),
+        "frozen_bytes": frozen_bytes,
+        "float_buffer_bytes": sum(b.nbytes for b in buffers),
+        "float_buffers": len(buffers),
+        "clipped": int(plan.clipped),
+        "rounds": plan.rounds,
+    }
+    return CaseFacts(numbers, plan)
+
+
+# ----------------------------------------------------------------------------------- the grammar
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)"
+    r"|(?P<sign>[-+*/(),]))"
+)
+
+
+def _minimum(values: list[Fraction]) -> Fraction:
+    return min(values)
+
+
+def _maximum(values: list[Fraction]) -> Fraction:
+    return max(values)
+
+
+def _ceiling(values: list[Fraction]) -> Fraction:
+    return Fraction(math.ceil(values[0]))
+
+
+_FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
+    "min": (_minimum, None),
+    "max": (_maximum, None),
+    "ceil": (_ceiling, 1),
+}
+
+
+class _Parser:
+    """Recursive descent; a token is (kind, text, column)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.depth = 0
+        if len(text) > MAX_TEXT:
+            raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
+        self.tokens = self._tokens()
+
+    def parse(self) -> Term:
+        term = self._sum()
+        kind, text, column = self.tokens[self.position]
+        if kind != "end":
+            raise FormulaError(self.text, column, f"unexpected {text!r}")
+        return term
+
+    def _tokens(self) -> list[tuple[str, str, int]]:
+        found, position = [], 0
+        end = len(self.text.rstrip())
+        while position < end:
+            match = _TOKEN.match(self.text, position)
+            if match is None:
+                column = position + len(self.text[position:]) - len(self.text[position:].lstrip())
+                raise FormulaError(self.text, column + 1, f"unexpected {self.text[column]!r}")
+            kind = str(match.lastgroup)
+            found.append((kind, match[kind], match.start(kind) + 1))
+            position = match.end()
+        return [*found, ("end", "end of text", end + 1)]
+
+    def _take(self, *texts: str) -> str | None:
+        kind, text, _ = self.tokens[self.position]
+        if kind == "sign" and text in texts:
+            self.position += 1
+            return text
+        return None
+
+    def _expect(self, text: str) -> None:
+        if self._take(text) is None:
+            _, found, column = self.tokens[self.position]
+            raise FormulaError(self.text, column, f"expected {text!r}, found {found!r}")
+
+    def _sum(self) -> Term:
+        left = self._product()
+        while sign := self._take("+", "-"):
+            left = _combine(sign, left, self._product())
+        return left
+
+    def _product(self) -> Term:
+        left = self._unary()
+        while sign := self._take("*", "/"):
+            left = _combine(sign, left, self._unary())
+        return left
+
+    def _unary(self) -> Term:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            column = self.tokens[self.position][2]
+            raise FormulaError(self.text, column, f"nested deeper than {MAX_DEPTH}")
+        try:
+            if self._take("-"):
+                inner = self._unary()
+                return lambda facts: -inner(facts)
+            return self._atom()
+        finally:
+            self.depth -= 1
+
+    def _atom(self) -> Term:
+        if self._take("("):
+            inner = self._sum()
+            self._expect(")")
+            return inner
+        kind, text, column = self.tokens[self.position]
+        self.position += 1
+        if kind == "number":
+            number = Fraction(text)
+            return lambda facts: number
+        if kind != "name":
+            raise FormulaError(self.text, column, f"expected a number, name or '(', found {text!r}")
+        if text in _FUNCTIONS:
+            return self._call(text, column)
+        if text in FORMULAS:
+            return FORMULAS[text].value
+        if text in FACTS:
+            return lambda facts: Fraction(facts[text])
+        known = [*FORMULAS, *FACTS, *_FUNCTIONS]
+        raise FormulaError(self.text, column, f"unknown name {text!r}, {nearest(text, known)}")
+
+    def _call(self, name: str, column: int) -> Term:
+        function, arity = _FUNCTIONS[name]
+        self._expect("(")
+        arguments = [self._sum()]
+        while self._take(","):
+            arguments.append(self._sum())
+        self._expect(")")
+        if arity is not None and len(arguments) != arity:
+            raise FormulaError(self.text, column, f"{name} takes {arity} value")
+        return lambda facts: function([argument(facts) for argument in arguments])
+
+
+def _combine(sign: str, left: Term, right: Term) -> Term:
+    if sign == "+":
+        return lambda facts: left(facts) + right(facts)
+    if sign == "-":
+        return lambda facts: left(facts) - right(facts)
+    if sign == "*":
+        return lambda facts: left(facts) * right(facts)
+    return lambda facts: left(facts) / right(facts)

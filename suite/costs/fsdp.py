@@ -1,0 +1,149 @@
+"""FSDP with flat units: ZeRO-3 with a choice of what is sharded, over whom, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import ClassVar
+
+from shardproof.costs.layout import Unit
+from shardproof.costs.model import Ahead, Bound, Flow, flow, norm_flow
+from shardproof.costs.zero import Zero3
+
+
+class FSDP(Zero3):
+    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O) Psi / F over F shards.
+
+    Gathers before forward, and before backward of all but the root unless they are kept whole;
+    reductions over the shards every round, or once a step; over the replicas once a step.
+    """
+
+    strategy: ClassVar[str] = "fsdp"
+    source: ClassVar[str] = (
+        "FSDP (arXiv 2304.11277) sections 3.2.1 (padding) and 3.2.2: 3 (F-1)/F Psi a rank and "
+        "micro-batch, and 2 (R-1)/R of a shard between replicas (exact ring factors); the root "
+        "stays whole between forward and backward; torch fully_shard, reshard_after_forward"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The sharding strategy."""
+        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether gradients are reduced once a step only."""
+        return bool(self.plan.option("accumulate_without_communication", False))
+
+    @property
+    def reshards(self) -> bool | int:
+        """What happens to parameters between forward and backward: freed, kept, cut over k."""
+        chosen = self.plan.options.get("reshard_after_forward")
+        if chosen is None:
+            return self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
+        if isinstance(chosen, bool):
+            return chosen
+        return int(chosen) if chosen != self.plan.size("shard") else True  # the shards themselves
+
+    @property
+    def rests(self) -> int:
+        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+        if isinstance(self.reshards, bool):
+            return self.plan.size("shard") if self.reshards else 1
+        return self.reshards
+
+    @property
+    def forwards(self) -> int:
+        """How often a step gathers a unit before forward: once where it is kept over the step."""
+        rounds = self.plan.rounds
+        return min(rounds, 1) if self.is_silent and self.reshards is False else rounds
+
+    def lifts(self, unit: Unit) -> int:
+        """Before forward; before backward as well where the unit was freed, not kept or cut."""
+        if not self.plan.called(unit.name):
+            return 0
+        return self.forwards + (self.gathers_again(unit) if self.reshards is True else 0)
+
+    def gathers_again(self, unit: Unit) -> int:
+        """How often a step gathers a unit that was freed, or cut: before backward, and before a
+        further forward of the same micro-batch.
+        """
+        return self.plan.called(unit.name) * self.plan.rounds if unit.name else 0
+
+    def flows(self) -> list[Flow]:
+        """Gathers, gathers again, reductions over both axes, the norm."""
+        plan, found = self.plan, list[Flow]()
+        self.refuse_uncalled()
+        for unit in self.units:
+            if not plan.called(unit.name):
+                continue
+            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(plan, "shard", "all_gather", gathered, self.forwards)
+            found += self.again(gathered, self.gathers_again(unit))
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
+        crossing = [size // plan.size("shard") for size in reduced]
+        once = min(plan.rounds, 1)
+        times = once if self.is_silent else plan.rounds
+        found += flow(plan, "shard", "reduce_scatter", reduced, times)
+        found += flow(plan, "replicate", "all_reduce", crossing, once)
+        return [*found, *norm_flow(plan, "shard")]
+
+    def again(self, payloads: list[int], times: int) -> list[Flow]:
+        """The gathers of one unit over the ranks that it is sharded over between its uses."""
+        plan, k = self.plan, self.rests
+        sizes = [payload for payload in payloads if payload]
+        if k == 1 or not times or not sizes:
+            return []
+        total = Fraction((k - 1) * sum(sizes) * (plan.world // k) * times)
+        return [Flow("shard", "all_gather", total, len(sizes) * times * plan.world)]
+
+    def ahead(self) -> Ahead:
+        """Prefetched units in both directions; a late unit is late on its way over the replicas,
+        too, and so is the one before it, which goes there when the next is reduced.
+        """
+        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        gathers = 0
+        if self.plan.size("shard") > 1 and not (self.is_silent and self.rests == 1):
+            count = sum(len(unit.flats) for unit in inner)
+            follows = self.plan.option("prefetch_forward", 1) and not self.uncalled
+            gathers += count if follows else 0
+            gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
+        scatters, crosses = (self.plan.size(axis) > 1 for axis in ("shard", "replicate"))
+        found = super().ahead()
+        kept = {"backward": (0, 0)} if found.depth and self.rests == 1 else {}
+        before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
+        return replace(
+            found,
+            gathers=gathers,
+            late=found.late if scatters else 0,
+            idle=found.idle if scatters else 0,
+            last=found.late + before if crosses and self.held_up else 0,
+            last_idle=found.idle if crosses else 0,
+            once=self.is_silent,
+            depth={**found.depth, **kept},
+        )
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """As ZeRO-3; all units where they are kept, 1/k of them where they rest over k ranks."""
+        found = super().peaks(rank, phase, step)
+        if "parameters" not in found:
+            return found
+        sizes, bound = self.whole_bytes(), found["parameters"]
+        whole = sum(sizes.values())
+        if self.rests == 1:
+            level = self.resident(rank, step, step)["parameters"] + whole
+            not_always = sum(sizes[name] for name in self.uncalled)
+            return found | {"parameters": Bound(level - not_always, level)}
+        chunk = whole // self.rests if self.rests < self.plan.size("shard") else 0
+        return found | {"parameters": replace(bound, high=bound.high + chunk)}
+
+    @property
+    def adds_up(self) -> bool:
+        """Without communication whole gradients of all units wait for the last round."""
+        return self.is_silent and self.plan.rounds > 1
+
+    def in_flight(self, rank: int, step: int) -> int:
+        """As ZeRO-3, and the chunks that units rest in."""
+        rests = 1 < self.rests < self.plan.size("shard")
+        chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
+        return super().in_flight(rank, step) + chunks

@@ -1,0 +1,261 @@
+"""Axes together: what the data axes make of each stage of each tensor rank, and the axes' own.
+
+A stage on a tensor rank is a model of its own to the strategy of the data axes, and so is a tensor
+that is tied over stages; so its promise is asked of a plan that knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
+
+from shardproof.costs.ddp import DDP
+from shardproof.costs.fsdp import FSDP
+from shardproof.costs.model import Bound, Bytes, Flow, Local, Promise, flow
+from shardproof.costs.model_facts import Plan, TensorPlan
+from shardproof.costs.offload import offloaded
+from shardproof.costs.pipeline import Pipeline, exchanged
+from shardproof.costs.stages import Stages, stages_of
+from shardproof.costs.tensor import TensorParallel
+from shardproof.costs.zero import Zero1, Zero2, Zero3
+
+_DATA: dict[str, type[Promise]] = {
+    promise.strategy: promise for promise in (DDP, Zero1, Zero2, Zero3, FSDP)
+}
+_AXES = ("replicate", "shard")
+#: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
+_SCALARS = 64
+
+
+class Hybrid(Promise):
+    """The sum over stages and tensor ranks; under sequence parallelism stages hand on 1/T."""
+
+    strategy: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = (
+        "Narayanan et al. (arXiv 2104.04473) sections 3.1 to 3.3: the axes' costs add up, each on "
+        "what the others leave; in a pipeline shards are gathered and reduced once a step"
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        sent = tuple(replace(t, dtype=plan.compute(t.dtype)) for t in plan.parameters)
+        options = {"sum_each_backward": True, **plan.options}
+        self.layers = TensorParallel(replace(plan, options=options, parameters=sent, clipped=False))
+        self.data = str(plan.option("data", "ddp"))
+        self.is_cut = plan.size("pipe") > 1
+        self.models = lru_cache(maxsize=None)(self._models)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Where the stages lie."""
+        return stages_of(self.plan)
+
+    # ------------------------------------------------------------------- what the data axes see
+
+    def _models(self, pipe: int, tensor: int) -> list[Promise]:
+        """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
+        if not self.is_cut:
+            return [self.model(self.plan.parameters, self.plan.buffers, tensor)]
+        held = [t for t in self.plan.parameters if pipe in self.stages.ranks(t)]
+        tied = [t for t in held if self.is_tied(t)]
+        found = []
+        for stage in self.stages.of(pipe):
+            own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
+            buffers = [b for b in self.plan.buffers if self.stages.homes(b) == [stage]]
+            found.append(self.model(own, buffers, tensor))
+        return found + [self.model([t], [], tensor, tied=True) for t in tied]
+
+    def is_tied(self, tensor: TensorPlan) -> bool:
+        """Whether several stages use ``tensor``."""
+        return len(self.stages.homes(tensor)) > 1
+
+    def model(
+        self,
+        parameters: Sequence[TensorPlan],
+        buffers: Sequence[TensorPlan],
+        tensor: int,
+        tied: bool = False,
+    ) -> Promise:
+        """The strategy of the data axes on these tensors, as rank ``tensor`` has them."""
+        plan = self.plan
+        local = tuple(self.local_part(t, tensor) for t in parameters)
+        names = {t.name for t in local}
+        groups = (tuple(n for n in group if n in names) for group in plan.groups)
+        options = {
+            **(plan.option("data_options", {})),
+            **{n: plan.options[n] for n in ("precision", "offload") if n in plan.options},
+            "recompute_every": plan.option("recompute_every", 0),
+        }
+        whole: dict[str, Any] = {}
+        strategy = _DATA[self.data]
+        if self.is_cut and issubclass(strategy, Zero3):
+            strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
+            whole = {"units": (), "modules": {"": ""}, "calls": {}}
+            kept = {"accumulate_without_communication": True, "reshard_after_forward": False}
+            options = {**options, **kept}
+        rounds = plan.micro_batches
+        inner = replace(
+            plan,
+            axes=self.data_axes,
+            options=options,
+            parameters=local,
+            buffers=tuple(buffers),
+            micro_batches=tuple(min(n, 1) for n in rounds) if tied else rounds,
+            groups=tuple(group for group in groups if group),
+            clipped=False,
+            inputs=(),
+            hidden={},
+            **whole,
+        )
+        return offloaded(strategy, inner)(inner)
+
+    def local_part(self, tensor: TensorPlan, rank: int) -> TensorPlan:
+        """``tensor`` as rank ``rank`` of the tensor axis has it."""
+        elements = self.layers.elements(tensor, rank)
+        return tensor if elements == tensor.numel else replace(tensor, shape=(elements,))
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """The data axes as their strategy knows them."""
+        plan = self.plan
+        sizes = {axis: plan.size(axis) for axis in _AXES if axis in plan.axes}
+        if self.data != "ddp":
+            return sizes or {"shard": 1}
+        return {"replicate": plan.size("replicate") * plan.size("shard")}
+
+    def of(self, rank: int) -> tuple[list[Promise], int]:
+        """The models of global ``rank``, and its number on the data axes."""
+        at = dict.fromkeys(("pipe", *_AXES, "tensor"), 0) | self.plan.coordinate(rank)
+        number = at["replicate"] * self.plan.size("shard") + at["shard"]
+        return self.models(at["pipe"], at["tensor"]), number
+
+    # ---------------------------------------------------------------------------------- traffic
+
+    def flows(self) -> list[Flow]:
+        """Of the data axes, of the layers, between stages, the norm."""
+        plan = self.plan
+        found = [
+            self.renamed(one)
+            for pipe in range(plan.size("pipe"))
+            for tensor in range(plan.size("tensor"))
+            for model in self.models(pipe, tensor)
+            for one in model.flows()
+        ]
+        norm = [8] if plan.clipped else []
+        return [
+            *found,
+            *self.layers.flows(),
+            *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
+            *(one for axis in plan.axes for one in flow(plan, axis, "all_reduce", norm)),
+        ]
+
+    def renamed(self, one: Flow) -> Flow:
+        """Replicas over both data axes are one group."""
+        if self.data != "ddp":
+            return one
+        return replace(one, axis="+".join(axis for axis in _AXES if self.plan.size(axis) > 1))
+
+    def messages(self) -> Iterator[int]:
+        """Bytes of every message between stages; of a split sequence each rank has a part."""
+        plan, layers = self.plan, self.layers
+        if layers.is_sequence:
+            hidden = {}
+            for key, sizes in plan.hidden.items():
+                rows = int(key.split("x")[0]) * layers.table.shape[1]  # elements of one position
+                hidden[key] = tuple(layers.padded(n // rows) * rows // layers.ranks for n in sizes)
+            plan = replace(plan, hidden=hidden)
+        return Pipeline(plan).messages()
+
+    def tied_messages(self) -> Iterator[int]:
+        """Bytes of the gradients of tied tensors that ranks of the pipe axis send each other."""
+        plan = self.plan
+        data = plan.size("replicate") * plan.size("shard")
+        for tensor in range(plan.size("tensor")):
+            local = tuple(self.local_part(t, tensor) for t in plan.parameters)
+            axes = {"pipe": plan.size("pipe"), "replicate": data}
+            yield from Pipeline(replace(plan, parameters=local, axes=axes)).tied_messages()
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.resident(number, step, updated))
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.passing(number, point, updated))
+
+    def host(self, rank: int, step: int, updated: int) -> Bytes:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.host(number, step, updated))
+
+    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """Of all models of ``rank``."""
+        return self.added(rank, lambda model, number: model.moved(number, step, updated))
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """What the models keep there; every message has been sent and used by then."""
+        models, number = self.of(rank)
+        return _SCALARS + sum(model.at_rest(number, step) or 0 for model in models)
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses of the micro-batches, norms and factors, and what the models leave; no part of a
+        layer, of a stage or of a shard beyond those that are held.
+        """
+        models, number = self.of(rank)
+        left = sum(model.left_over(number, step) or 0 for model in models)
+        return _SCALARS + 8 * self.plan.rounds + left
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Whole parameters of all units of all stages at once; where there are no stages, those of
+        the units that are gathered.  A tied tensor that is whole counts as what its gather made.
+        Buffers of the other axes are not told from the data axes'.
+        """
+        models, number = self.of(rank)
+        low = high = 0
+        for model in models:
+            bound = model.peaks(number, phase, step).get("parameters")
+            if bound is None:
+                return {}
+            is_tied = self.is_cut and any(map(self.is_tied, model.plan.parameters))
+            rests = model.resident(number, step, step)["parameters"]
+            low, high = low + (rests if is_tied else bound.low), high + bound.high
+        return {"parameters": Bound(low, high)} if models else {}
+
+    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+        """Elements of parameters of ``rank``: of layers that the tensor axis splits, and of those
+        that each of its ranks has.
+        """
+        held, layers = self.local(rank).parameters, self.layers
+        split = {t.name for t in self.plan.parameters if layers.ranks > 1 and layers.is_split(t)}
+        return {
+            "split": {name: n for name, n in held.items() if name in split},
+            "replicated": {name: n for name, n in held.items() if name not in split},
+        }
+
+    def added(self, rank: int, told: Callable[[Promise, int], dict[str, int]]) -> dict[str, int]:
+        """The sum, key by key, of what is ``told`` of the models of ``rank``."""
+        models, number = self.of(rank)
+        total: dict[str, int] = {}
+        for model in models:
+            for key, count in told(model, number).items():
+                total[key] = total.get(key, 0) + count
+        return total
+
+    def unweighed(self) -> str:
+        """What any of the models says."""
+        every = range(self.plan.world)
+        told = (model.unweighed() for rank in every for model in self.of(rank)[0])
+        return next((text for text in told if text), "")
+
+    def local(self, rank: int) -> Local:
+        """Elements of all models of ``rank``."""
+        models, number = self.of(rank)
+        told = [model.local(number) for model in models]
+        return Local(
+            {name: n for one in told for name, n in one.parameters.items()},
+            {name: n for one in told for name, n in one.gradients.items()},
+            {name: n for one in told for name, n in one.optimizer.items()},
+        )

@@ -1,0 +1,167 @@
+"""How tensors are packed for collectives: flat layouts, buckets and units, as arithmetic on shapes.
+
+Written apart from the implementations' own layouts, so that an error in those shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan
+
+_CONTAINERS = ("ModuleList", "ModuleDict")
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors of one dtype laid end to end and cut into ``shards`` equal shards.
+
+    Padding at the end makes them equal: at most ``shards - 1`` elements (FSDP, arXiv 2304.11277,
+    section 3.2.1).
+    """
+
+    members: tuple[TensorPlan, ...]
+    shards: int
+
+    @property
+    def dtype(self) -> str:
+        """The members' dtype as built."""
+        return self.members[0].dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(t.numel for t in self.members)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one shard, padding included."""
+        return -(-self.numel // self.shards)
+
+    @property
+    def padded(self) -> int:
+        """Elements with padding."""
+        return self.shard_numel * self.shards
+
+    def padded_bytes(self, dtype: str | None = None) -> int:
+        """Bytes of all shards in ``dtype`` (``None``: as built)."""
+        return self.padded * ITEMSIZE[dtype or self.dtype]
+
+    def shard_bytes(self, dtype: str | None = None) -> int:
+        """Bytes of one shard in ``dtype``."""
+        return self.shard_numel * ITEMSIZE[dtype or self.dtype]
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        ends = [0, *itertools.accumulate(t.numel for t in self.members)]
+        return list(itertools.pairwise(ends))
+
+    def parts(self, shard: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` of what one shard holds; a tensor of none lies where it starts."""
+        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        found = []
+        for tensor, (start, stop) in zip(self.members, self._spans, strict=True):
+            first, last = max(start, low), min(stop, high)
+            home = min(start // self.shard_numel, self.shards - 1) if self.shard_numel else 0
+            if first < last or (start == stop and home == shard):
+                found.append((tensor, max(0, last - first)))
+        return found
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together: a module by name (``""``: the root) and its flat layouts."""
+
+    name: str
+    flats: tuple[Flat, ...]
+
+    @property
+    def members(self) -> tuple[TensorPlan, ...]:
+        """All tensors of the unit."""
+        return tuple(t for flat in self.flats for t in flat.members)
+
+    @property
+    def trained(self) -> tuple[Flat, ...]:
+        """Layouts of what is trained."""
+        return tuple(f for f in self.flats if f.members[0].trainable)
+
+
+def layouts(tensors: Iterable[TensorPlan], shards: int) -> tuple[Flat, ...]:
+    """One layout per dtype, trained and frozen apart, in order of first appearance."""
+    groups: dict[tuple[str, bool], list[TensorPlan]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.trainable), []).append(tensor)
+    return tuple(Flat(tuple(members), shards) for members in groups.values())
+
+
+def buckets(tensors: Sequence[TensorPlan], limit: int, shards: int) -> list[Flat]:
+    """``tensors`` in their order, packed into buckets of one dtype and at most ``limit`` bytes.
+
+    A tensor over the limit has a bucket of its own.
+    """
+    filling: dict[str, list[TensorPlan]] = {}
+    found: list[list[TensorPlan]] = []
+    for tensor in tensors:
+        now = filling.setdefault(tensor.dtype, [])
+        if now and sum(t.nbytes for t in now) + tensor.nbytes > limit:
+            found.append(now)
+            now = filling[tensor.dtype] = []
+        now.append(tensor)
+    return [Flat(tuple(members), shards) for members in [*found, *filling.values()]]
+
+
+def units(plan: Plan, shards: int) -> list[Unit]:
+    """The units of the option ``wrap``, in order of registration; the root unit first.
+
+    A tensor belongs to the innermost unit that holds every module it is registered in; what no
+    unit holds, tied parameters over units among it, belongs to the root.
+    """
+    chosen = unit_names(plan)
+    members: dict[str, list[TensorPlan]] = {name: [] for name in ("", *chosen)}
+    for tensor in plan.parameters:
+        homes = {_innermost(owner, chosen) for owner in tensor.owners}
+        members[homes.pop() if len(homes) == 1 else ""].append(tensor)
+    return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
+
+
+def unit_names(plan: Plan) -> list[str]:
+    """Modules that the option ``wrap`` makes units, in order of registration.
+
+    Containers are never called, so they are no units.
+    """
+    called = {n: kind for n, kind in plan.modules.items() if n and kind not in _CONTAINERS}
+    wrap: Mapping[str, Any] = plan.options.get("wrap") or {}
+    if "units" in wrap:
+        wanted = {str(name) for name in wrap["units"]}
+        return [name for name in called if name in wanted]
+    if "module_class" in wrap:
+        classes = {str(name) for name in wrap["module_class"]}
+        return [name for name, kind in called.items() if kind in classes]
+    if "minimum_parameters" in wrap:
+        return _of_size(plan, list(called), int(wrap["minimum_parameters"]))
+    return list(plan.units)
+
+
+def _of_size(plan: Plan, names: Sequence[str], least: int) -> list[str]:
+    """Modules with at least ``least`` elements that no unit inside them holds, inner ones first."""
+    free = {t.name: t for t in plan.parameters}
+    chosen = set()
+    for name in sorted(names, key=lambda n: -n.count(".")):
+        inside = [t for t in free.values() if all(_within(o, name) for o in t.owners)]
+        if sum(t.numel for t in inside) >= least:
+            chosen.add(name)
+            for tensor in inside:
+                del free[tensor.name]
+    return [name for name in names if name in chosen]
+
+
+def _innermost(owner: str, names: Sequence[str]) -> str:
+    return max((name for name in names if _within(owner, name)), key=len, default="")
+
+
+def _within(owner: str, name: str) -> bool:
+    return owner == name or owner.startswith(f"{name}.")

@@ -1,0 +1,356 @@
+"""What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
+
+A :class:`Plan` is made from the case and the workload's own model, never from the implementation
+that is judged; it travels with the facts of a case, so that a stored run is judged
+from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardproof.case import Case
+    from shardproof.workloads import Workload
+
+#: The shapes of the inputs of each micro-batch of each window.
+Windows = tuple[tuple[tuple[int, ...], ...], ...]
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A parameter or buffer; tied parameters once, under their first name.
+
+    ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
+    rank gives it a gradient (``None``: none ever does), ``last_use`` the last one (``None``: there
+    is no last).  ``strided``: its elements do not lie in row-major order.  ``units``: which units
+    a pipeline's stage must have to hold it (what comes before the first unit goes with that, what
+    comes after the last with that one); only told where there is a pipe axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    owners: tuple[str, ...] = ()
+    first_use: int | None = 0
+    last_use: int | None = None
+    strided: bool = False
+    units: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def always_used(self) -> bool:
+        """Whether every step gives it a gradient."""
+        return self.first_use == 0 and self.last_use is None
+
+    @property
+    def in_every_backward(self) -> bool:
+        """Whether every micro-batch gives it a gradient."""
+        return self.always_used and ".conditional_" not in f".{self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as built."""
+        return self.numel * ITEMSIZE.get(self.dtype, 8)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case, as far as its costs depend on it.
+
+    ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
+    ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
+    each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
+    losses are scaled; ``skipped``: the step in question overflowed and is no update.
+    ``calls``: how often one forward calls a module, where that is not once.
+
+    Where there is a pipe or a tensor axis, ``inputs`` are the shapes of all micro-batches by step,
+    data coordinate and window; ``step`` is the step in question.  ``heads`` maps modules that
+    attend to their numbers of query and of KV heads, ``label_smoothing`` is that of the loss
+    (``None``: it is no cross-entropy).  Where there is a pipe axis, ``hidden`` maps such a shape
+    (``"4x16"``) to the elements of what each unit but the last one gives for it.
+    """
+
+    axes: Mapping[str, int]
+    options: Mapping[str, Any]
+    parameters: tuple[TensorPlan, ...]
+    buffers: tuple[TensorPlan, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = (1,)
+    groups: tuple[tuple[str, ...], ...] = ()
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    clipped: bool = False
+    scaled: bool = False
+    skipped: bool = False
+    steps: int = 1
+    calls: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[tuple[Windows, ...], ...] = ()
+    hidden: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    step: int = 0
+    heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    label_smoothing: float | None = None
+
+    # --------------------------------------------------------------------------------- the mesh
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis`` (1 if absent)."""
+        return self.axes.get(axis, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of global ``rank`` on the mesh, the last axis innermost."""
+        found = {}
+        for axis, size in reversed(list(self.axes.items())):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def called(self, name: str) -> int:
+        """How often one forward calls the module ``name``."""
+        return math.prod(n for part, n in self.calls.items() if f"{name}.".startswith(f"{part}."))
+
+    @property
+    def rounds(self) -> int:
+        """Forward and backward passes that the group makes in a step: those of its busiest rank."""
+        return max(self.micro_batches, default=0)
+
+    # --------------------------------------------------------------------------- the tensors
+
+    @property
+    def trainable(self) -> tuple[TensorPlan, ...]:
+        """Parameters that are trained, in registration order."""
+        return tuple(p for p in self.parameters if p.trainable)
+
+    @property
+    def float_buffer_bytes(self) -> int:
+        """Floating-point buffers."""
+        return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
+
+    @property
+    def grouped(self) -> list[list[TensorPlan]]:
+        """Trained parameters by parameter group, in the order in which an optimizer has them."""
+        if not self.groups:
+            return [list(self.trainable)]
+        by_name = {t.name: t for t in self.trainable}
+        return [[by_name[name] for name in names] for names in self.groups]
+
+    # ----------------------------------------------------------------------------- the options
+
+    def option(self, name: str, default: Any) -> Any:
+        """The option ``name`` of the implementation."""
+        value = self.options.get(name)
+        return default if value is None else value
+
+    def precision(self, name: str) -> str | None:
+        """The dtype that ``precision.<name>`` names; ``None``: as built."""
+        chosen = self.options.get("precision") or {}
+        value = chosen.get(name)
+        return None if value is None else str(value)
+
+    def compute(self, dtype: str) -> str:
+        """What a parameter built as ``dtype`` is computed and sent with."""
+        return self.precision("parameters") or dtype
+
+    def reduction(self, dtype: str) -> str:
+        """What its gradient is summed in."""
+        return self.precision("reduce") or self.compute(dtype)
+
+    # --------------------------------------------------------------------------- as plain data
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that :meth:`to_dict` described."""
+        fields = dict(data)
+        for name in ("parameters", "buffers"):
+            fields[name] = tuple(_tensor(row) for row in fields[name])
+        for name in ("units", "micro_batches"):
+            fields[name] = tuple(fields[name])
+        fields["groups"] = tuple(tuple(names) for names in fields["groups"])
+        fields["heads"] = {name: tuple(n) for name, n in fields.get("heads", {}).items()}
+        fields["inputs"] = _tuples(fields.get("inputs", ()))
+        fields["hidden"] = {shape: tuple(n) for shape, n in fields.get("hidden", {}).items()}
+        return cls(**fields)
+
+
+def _tensor(row: Mapping[str, Any]) -> TensorPlan:
+    fields = dict(row)
+    for name in ("shape", "owners", "units"):
+        fields[name] = tuple(fields.get(name, ()))
+    return TensorPlan(**fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
+    """The plan of ``case``, whose model on the meta device is ``model``."""
+    owners: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
+    piped = "pipe" in case.mesh
+    homes = _homes(workload, model) if piped else {}
+    inputs = _inputs(case, workload) if piped or "tensor" in case.mesh else ()
+    form = workload.family.cross_entropy(workload.params)
+    return Plan(
+        axes=dict(case.mesh),
+        options=dict(case.options),
+        parameters=tuple(
+            TensorPlan(
+                name,
+                tuple(p.shape),
+                _dtype(p.dtype),
+                p.requires_grad,
+                tuple(owners[id(p)]),
+                workload.first_use(name),
+                workload.last_use(name),
+                not p.is_contiguous(),
+                homes.get(id(p), ()),
+            )
+            for name, p in model.named_parameters()
+        ),
+        buffers=tuple(
+            TensorPlan(name, tuple(b.shape), _dtype(b.dtype), False, units=homes.get(id(b), ()))
+            for name, b in model.named_buffers()
+        ),
+        modules={name: type(module).__name__ for name, module in model.named_modules()},
+        units=tuple(workload.units),
+        micro_batches=tuple(case.workload.micro_batch_counts(case.data_coordinates)),
+        groups=tuple(
+            tuple(names)
+            for _, names in case.optimizer.assign(
+                name for name, p in model.named_parameters() if p.requires_grad
+            )
+        ),
+        optimizer=case.optimizer.name,
+        momentum=case.optimizer.momentum,
+        clipped=case.optimizer.clip_norm is not None,
+        scaled=case.optimizer.scaler is not None,
+        steps=case.steps,
+        calls={
+            f"{name}.{child}": count
+            for name, module in model.named_modules()
+            for child, count in getattr(module, "calls", {}).items()
+        },
+        inputs=inputs,
+        heads=_heads(model),
+        label_smoothing=None if form is None else form.label_smoothing,
+        hidden=_hidden(workload, case, inputs if piped else ()),
+    )
+
+
+def _homes(workload: Workload, model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Parameter or buffer (its ``id``) -> numbers of the units whose part of the model has it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for unit in range(len(workload.units)):
+        part = workload.build_for(0).stage(model, unit, unit + 1)
+        for tensor in (*part.parameters(), *part.buffers()):
+            found[id(tensor)] = (*found.get(id(tensor), ()), unit)
+    return found
+
+
+def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
+    """Shapes of inputs by step, data coordinate, window and micro-batch."""
+    return tuple(
+        tuple(
+            tuple(tuple(tuple(micro.inputs.shape) for micro in window) for window in batch.windows)
+            for batch in workload.batch(step, case.data_coordinates)
+        )
+        for step in range(case.steps)
+    )
+
+
+def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Query and KV heads of every module that attends with a fused projection."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "head_size") and hasattr(module, "group"):
+            rows = module.get_parameter("qkv.weight").shape[0]
+            kv = rows // int(module.head_size) // (int(module.group) + 2)
+            found[name] = kv * int(module.group), kv
+    return found
+
+
+def shape_key(shape: Iterable[int]) -> str:
+    """The name of a shape in :attr:`Plan.hidden`."""
+    return "x".join(map(str, shape))
+
+
+def _hidden(
+    workload: Workload, case: Case, inputs: tuple[tuple[Windows, ...], ...]
+) -> dict[str, tuple[int, ...]]:
+    """Elements between units, by shape of the inputs.
+
+    Run in one process and on the data: what is inside inputs chooses branches.
+    """
+    import torch
+
+    found: dict[str, tuple[int, ...]] = {}
+    wanted = {shape_key(s) for step in inputs for share in step for w in share for s in w}
+    model, sizes = workload.model(), dict[str, int]()
+    for name in workload.units if wanted else ():
+        model.get_submodule(name).register_forward_hook(partial(_note, sizes, name))
+    for step in range(len(inputs)):
+        if wanted <= set(found):
+            break
+        for batch in workload.batch(step, case.data_coordinates):
+            for micro in batch.micro_batches:
+                key = shape_key(micro.inputs.shape)
+                if key not in found:
+                    with torch.no_grad():
+                        model(micro.inputs)
+                    found[key] = tuple(sizes[name] for name in workload.units[:-1])
+    return found
+
+
+def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any) -> None:
+    sizes[name] = output.numel()
+
+
+def slots(plan: Plan) -> int:
+    """State tensors of the optimizer that have their parameter's shape."""
+    if plan.optimizer == "adamw":
+        return 2
+    return int(plan.momentum != 0)
+
+
+def counter_bytes(plan: Plan) -> int:
+    """Bytes of an optimizer's step counter, one a parameter (or part): fp32 in torch's AdamW."""
+    return 4 if plan.optimizer == "adamw" else 0
+
+
+def used(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+    """Those that have a gradient in ``step``."""
+    return [t for t in used_by(tensors, step) if t.last_use is None or step <= t.last_use]
+
+
+def used_by(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+    """Those that had a gradient in ``step`` or before: the optimizer has state of them."""
+    return [t for t in tensors if t.trainable and t.first_use is not None and t.first_use <= step]
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

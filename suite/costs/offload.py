@@ -1,0 +1,138 @@
+"""What offloading moves to the host tier, and how many bytes a step moves between the tiers.
+
+``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
+parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and
+their gradients rest there too; a shard comes up whenever its unit is gathered.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+from shardproof.costs.model import Ahead, Bound, Bytes, Flow, Local, Promise
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, used, used_by
+from shardproof.costs.zero import Zero1, Zero3, votes
+
+OPTION = "offload"
+
+
+def offloaded(kind: type[Promise], plan: Plan) -> type[Promise]:
+    """The promise of ``kind`` under the offload that ``plan`` asks for (``kind`` for none)."""
+    if plan.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
+        return kind
+    fields = {
+        "whole": kind,
+        "strategy": kind.strategy,
+        "source": f"{kind.source}; {Offloaded.source}",
+        "divided": kind.divided,
+        "rests_as_built": kind.rests_as_built,
+    }
+    return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
+
+
+class Offloaded(Promise):
+    """A strategy of which a part rests on the host tier; the network sees no difference."""
+
+    whole: ClassVar[type[Zero1 | Zero3]]
+    source: ClassVar[str] = (
+        "ZeRO-Offload (arXiv 2101.06840) section 4.1: 2 Psi of gradients down and 2 Psi of "
+        "parameters up in 16 bits, each rank its share; no optimizer state on the device"
+    )
+
+    @cached_property
+    def inner(self) -> Zero1 | Zero3:
+        """The same without offload."""
+        return self.whole(self.plan)
+
+    @property
+    def shards_rest_there(self) -> bool:
+        """Whether shards of parameters are on the host as well."""
+        return self.plan.option(OPTION, "none") == "parameters"
+
+    def flows(self) -> list[Flow]:
+        """As without."""
+        return self.inner.flows()
+
+    def local(self, rank: int) -> Local:
+        """As without."""
+        return self.inner.local(rank)
+
+    def ahead(self) -> Ahead | None:
+        """As without."""
+        return self.inner.ahead()
+
+    def left_over(self, rank: int, step: int) -> int | None:
+        """As without."""
+        return self.inner.left_over(rank, step)
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """What stays on the device: nothing, or parameters and gradients."""
+        found = self.inner.resident(rank, step, updated)
+        if self.shards_rest_there:
+            return dict.fromkeys(found, 0)
+        return found | {"masters": 0, "optimizer_state": 0}
+
+    def host(self, rank: int, step: int, updated: int) -> Bytes:
+        """State and, of what is not there as such, masters: one copy of what this rank updates."""
+        found = self.inner.resident(rank, step, updated)
+        if self.shards_rest_there:  # gradients come down to where those of every step lie
+            assert isinstance(self.inner, Zero3)
+            ever = used_by(self.plan.parameters, self.plan.steps - 1)
+            return found | {"gradients": self.inner.gradient_bytes(rank, ever)}
+        masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
+        return {"masters": masters, "optimizer_state": found["optimizer_state"]}
+
+    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """Gradients down, parameters up; in a step whose update is skipped only what is computed
+        with.
+        """
+        if self.shards_rest_there:
+            assert isinstance(self.inner, Zero3)
+            # What a unit that only some micro-batches call moves is promised no more than sent.
+            return {} if self.inner.uncalled else self._moved_shards(self.inner)
+        if updated != step:
+            return {"down": 0, "up": 0}
+        ready = {t.name for t in used(self.plan.parameters, step)}
+        down = up = 0
+        for tensor, count in self.trained(rank):
+            if tensor.name in ready:
+                down += count * ITEMSIZE[self._travels_down(tensor)]
+                up += count * ITEMSIZE[self._travels_up(tensor)]
+        return {"down": down, "up": up}
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """As without; what rests on the host leaves only votes on the device."""
+        return votes(self.plan) if self.shards_rest_there else self.inner.at_rest(rank, step)
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """As without, less the shards that are on the host."""
+        found = self.inner.peaks(rank, phase, step)
+        if not self.shards_rest_there or "parameters" not in found:
+            return found
+        bound, away = found["parameters"], self.inner.resident(rank, step, step)["parameters"]
+        return found | {"parameters": Bound(bound.low - away, bound.high - away)}
+
+    def trained(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` updates."""
+        return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
+
+    def _moved_shards(self, inner: Zero3) -> dict[str, int]:
+        lifted = sum(
+            inner.lifts(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
+            for unit in inner.units
+            for flat in unit.flats
+        )
+        reduced = sum(flat.shard_bytes() for flat in inner.reduced)
+        return {"down": reduced, "up": lifted}
+
+    def _travels_down(self, tensor: TensorPlan) -> str:
+        """Whole parameters have gradients as summed, shards have them as built."""
+        if isinstance(self.inner, Zero3):
+            return tensor.dtype
+        return self.plan.reduction(tensor.dtype)
+
+    def _travels_up(self, tensor: TensorPlan) -> str:
+        if isinstance(self.inner, Zero3):
+            return tensor.dtype
+        return self.plan.compute(tensor.dtype)

@@ -1,0 +1,122 @@
+"""Pipelines: what the stages of a rank hold, and the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import ClassVar
+
+from shardproof.costs.ddp import Single
+from shardproof.costs.model import Bytes, Flow, Local, norm_flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, TensorPlan, shape_key, slots, used, used_by
+from shardproof.costs.stages import Stages, stages_of
+
+#: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
+_SCALARS = 64
+
+
+class Pipeline(Single):
+    """The state of a rank's stages only; activations and their gradients from stage to stage.
+
+    2 messages a micro-batch and boundary, forward and backward, of the bytes of what one unit hands
+    to the next; neighbouring stages on one rank send none.  So there are v times as many boundaries
+    between ranks for interleaved 1F1B with v chunks, and twice as many for ZB-V.  The norm's scalar
+    goes over the pipe axis; the gradients of a tensor that is tied over stages of several ranks
+    are exchanged once a step.
+    """
+
+    strategy: ClassVar[str] = "pipeline"
+    source: ClassVar[str] = (
+        "Narayanan et al. (arXiv 2104.04473) sections 2.2 and 3.2.1: bsh elements a micro-batch "
+        "and boundary in each direction, v times with v chunks a rank; tied ends: Megatron-LM "
+        "sums the gradients of embedding and head"
+    )
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Where the stages lie."""
+        return stages_of(self.plan)
+
+    # ------------------------------------------------------------------------------- traffic
+
+    def flows(self) -> list[Flow]:
+        """Activations and their gradients, the norm, what is tied."""
+        sizes = [*self.messages(), *self.tied_messages()]
+        return [*exchanged(sizes), *norm_flow(self.plan, "pipe")]
+
+    def messages(self) -> Iterator[int]:
+        """Bytes of every message of the step between neighbouring stages, both directions."""
+        plan, place = self.plan, self.stages.place
+        item = ITEMSIZE[plan.compute(plan.trainable[0].dtype)]
+        boundaries = [
+            units.stop - 1
+            for stage, units in enumerate(self.stages.units[:-1])
+            if place[stage] != place[stage + 1]
+        ]
+        copies = plan.size("tensor")  # each rank of the tensor axis sends its own
+        for windows in plan.inputs[plan.step] if plan.inputs else ():
+            for shape in (shape for window in windows for shape in window):
+                hidden = plan.hidden[shape_key(shape)]
+                for boundary in boundaries:
+                    yield from (hidden[boundary] * item,) * 2 * copies
+
+    def tied_messages(self) -> Iterator[int]:
+        """Bytes of the gradients that the ranks of a tied tensor send each other."""
+        plan = self.plan
+        for tensor in used(plan.parameters, plan.step):
+            ranks = len(self.stages.ranks(tensor))
+            copies = plan.world // plan.size("pipe")
+            yield from (tensor.numel * self.gradient_item(tensor),) * ranks * (ranks - 1) * copies
+
+    def gradient_item(self, tensor: TensorPlan) -> int:
+        """Bytes of an element of the gradient of ``tensor``."""
+        return ITEMSIZE[self.plan.compute(tensor.dtype)]
+
+    # -------------------------------------------------------------------------------- memory
+
+    def held_by(self, rank: int) -> list[TensorPlan]:
+        """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
+        mine = self.plan.coordinate(rank).get("pipe", 0)
+        return [t for t in self.plan.parameters if mine in self.stages.ranks(t)]
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """What the optimizer of ``rank`` works on."""
+        return [(t, t.numel) for t in self.held_by(rank) if t.trainable]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole tensors of the own stages."""
+        plan, own = self.plan, self.held_by(rank)
+        narrow = [t for t in own if t.trainable and plan.compute(t.dtype) != t.dtype]
+        return {
+            "parameters": sum(t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in own),
+            "masters": sum(t.nbytes for t in narrow),
+            "gradients": sum(t.numel * self.gradient_item(t) for t in used(own, step)),
+            "optimizer_state": state_bytes(plan, self.parts(rank), updated),
+        }
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Every message has been sent and used by then."""
+        return _SCALARS
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses of the micro-batches, no activation."""
+        return _SCALARS + 8 * self.plan.rounds
+
+    def local(self, rank: int) -> Local:
+        """Elements of the own stages."""
+        plan, last, own = self.plan, self.plan.steps - 1, self.held_by(rank)
+        state = {t.name: t.numel for t in used_by(own, last)}
+        return Local(
+            {t.name: t.numel for t in own},
+            {t.name: t.numel for t in used(own, last)},
+            state if slots(plan) else {},
+        )
+
+
+def exchanged(sizes: Sequence[int]) -> list[Flow]:
+    """The flows of messages of these bytes between ranks of the pipe axis."""
+    if not sizes:
+        return []
+    sent = Flow("pipe", "send", Fraction(sum(sizes)), len(sizes))
+    return [sent, Flow("pipe", "recv", Fraction(0), len(sizes))]

@@ -1,0 +1,285 @@
+"""Tensor and sequence parallelism: what is split, what stands on every rank, what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import ClassVar
+
+from shardproof.costs.model import (
+    Bytes,
+    Flow,
+    Local,
+    Operation,
+    Promise,
+    Unpromised,
+    flow,
+    norm_flow,
+    state_bytes,
+)
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+from shardproof.costs.stages import comes_apart
+
+#: Layers of a unit whose output features are split, and whose input features are.
+_COLUMNS = ("attention.qkv", "mlp.up", "up")
+ROWS = ("attention.out", "mlp.down", "down")
+#: Bytes of losses, norms and factors of a step.
+_SCALARS = 256
+#: Layers over the vocabulary.
+_VOCABULARY = ("embed.token", "head")
+
+
+class TensorParallel(Promise):
+    """(P + G + O)(Psi_split / t + Psi_whole)."""
+
+    strategy: ClassVar[str] = "tensor"
+    divided = (True, True, True)
+    source: ClassVar[str] = (
+        "two all-reduces forward and two backward of bsh elements a layer: Megatron-LM (arXiv "
+        "1909.08053) section 3, arXiv 2104.04473 section 3.2; in their place all-gathers and "
+        "reduce-scatters of the same bytes: arXiv 2205.05198 section 4.2.2; one more pair for the "
+        "embedding and the head; a split loss sends a maximum and two or three sums a target; "
+        "gradients that are terms of a sum (of what stands on every rank while sequences are "
+        "split, of KV heads that several ranks have) once a step"
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.ranks = plan.size("tensor")
+        self.is_sequence = bool(plan.option("sequence_parallel", False)) and self.ranks > 1
+        is_cross_entropy = plan.label_smoothing is not None
+        self.is_loss = bool(plan.option("loss_parallel", is_cross_entropy))
+
+    # ------------------------------------------------------------------------------- the layout
+
+    def rank_of(self, rank: int) -> int:
+        """Place of global ``rank`` along the axis."""
+        return self.plan.coordinate(rank).get("tensor", 0)
+
+    def in_unit(self, layer: str, names: Iterable[str]) -> bool:
+        """Whether ``layer`` is one of ``names`` in a unit."""
+        return any(layer == f"{unit}.{name}" for unit in self.plan.units for name in names)
+
+    def kv_copies(self, layer: str) -> int:
+        """How many ranks hold the same KV head of the fused projection ``layer``."""
+        return max(1, self.ranks // self.heads(layer)[1])
+
+    def heads(self, layer: str) -> tuple[int, int]:
+        """Query and KV heads of the attention that ``layer`` is part of."""
+        return self.plan.heads[layer.rpartition(".")[0]]
+
+    def elements(self, tensor: TensorPlan, rank: int) -> int:
+        """Of ``tensor`` on ``rank``."""
+        layer = tensor.name.rpartition(".")[0]
+        if self.ranks == 1 or not self.is_split(tensor):
+            return tensor.numel
+        if layer in _VOCABULARY:
+            size = tensor.shape[0]
+            chunk = -(-size // self.ranks)
+            first = min(self.rank_of(rank) * chunk, size)
+            return tensor.numel // size * (min(first + chunk, size) - first)
+        if not layer.endswith("attention.qkv"):
+            return tensor.numel // self.ranks
+        queries, kv = self.heads(layer)
+        rows = tensor.numel // (queries + 2 * kv)  # elements of a head
+        return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
+
+    def is_split(self, tensor: TensorPlan) -> bool:
+        """Whether the ranks have different parts of ``tensor``."""
+        layer = tensor.name.rpartition(".")[0]
+        if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
+            return True
+        return self.is_split_by_columns(tensor)
+
+    def is_split_by_columns(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` is the weight of a row-parallel layer."""
+        layer, _, leaf = tensor.name.rpartition(".")
+        return leaf == "weight" and self.in_unit(layer, ROWS)
+
+    def terms(self) -> list[tuple[TensorPlan, int]]:
+        """Trained tensors of which each rank has one term of the gradient, and how many elements
+        are summed.
+        """
+        found = []
+        for tensor in self.plan.trainable if self.ranks > 1 else ():
+            layer = tensor.name.rpartition(".")[0]
+            if not self.is_split(tensor):
+                found += [(tensor, tensor.numel)] if self.is_sequence else []
+            elif layer.endswith("attention.qkv") and self.kv_copies(layer) > 1:
+                queries, kv = self.heads(layer)
+                found.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
+        return found
+
+    # ---------------------------------------------------------------------------------- traffic
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Samples and positions of every micro-batch of the step, over all data coordinates."""
+        key = any(name.endswith(".dropout_counter") for name in self.plan.modules)
+        shares = self.plan.inputs[self.plan.step] if self.plan.inputs else ()
+        return [
+            (shape[0], shape[1] - key)  # behind the positions
+            for share in shares
+            for window in share
+            for shape in window
+        ]
+
+    @property
+    def table(self) -> TensorPlan:
+        """The embedding of positions."""
+        return next(t for t in self.plan.parameters if t.name == "embed.position.weight")
+
+    @property
+    def classes(self) -> int:
+        """Size of the vocabulary."""
+        names = ("head.weight", "embed.token.weight")
+        return next(t for t in self.plan.parameters if t.name in names).shape[0]
+
+    def padded(self, positions: int) -> int:
+        """Positions of a sequence when it has been cut for the ranks."""
+        return -(-positions // self.ranks) * self.ranks if self.is_sequence else positions
+
+    def flows(self) -> list[Flow]:
+        """Hidden states, outputs, gradients that are terms, the norm."""
+        if self.ranks == 1:
+            return []
+        plan, width = self.plan, self.table.shape[1]
+        layers = {name for t in plan.parameters for name in t.owners}
+        columns = sum(self.in_unit(name, _COLUMNS) for name in layers)
+        rows = sum(self.in_unit(name, ROWS) for name in layers)
+        again = bool(plan.option("recompute_every", 0))
+        item = ITEMSIZE[self.table.dtype]
+        hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
+        # One more of each: what leaves the embedding, what enters the head.
+        into, out = columns + 1, rows + 1
+        calls: list[tuple[Operation, int]]
+        if self.is_sequence:
+            gathers = into + out + (columns if again else 0) + self.gathered_twice()
+            scatters = into + out + (rows if again else 0)
+            calls = [("all_gather", gathers), ("reduce_scatter", scatters)]
+        else:
+            calls = [("all_reduce", into + out + (rows if again else 0))]
+        found = [f for operation, n in calls for f in self.each(operation, hidden, n)]
+        return [*found, *self.outputs(), *self.sums(), *self.norms()]
+
+    def gathered_twice(self) -> int:
+        """Layers whose output's gradient is gathered for B and for W: the latter goes through what
+        follows a product in its own module as well.
+        """
+        plan = self.plan
+        if plan.size("pipe") == 1 or not comes_apart(plan.options):
+            return 0
+        return sum(t.trainable and self.is_split_by_columns(t) for t in plan.parameters)
+
+    def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
+        """``times`` calls for every payload, in the tensor group of its data coordinate."""
+        factor = (2 if operation == "all_reduce" else 1) * (self.ranks - 1)
+        total = Fraction(factor * sum(payloads) * times)
+        return [Flow("tensor", operation, total, len(payloads) * times * self.ranks)]
+
+    def outputs(self) -> list[Flow]:
+        """Numbers a target in the dtype of its weight, or whole logits."""
+        item = ITEMSIZE[self.table.dtype]
+        if self.is_loss:
+            wide = max(item, ITEMSIZE["float32"])
+            targets = [n * length * wide for n, length in self.shapes]
+            sums = 3 if self.plan.label_smoothing else 2
+            return [
+                *self.each("all_reduce", targets),
+                *self.each("all_reduce", [sums * n for n in targets]),
+            ]
+        classes = -(-self.classes // self.ranks) * self.ranks
+        logits = [n * self.padded(length) * classes * item for n, length in self.shapes]
+        return self.each("all_gather", logits)
+
+    def sums(self) -> list[Flow]:
+        """Gradients that are terms: in one call a step, or each in every backward."""
+        plan = self.plan
+        terms = [(t, n * ITEMSIZE[t.dtype]) for t, n in self.terms()]
+        if not plan.option("sum_each_backward", False):
+            return flow(plan, "tensor", "all_reduce", [sum(n for _, n in terms)])
+        idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
+        if idle is not None:
+            raise Unpromised(f"{idle!r} goes unused: sums in each backward are not promised")
+        return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
+
+    def norms(self) -> list[Flow]:
+        """The global norm's scalar."""
+        return norm_flow(self.plan, "tensor")
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Every tensor, and how many of its elements ``rank`` holds."""
+        return [(t, self.elements(t, rank)) for t in self.plan.parameters]
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """What was gathered or summed has become a gradient, or gone; the norm may stay."""
+        return _SCALARS
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors."""
+        return _SCALARS
+
+    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+        """Elements of parameters that are split, and of those that every rank has whole."""
+        own = self.parts(rank)
+        return {
+            "split": {t.name: n for t, n in own if self.ranks > 1 and self.is_split(t)},
+            "replicated": {t.name: n for t, n in own if self.ranks == 1 or not self.is_split(t)},
+        }
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Parts of what is split, the rest whole; gradients of what is used."""
+        plan, own = self.plan, self.parts(rank)
+        now = {t.name for t in used(plan.parameters, step)}
+        return {
+            "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in own),
+            "masters": 0,
+            "gradients": sum(n * ITEMSIZE[t.dtype] for t, n in own if t.name in now),
+            "optimizer_state": state_bytes(plan, [(t, n) for t, n in own if t.trainable], updated),
+        }
+
+    def local(self, rank: int) -> Local:
+        """Own parts of everything."""
+        plan, own = self.plan, {t.name: n for t, n in self.parts(rank)}
+        now, ever = (
+            {t.name: own[t.name] for t in find(plan.parameters, plan.steps - 1) if t.name in own}
+            for find in (used, used_by)
+        )
+        return Local(own, now, ever if slots(plan) else {})
+
+
+def misfit(plan: Plan) -> str:
+    """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
+    promise, ranks = TensorParallel(plan), plan.size("tensor")
+
+    def told(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
+        valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
+        return (
+            f"mesh axis 'tensor' = {ranks}: {layer!r} has {what}, which so many ranks cannot "
+            f"share; valid: {valid}"
+        )
+
+    for name, (heads, kv) in plan.heads.items():
+        shares = partial(_shares_heads, heads, kv)
+        if not shares(ranks):
+            return told(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
+    for tensor in plan.parameters:
+        layer, _, leaf = tensor.name.rpartition(".")
+        if leaf != "weight" or layer.endswith("attention.qkv"):
+            continue
+        for names, dim, what in ((_COLUMNS, 0, "output"), (ROWS, 1, "input")):
+            size = tensor.shape[dim] if promise.in_unit(layer, names) else 0
+            if size % ranks:
+                return told(layer, f"{size} {what} features", partial(_divides, size), size)
+    return ""
+
+
+def _shares_heads(heads: int, kv: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
+
+
+def _divides(size: int, ranks: int) -> bool:
+    return size % ranks == 0

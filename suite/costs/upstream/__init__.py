@@ -1,0 +1,1 @@
+"""What upstream systems really send and hold, from the sources of pinned versions."""

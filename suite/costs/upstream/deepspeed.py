@@ -1,0 +1,347 @@
+"""What DeepSpeed 0.19.8 really sends and holds in fp32, beside what ZeRO's paper says.
+
+    stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
+    0        2                                         2                -
+    1        3 (2 with one reduce an owner)            2                buckets are all-reduced
+    2        2 m + 1 (m + 1 with one reduce an owner)  m + 1            the same
+    3        3 m                                       3 m              -
+
+and a norm of one number per parameter group, whether or not gradients are clipped.  Files are those
+under ``deepspeed/runtime/zero``.
+
+Gradients differ from point to point, so that :meth:`~shardproof.costs.model.Promise.passing` has
+them: what they are at ``gradients_final`` is flattened, clipped and let go in ``engine.step()``;
+where they are clipped the adapter keeps them until the end of the step.  Formulas say what they are
+at ``gradients_final``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from shardproof.costs.ddp import Single
+from shardproof.costs.model import Bytes, Flow, Local, Unpromised, flow
+from shardproof.costs.model_facts import TensorPlan, counter_bytes, slots
+
+#: DeepSpeed is judged in fp32 only.
+FP32 = 4
+_PAPER = "ZeRO (arXiv 1910.02054) section VII"
+
+
+def _ceil(count: int, divisor: int) -> int:
+    return -(-count // divisor)
+
+
+class _DeepSpeed(Single):
+    """What the four stages share: bytes that differ between points."""
+
+    def held(self, kind: str) -> int:
+        """As every promise; of what passes, the bytes at ``gradients_final``."""
+        last, ranks = self.plan.steps - 1, range(self.plan.world)
+        found = [self.passing(rank, "gradients_final", last).get(kind) for rank in ranks]
+        most = max((size for size in found if size is not None), default=None)
+        return super().held(kind) if most is None else most
+
+
+class DeepSpeedZero0(_DeepSpeed):
+    """Whole copies: 2 (N-1) Psi, and one number where gradients are clipped.
+
+    Parameters without a gradient get zeros.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero0"
+    source: ClassVar[str] = (
+        "all-reduce of all gradients at once, engine.py: buffered_allreduce_fallback; "
+        "utils.py: clip_grad_norm_ averages the norm over the ranks"
+    )
+
+    def flows(self) -> list[Flow]:
+        """One all-reduce, or more for more than 500 million elements; the norm."""
+        plan = self.plan
+        whole = [sum(t.nbytes for t in plan.trainable)]
+        norm = [FP32] if plan.clipped else []
+        return [_free(f) for f in flow(plan, "replicate", "all_reduce", whole + norm)]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole tensors, gradients left out."""
+        found = super().resident(rank, step, updated)
+        return {kind: size for kind, size in found.items() if kind != "gradients"}
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """All gradients until the update, which lets go of them."""
+        whole = sum(t.nbytes for t in self.plan.trainable)
+        return {"gradients": 0 if point == "after_update" else whole}
+
+
+class _Sharded(_DeepSpeed):
+    """What stages 1 to 3 share."""
+
+    @property
+    @abstractmethod
+    def states(self) -> list[int]:
+        """Bytes of optimizer state on a rank, by parameter group."""
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """The first update makes state group by group; ``after_clip`` is before the last one's."""
+        early = point == "after_clip" and updated < 0
+        return {"optimizer_state": sum(self.states[:-1])} if early else {}
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section ``zero_optimization``."""
+        found: Mapping[str, Any] = self.plan.option("zero_optimization", {})
+        return found
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self.plan.size("shard")
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the optimizer is."""
+        return (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+class DeepSpeedZero1(_Sharded):
+    """P Psi + (masters + O) Psi / N, each parameter group padded to a multiple of 2 N elements.
+
+    In fp32 the master is a second copy of the partition, which ZeRO's own strategy does not hold.
+    At ``gradients_final`` a rank still has the whole gradient of every parameter that its partition
+    touches (``copy_grads_in_partition``), from ``after_clip`` on its flat partition.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero1"
+    textbook: ClassVar[str] = "zero1"
+    source: ClassVar[str] = (
+        f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
+        "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
+    )
+    divided = (False, False, True)
+
+    @property
+    def reductions(self) -> int:
+        """Once a step."""
+        return 1
+
+    @property
+    def padded(self) -> list[int]:
+        """Elements of each group's flat buffer."""
+        block = 2 * self.ranks
+        return [
+            _ceil(sum(t.numel for t in group), block) * block
+            for group in self.plan.grouped
+            if group
+        ]
+
+    @property
+    def states(self) -> list[int]:
+        """Slots over the partition, padding included, and one step counter."""
+        each, counter = slots(self.plan), counter_bytes(self.plan)
+        return [each * FP32 * count // self.ranks + counter for count in self.padded]
+
+    def flows(self) -> list[Flow]:
+        """Reductions, norms of the groups, gathers."""
+        plan, zero = self.plan, self.zero
+        to_owners = (
+            not zero.get("use_multi_rank_bucket_allreduce", True)
+            and zero.get("reduce_scatter", True)
+            and (zero.get("contiguous_gradients", True) or self.offloaded)
+        )
+        whole = [sum(t.nbytes for t in plan.trainable)]
+        norms = [FP32] * len(self.padded) if zero.get("compute_grad_norm", True) else []
+        gathered = [FP32 * count for count in self.padded]
+        how = "reduce" if to_owners else "all_reduce"
+        found = [
+            *flow(plan, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
+            *flow(plan, "shard", "all_reduce", norms),
+        ]
+        return [*(_free(f) for f in found), *flow(plan, "shard", "all_gather", gathered)]
+
+    def fragments(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
+        found = []
+        for group, padded in zip(filter(None, self.plan.grouped), self.padded, strict=True):
+            low = padded // self.ranks * rank
+            high, at = low + padded // self.ranks, 0
+            for tensor in group:
+                count = min(high, at + tensor.numel) - max(low, at)
+                at += tensor.numel
+                if count > 0:
+                    found.append((tensor, count))
+        return found
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Flat buffers, padding included; one step counter a group.
+
+        Gradients of an offloaded optimizer lie in flat partitions that stay.
+        """
+        share = FP32 * sum(self.padded) // self.ranks
+        frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
+        return {
+            "parameters": frozen + FP32 * sum(self.padded),
+            "masters": share,
+            **({"gradients": share} if self.offloaded else {}),
+            "optimizer_state": sum(self.states) if updated >= 0 else 0,
+        }
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Whole gradients of what the partition touches; from clipping on flat partitions."""
+        found = super().passing(rank, point, updated)
+        if self.offloaded:
+            return found
+        if point == "gradients_final":
+            touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
+            return found | {"gradients": touched}
+        share = FP32 * sum(self.padded) // self.ranks
+        return found | {"gradients": share if self.plan.clipped else 0}
+
+    def local(self, rank: int) -> Local:
+        """Whole parameters; fragments of the rest."""
+        own = {tensor.name: count for tensor, count in self.fragments(rank)}
+        every = {t.name: t.numel for t in self.plan.parameters}
+        return Local(every, own, own if slots(self.plan) else {})
+
+
+class DeepSpeedZero2(DeepSpeedZero1):
+    """As stage 1; every micro-batch is reduced."""
+
+    strategy: ClassVar[str] = "deepspeed_zero2"
+    textbook: ClassVar[str] = "zero2"
+    source: ClassVar[str] = (
+        f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
+        "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
+    )
+    divided = (False, True, True)
+
+    @property
+    def reductions(self) -> int:
+        """One a micro-batch."""
+        return self.plan.rounds
+
+
+class DeepSpeedZero3(_Sharded):
+    """(P + masters + G + O) Psi / N, each parameter padded to a multiple of N elements.
+
+    The master is there in fp32, too, where DeepSpeed's device is a CPU: ``_create_fp32_partitions``
+    means to do without, but compares a ``torch.device`` with the string ``"cpu"``.
+
+    What is gathered depends on the trace of earlier steps, except with the options of
+    :attr:`untraced`; only then a promise of traffic is made and parameters are judged.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_zero3"
+    textbook: ClassVar[str] = "zero3"
+    source: ClassVar[str] = (
+        f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
+        "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
+    )
+    divided = (True, True, True)
+    #: Options under which every module's parameters are gathered before and freed after its use.
+    untraced: ClassVar[tuple[str, ...]] = (
+        "stage3_param_persistence_threshold",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+    )
+
+    def shard(self, tensor: TensorPlan) -> int:
+        """Elements of a rank's shard."""
+        return _ceil(tensor.numel, self.ranks)
+
+    @property
+    def traced(self) -> bool:
+        """Whether earlier steps decide what is gathered and what is kept."""
+        return any(self.zero.get(name) != 0 for name in self.untraced)
+
+    @property
+    def sharded(self) -> int:
+        """Bytes of a rank's shards."""
+        return FP32 * sum(self.shard(t) for t in self.plan.parameters)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a rank's shards of what is trained."""
+        return FP32 * sum(self.shard(t) for t in self.plan.trainable)
+
+    @property
+    def states(self) -> list[int]:
+        """Slots over the shards, and one step counter."""
+        each, counter = slots(self.plan) * FP32, counter_bytes(self.plan)
+        groups = [sum(self.shard(t) for t in group) for group in self.plan.grouped if group]
+        return [each * elements + counter for elements in groups]
+
+    def flows(self) -> list[Flow]:
+        """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
+        plan, zero = self.plan, self.zero
+        if self.traced:
+            names = ", ".join(self.untraced)
+            raise Unpromised(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
+        if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
+            raise Unpromised("deepspeed_zero3 promises no traffic for other reductions, sub-groups")
+        gathered = [FP32 * self.ranks * self.shard(t) for t in plan.parameters]
+        reduced = [FP32 * self.ranks * self.shard(t) for t in plan.trainable]
+        norms = [FP32 if self.offloaded else 8] * sum(1 for group in plan.grouped if group)
+        return [
+            *(_free(f) for f in flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds)),
+            *(_free(f) for f in flow(plan, "shard", "reduce_scatter", reduced, plan.rounds)),
+            *flow(plan, "shard", "all_reduce", norms),
+        ]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards with their padding."""
+        held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
+        return held if self.traced else {"parameters": self.sharded} | held
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """Gradients lie in one buffer; the update copies them, group by group."""
+        copied = point != "gradients_final" and self.plan.clipped and not self.offloaded
+        found = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
+        return super().passing(rank, point, updated) | found
+
+    def held(self, kind: str) -> int:
+        """As every stage; nothing of parameters that the trace keeps."""
+        if kind in self.unjudged() and kind != "masters":
+            raise Unpromised(
+                f"deepspeed_zero3 promises no bytes of {kind}: {self.unjudged()[kind]}"
+            )
+        return super().held(kind)
+
+    def total(self) -> int:
+        """As every stage, where parameters are promised."""
+        self.held("parameters")
+        return super().total()
+
+    def unjudged(self) -> dict[str, str]:
+        """Parameters that the trace keeps; masters that nothing tells from other tensors."""
+        found = {}
+        if self.traced:
+            names = ", ".join(self.untraced)
+            found["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
+        if self.zero.get("sub_group_size") is not None:
+            found["optimizer_state"] = found["masters"] = "sub-groups: one flat buffer for each"
+        groups = sum(1 for group in self.plan.grouped if group)
+        if not self.plan.clipped or groups > 1:
+            found["masters"] = (
+                "the optimizer has a group's master during its update only, where it is seen "
+                "if gradients are clipped and there is one group"
+            )
+        return found
+
+    def local(self, rank: int) -> Local:
+        """Shards, padding left out."""
+        held = {}
+        for tensor in self.plan.parameters:
+            each = self.shard(tensor)
+            count = min(each, tensor.numel - min(each * rank, tensor.numel))
+            if count > 0:
+                held[tensor.name] = count
+        names = {t.name for t in self.plan.trainable}
+        own = {name: count for name, count in held.items() if name in names}
+        return Local(held, own, own if slots(self.plan) else {})
+
+
+def _free(found: Flow) -> Flow:
+    """The same bytes in a number of calls that is not promised."""
+    return Flow(found.axis, found.operation, found.bytes, None)

@@ -1,0 +1,120 @@
+"""What pipelines of PyTorch and DeepSpeed really send and hold, with where each term comes from.
+
+Both send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as
+integers, in the first step or before each message: they stand in the rows of control traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+from typing import ClassVar
+
+from shardproof.costs.model import Bytes, Flow, flow
+from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
+from shardproof.costs.pipeline import Pipeline
+
+FP32 = 4
+
+
+class TorchPipelining(Pipeline):
+    """``torch.distributed.pipelining``: no byte more than a pipeline needs.
+
+    Received activations and gradients have buffers for every micro-batch that stay from step to
+    step, whatever the schedule has in flight.
+    """
+
+    strategy: ClassVar[str] = "torch_pipelining"
+    textbook: ClassVar[str] = "pipeline"
+    source: ClassVar[str] = (
+        "pipelining/stage.py: get_fwd_send_ops and get_bwd_send_ops send an activation and its "
+        "gradient a micro-batch and boundary, set_local_fwd_input and set_local_bwd_input nothing "
+        "between stages of one rank; _warmup_forward_vote and _forward_metadata_inference exchange "
+        "integers and pickled shapes in the first call; one fp64 number for the norm is the "
+        "adapter's, one fp32 number for an overflow ShardedGradScaler's"
+    )
+
+    def flows(self) -> list[Flow]:
+        """As every pipeline; the scaler's agreement on an overflow is one fp32 number."""
+        scaled = [FP32] if self.plan.scaled else []
+        return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Buffers of what came from other ranks: each has been in a message."""
+        return super().at_rest(rank, step) + self.buffers(rank, step, between_ranks=True)
+
+    def left_over(self, rank: int, step: int) -> int:
+        """What went from stage to stage on one rank, and was in no message."""
+        return super().left_over(rank, step) + self.buffers(rank, step, between_ranks=False)
+
+    def buffers(self, rank: int, step: int, between_ranks: bool) -> int:
+        """Most bytes of the buffers of ``rank``, for every length and shape of a window so far:
+        of those for what comes from another rank, or of those for what comes from this one.
+
+        A micro-batch has one for what a stage receives, one for that one's gradient (which stays
+        where backward was split) and one for the gradient of what the stage gives.
+        """
+        plan, place = self.plan, self.stages.place
+        item = ITEMSIZE[plan.trainable[0].dtype]
+        wanted = [(a != b) == between_ranks for a, b in pairwise(place)]  # by boundary
+        seen = {
+            (len(window), window[0])
+            for shares in plan.inputs[: step + 1]
+            for windows in shares
+            for window in windows
+        }
+        total = 0
+        for micro_batches, shape in seen:
+            hidden = plan.hidden[shape_key(shape)]
+            for stage in self.stages.of(plan.coordinate(rank).get("pipe", 0)):
+                units = self.stages.units[stage]
+                elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
+                if stage < len(wanted) and wanted[stage]:
+                    elements += hidden[units.stop - 1]
+                total += micro_batches * elements * item
+        return total
+
+
+class DeepSpeedPipeline(Pipeline):
+    """``PipelineEngine``: two fp32 losses go from the last stage to all; so does the norm's sum.
+
+    Gradients of a tied parameter are all-reduced over the ranks of its two stages.
+    """
+
+    strategy: ClassVar[str] = "deepspeed_pipeline"
+    textbook: ClassVar[str] = "pipeline"
+    source: ClassVar[str] = (
+        "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
+        "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"
+    )
+
+    def flows(self) -> list[Flow]:
+        """Messages between stages, losses, tied gradients, the norm."""
+        plan = self.plan
+        messages = [f for f in super().flows() if f.operation in ("send", "recv")]
+        norm = [FP32] if plan.clipped else []
+        return [
+            *messages,
+            *flow(plan, "pipe", "broadcast", [2 * FP32]),
+            *flow(plan, "pipe", "all_reduce", norm),
+            *(
+                Flow("pipe", "all_reduce", Fraction(2 * t.nbytes), 2)
+                for t in used(plan.parameters, plan.step)
+                if len(self.stages.ranks(t)) > 1
+            ),
+        ]
+
+    def tied_messages(self) -> Iterator[int]:
+        """None: they are all-reduced."""
+        return iter(())
+
+    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+        """The update lets go of gradients."""
+        return {"gradients": 0} if point == "after_update" else {}
+
+    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """Buffers of received activations and gradients stay."""
+
+    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """What lies in the engine's buffers."""

@@ -1,0 +1,202 @@
+"""What torch's pipelining x ``fully_shard`` x tensor parallelism really sends and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import ClassVar
+
+from shardproof.costs.model import Bytes, Flow, Operation, Unpromised, norm_flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, used
+from shardproof.costs.stages import stages_of
+from shardproof.costs.tensor import ROWS
+from shardproof.costs.upstream.pipelines import TorchPipelining
+from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
+
+#: Stages of a rank that torch keeps gathered at once.
+MOST_ACTIVE = 3
+
+
+class TorchHybrid(TorchTensorParallel):
+    """Of the layers of a rank's stages the tensor rank's part, and of its rows the shard's part.
+
+    Sums over ``tensor`` are those of tensor parallelism: every layer lies on one stage.  Units are
+    gathered once a window and reduced at its end; what is partial over ``tensor`` is summed then.
+    """
+
+    strategy: ClassVar[str] = "torch_hybrid"
+    textbook: ClassVar[str] = "hybrid"
+    source: ClassVar[str] = (
+        "as torch_tensor_parallel, fsdp2 and torch_pipelining; pipelining/stage.py: "
+        "backward_maybe_with_nosync neither reduces nor reshards, perform_reduce_grad does both "
+        "after the last micro-batch of a window; fsdp/_fully_shard/_fsdp_param.py, "
+        "_get_grad_inner_tensor: gradients are laid out over the tensor axis before"
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.stages, self.pipeline = stages_of(plan), TorchPipelining(plan)
+        self.shards, self.replicas = plan.size("shard"), plan.size("replicate")
+        self.is_sharded = "shard" in plan.axes
+
+    # ------------------------------------------------------------------------------- the layout
+
+    def rows(self, tensor: TensorPlan, rank: int) -> tuple[int, int]:
+        """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
+        whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
+        rows = tensor.shape[0]
+        if leaf == "weight" and self.in_unit(layer, ROWS):
+            return rows, whole // rows
+        rest = tensor.numel // rows
+        return whole // rest, rest
+
+    def elements(self, tensor: TensorPlan, rank: int) -> int:
+        """Of the rows of its tensor rank, the chunk of its shard."""
+        if not self.is_sharded:
+            return super().elements(tensor, rank)
+        rows, rest = self.rows(tensor, rank)
+        chunk = -(-rows // self.shards)
+        first = min(self.plan.coordinate(rank)["shard"] * chunk, rows)
+        return (min(first + chunk, rows) - first) * rest
+
+    def padded_elements(self, tensor: TensorPlan, rank: int) -> int:
+        """With the padding that makes shards equal."""
+        rows, rest = self.rows(tensor, rank)
+        return -(-rows // self.shards) * rest
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Of the own stages."""
+        mine = self.plan.coordinate(rank).get("pipe", 0)
+        held = (t for t in self.plan.parameters if mine in self.stages.ranks(t))
+        return [(t, self.elements(t, rank)) for t in held]
+
+    def units(self) -> Iterator[list[TensorPlan]]:
+        """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
+        for units in self.stages.units:
+            names = [f"{self.plan.units[unit]}." for unit in units]
+            homes = [t for t in self.plan.parameters if any(u in units for u in t.units)]
+            for name in names:
+                yield [t for t in homes if all(f"{o}.".startswith(name) for o in t.owners)]
+            yield [
+                t
+                for t in homes
+                if not any(all(f"{o}.".startswith(name) for o in t.owners) for name in names)
+            ]
+
+    # ---------------------------------------------------------------------------------- traffic
+
+    @property
+    def windows(self) -> int:
+        """Schedule calls of every data coordinate in the step."""
+        return len(self.plan.inputs[self.plan.step][0]) if self.plan.inputs else 0
+
+    def flows(self) -> list[Flow]:
+        """Of all axes."""
+        plan = self.plan
+        if plan.option("reshard_after_forward", False):
+            raise Unpromised("reshard_after_forward: true gathers as the schedule goes")
+        if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
+            raise Unpromised(
+                f"more than {MOST_ACTIVE} stages a rank: torch frees and gathers them in turn "
+                "(pipelining/schedules.py, _add_unshard_reshard)"
+            )
+        return [
+            *(super().flows() if self.ranks > 1 else self.norms()),
+            *self.messages(),
+            *norm_flow(plan, "pipe"),
+            *(flow for unit in self.units() for flow in self.of_unit(unit)),
+        ]
+
+    def messages(self) -> list[Flow]:
+        """Activations and their gradients, under sequence parallelism those of own positions."""
+        sizes = list(self.pipeline.messages())
+        total = Fraction(sum(sizes), self.ranks if self.is_sequence else 1)
+        if not sizes:
+            return []
+        return [
+            Flow("pipe", "send", total, len(sizes)),
+            Flow("pipe", "recv", Fraction(0), len(sizes)),
+        ]
+
+    def of_unit(self, members: list[TensorPlan]) -> Iterator[Flow]:
+        """Gathers, reductions and their way over the replicas, of every tensor rank."""
+        for rank in range(self.ranks):
+            whole = self.payload_of(members, rank)
+            reduced = self.payload_of((t for t in members if self.is_reduced(t)), rank)
+            groups = self.replicas * self.windows
+            calls: tuple[tuple[Operation, int], ...]
+            calls = (("all_gather", whole), ("reduce_scatter", reduced))
+            for operation, payload in calls:
+                if payload and self.shards > 1:
+                    total = Fraction((self.shards - 1) * payload * groups)
+                    yield Flow("shard", operation, total, self.shards * groups)
+            if reduced and self.replicas > 1:
+                total = Fraction(2 * (self.replicas - 1) * reduced * self.windows)
+                times = self.replicas * self.shards * self.windows
+                yield Flow("replicate", "all_reduce", total, times)
+
+    def payload_of(self, members: Iterable[TensorPlan], rank: int) -> int:
+        """Bytes of all shards, padding included."""
+        if not self.is_sharded:
+            return 0
+        return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
+
+    def is_reduced(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` ever has a gradient."""
+        return tensor.trainable and tensor.first_use is not None
+
+    def sums(self) -> list[Flow]:
+        """Terms, when a window is reduced; without data axes once a step."""
+        shares = len(self.plan.inputs[self.plan.step]) if self.plan.inputs else 0
+        times = shares * self.windows if self.is_sharded else shares
+        terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms() if n]
+        return [f for n in terms for f in self.each("all_reduce", [n] * times)]
+
+    def norms(self) -> list[Flow]:
+        """Stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
+        plan, found = self.plan, list[Flow]()
+        if not plan.clipped:
+            return found
+        item, copies = ITEMSIZE[self.table.dtype], self.replicas * self.ranks
+        for pipe in range(plan.size("pipe")):
+            mine = [t for t in plan.trainable if pipe in self.stages.ranks(t)]
+            mine = [t for t in mine if t.first_use is not None]
+            split = [t for t in mine if self.is_styled(t)] if "tensor" in plan.axes else []
+            for members, axes in (
+                (split, ("tensor", "shard")),
+                ([t for t in mine if t not in split], ("shard",)),
+            ):
+                payload = len(members) * item
+                if payload and "tensor" in axes and self.ranks > 1:
+                    found += self.each("all_reduce", [payload] * (self.replicas * self.shards))
+                if payload and self.shards > 1:
+                    total = Fraction(2 * (self.shards - 1) * payload * copies)
+                    found.append(Flow("shard", "all_reduce", total, self.shards * copies))
+        return found
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards with padding; state of what they really hold."""
+        plan, own = self.plan, self.parts(rank)
+        now = {t.name for t in used(plan.parameters, step)}
+        sizes = {t.name: self.held_elements(t, rank) * ITEMSIZE[t.dtype] for t, _ in own}
+        gradients = sizes if self.is_sharded else {t.name: n * ITEMSIZE[t.dtype] for t, n in own}
+        return {
+            "parameters": sum(sizes.values()),
+            "masters": 0,
+            "gradients": sum(n for name, n in gradients.items() if name in now),
+            "optimizer_state": state_bytes(plan, [(t, n) for t, n in own if t.trainable], updated),
+        }
+
+    def held_elements(self, tensor: TensorPlan, rank: int) -> int:
+        """Elements that the rank's part of ``tensor`` takes, padding included."""
+        if self.is_sharded:
+            return self.padded_elements(tensor, rank)
+        return self.chunk(tensor) if self.is_split(tensor) else tensor.numel
+
+    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """Buffers of received activations stay, and shards that reductions gave."""
+
+    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+        """What lies in the buffers of stages."""

@@ -1,0 +1,475 @@
+"""What PyTorch's own sharded systems really send and hold, each term with the source it comes from.
+
+Paths are those of torch 2.13, below ``torch/distributed``; found by reading them and confirmed call
+by call with the traffic ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import ClassVar
+
+from shardproof.costs.ddp import DDP
+from shardproof.costs.layout import unit_names, units
+from shardproof.costs.model import Bytes, Flow, Local, Promise, Unpromised, flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+
+
+def whole_units(plan: Plan) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+    """Name and tensors of each unit, the root first; tensors in order of registration.
+
+    torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
+    outside is left to the root.
+    """
+    torn = {
+        name
+        for tensor in plan.parameters
+        for name in unit_names(plan)
+        if 0 < sum(_within(owner, name) for owner in tensor.owners) < len(tensor.owners)
+    }
+    kept = [name for name in unit_names(plan) if name not in torn]
+    chosen = units(replace(plan, options={**plan.options, "wrap": {"units": kept}}), 1)
+    order = {tensor.name: index for index, tensor in enumerate(plan.parameters)}
+    return [
+        (unit.name, tuple(sorted(unit.members, key=lambda tensor: order[tensor.name])))
+        for unit in chosen
+    ]
+
+
+def _within(owner: str, name: str) -> bool:
+    return owner == name or owner.startswith(f"{name}.")
+
+
+#: At most this for a norm, or a part of one.
+SCALAR_BYTES = 8
+
+
+class _Native(Promise):
+    """What the native systems share."""
+
+    divided = (True, True, True)
+    rests_as_built = True
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces."""
+        silent = self.plan.option("accumulate_without_communication", False)
+        return 1 if silent else self.plan.rounds
+
+    def recomputed(self, units: Iterable[str]) -> str | None:
+        """The first of ``units`` that lies inside of a block which is computed again, if any."""
+        blocks = tuple(f"{block}." for block in self.plan.units)
+        again = self.plan.option("recompute_every", 0)
+        return next((name for name in units if again and name.startswith(blocks)), None)
+
+    def overflow(self, axis: str) -> list[Flow]:
+        """The scaler's agreement on an overflow: one fp32 number."""
+        return flow(self.plan, axis, "all_reduce", [4] if self.plan.scaled else [])
+
+    @abstractmethod
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
+
+    @abstractmethod
+    def reduced_bytes(self) -> list[int]:
+        """Payload of each unit's reduction."""
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """The shard that a reduction gave, until it is added to others; partial norms."""
+        shard = max(self.reduced_bytes(), default=0) // self.plan.size("shard")
+        return shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
+
+    def local(self, rank: int) -> Local:
+        """Own parts of everything."""
+        own = {t.name: n for t, n in self.kept(rank) if n}
+        plan = self.plan
+        now, ever = (
+            {name: own[name] for name in (t.name for t in found) if name in own}
+            for found in (f(plan.parameters, plan.steps - 1) for f in (used, used_by))
+        )
+        return Local(own, now, ever if slots(plan) else {})
+
+
+# ------------------------------------------------------------------------------------------ FSDP2
+
+
+class FSDP2(_Native):
+    """``fully_shard``: every parameter is cut into chunks on dim 0, padded to the first chunk's
+    size; a unit's chunks travel together.
+    """
+
+    strategy: ClassVar[str] = "fsdp2"
+    textbook: ClassVar[str] = "fsdp"
+    source: ClassVar[str] = (
+        "fsdp/_fully_shard: padding per parameter on dim 0 (_fsdp_param.py, padded_sharded_size); "
+        "a gather of every unit before forward and, where it was resharded, before backward, over "
+        "k ranks for an int k (_fsdp_param_group.py, unshard; fully_shard: the root is not "
+        "resharded by default); a reduce-scatter of what has a gradient, then an all-reduce of the "
+        "shards over replicas (_fsdp_collectives.py, foreach_reduce); clip_grad_norm_ "
+        "all-reduces one scalar a gradient, because torch.stack makes every partial norm whole "
+        "(nn/utils/clip_grad.py, _get_total_norm); a scaler's overflow is one fp32 scalar "
+        "(tensor/_dispatch.py, found_inf_reduce_handler)"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Over which parameters are sharded."""
+        return self.plan.size("shard")
+
+    @cached_property
+    def units(self) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+        """The root first."""
+        return whole_units(self.plan)
+
+    def padded(self, tensor: TensorPlan) -> int:
+        """Elements of all chunks."""
+        rows, *rest = tensor.shape
+        return -(-rows // self.ranks) * self.ranks * math.prod(rest)
+
+    def rows(self, tensor: TensorPlan, rank: int) -> int:
+        """Elements of the chunk of ``rank``, without padding."""
+        rows, *rest = tensor.shape
+        chunk = -(-rows // self.ranks)
+        first = min(self.plan.coordinate(rank).get("shard", 0) * chunk, rows)
+        return (min(first + chunk, rows) - first) * math.prod(rest)
+
+    def reduced(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` takes part in reduce-scatters."""
+        if self.plan.option("reduce_scatter_unused_params", False):
+            return tensor.trainable
+        return tensor.trainable and tensor.first_use is not None
+
+    def regathered(self, name: str) -> int:
+        """Over how many ranks unit ``name`` is gathered before backward (1: it is not)."""
+        chosen = self.plan.options.get("reshard_after_forward")
+        if chosen is None:
+            chosen = name != ""
+        return int(chosen) if not isinstance(chosen, bool) else (self.ranks if chosen else 1)
+
+    def refuse_recomputed(self) -> None:
+        """Raise where a forward that runs again gathers units ahead (_fsdp_state.py, _pre_forward):
+        the backward of some of them is over.
+        """
+        plan = self.plan
+        if not plan.option("prefetch_forward", 0):
+            return
+        name = self.recomputed(name for name, _ in self.units)
+        if name is not None and self.ranks > 1:
+            raise Unpromised(
+                f"the unit {name!r} lies inside of a block that is computed again, and gathers "
+                "others ahead each time: no traffic is promised with prefetch_forward"
+            )
+
+    def flows(self) -> list[Flow]:
+        """Gathers, gathers again, reductions over both axes, the norm."""
+        plan, found = self.plan, list[Flow]()
+        self.refuse_recomputed()
+        for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
+            gathered = sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)
+            # Called c times: all but the first backward find it sharded, as the first forward does.
+            found += flow(plan, "shard", "all_gather", [gathered], plan.rounds * self.called(name))
+            found += self.second(name, gathered)
+            # The first backward of several finds the gradients that were kept, the last its own.
+            kept = self.called(name) > 1 and self.reductions < plan.rounds
+            times = self.reductions + kept
+            found += flow(plan, "shard", "reduce_scatter", [reduced], times)
+            found += flow(plan, "replicate", "all_reduce", [reduced // self.ranks], times)
+        if plan.clipped:
+            norms = [ITEMSIZE[t.dtype] for t in plan.parameters if self.reduced(t)]
+            found += flow(plan, "shard", "all_reduce", [sum(norms)])  # coalesced
+        return [*found, *self.overflow("shard")]
+
+    def reduced_bytes(self) -> list[int]:
+        """Of what has a gradient, padding included."""
+        return [
+            sum(
+                self.padded(t) * ITEMSIZE[self.plan.reduction(t.dtype)]
+                for t in members
+                if self.reduced(t)
+            )
+            for _, members in self.units
+        ]
+
+    def second(self, name: str, payload: int) -> list[Flow]:
+        """The gathers of unit ``name`` before its first backward and its further forwards."""
+        plan, k = self.plan, self.regathered(name)
+        if k == 1:
+            return []
+        times = plan.rounds * self.called(name)
+        total = Fraction((k - 1) * payload * (plan.world // k) * times)
+        return [Flow("shard", "all_gather", total, times * plan.world)]
+
+    def called(self, name: str) -> int:
+        """How often a forward calls unit ``name``."""
+        return self.plan.called(name) if name else 1
+
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Chunks, empty ones too: the optimizer gets them all."""
+        return [(t, self.rows(t, rank)) for t in self.plan.parameters]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Padded chunks of parameters and gradients; state of what the chunks really hold."""
+        return {
+            "parameters": sum(self._chunk(t) for t in self.plan.parameters),
+            "masters": 0,
+            "gradients": sum(self._chunk(t) for t in self.plan.parameters if self.reduced(t)),
+            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+        }
+
+    def _chunk(self, tensor: TensorPlan) -> int:
+        return self.padded(tensor) // self.ranks * ITEMSIZE[tensor.dtype]
+
+
+# ------------------------------------------------------------------------------------------ FSDP1
+
+#: Bytes at whose multiples FSDP1 lays what it computes with (``_get_aligned_numel``).
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """FSDP1's flat parameter: members at multiples of 16 bytes, the end padded for ``ranks``.
+
+    The bytes are those of ``compute``, the dtype that it is gathered and computed in.
+    """
+
+    members: tuple[TensorPlan, ...]
+    ranks: int
+    compute: str
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First element of every member, and the end of the last, before padding for the ranks."""
+        found, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.compute]
+        for tensor in self.members:
+            at = -(-at // step) * step
+            found.append(at)
+            at += tensor.numel
+        return [*found, at]
+
+    @property
+    def dtype(self) -> str:
+        """As built."""
+        return self.members[0].dtype
+
+    @property
+    def padded(self) -> int:
+        """Elements with all padding."""
+        return -(-self.starts[-1] // self.ranks) * self.ranks
+
+    def overlap(self, index: int, shard: int, shards: int) -> int | None:
+        """Elements of member ``index`` in one of ``shards`` shards (``None``: it has no part).
+
+        One of no elements has its part in the shard that it lies inside of, at an edge in none.
+        """
+        size = self.padded // shards
+        start, stop = self.starts[index], self.starts[index] + self.members[index].numel
+        if start == stop:
+            return 0 if shard * size < start < (shard + 1) * size else None
+        return max(0, min(stop, (shard + 1) * size) - max(start, shard * size)) or None
+
+
+class FSDP1(_Native):
+    """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
+
+    strategy: ClassVar[str] = "fsdp1"
+    textbook: ClassVar[str] = "fsdp"
+    source: ClassVar[str] = (
+        "fsdp: parameters at multiples of 16 bytes of what they are computed in, the end padded to "
+        "the ranks, NO_SHARD too (_flat_param.py, _init_flat_param_and_metadata); a gather of "
+        "every unit before each forward and, but for SHARD_GRAD_OP and the root, before backward "
+        "(_runtime_utils.py, _post_forward_reshard); SHARD_GRAD_OP keeps what it gathered through "
+        "no_sync (_should_free_in_backward); a reduce-scatter a unit, then an all-reduce over "
+        "replicas (_reduce_grad; NO_SHARD: an all-reduce); clip_grad_norm_ all-reduces one fp32 "
+        "scalar, where the adapter computes the norm an fp64 one; a scaler's overflow is one more "
+        "(sharded_grad_scaler.py, unscale_)"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The sharding strategy."""
+        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+
+    @property
+    def shards(self) -> int:
+        """Parts of a flat parameter."""
+        return 1 if self.kind == "NO_SHARD" else self.plan.size("shard")
+
+    @cached_property
+    def flats(self) -> list[tuple[str, FlatParameter]]:
+        """Unit and flat parameter, the root first."""
+        axis = "replicate" if self.kind == "NO_SHARD" else "shard"
+        ranks, compute = self.plan.size(axis), self.plan.compute
+        return [
+            (name, FlatParameter(members, ranks, compute(members[0].dtype)))
+            for name, members in whole_units(self.plan)
+        ]
+
+    @staticmethod
+    def trained(flat: FlatParameter) -> bool:
+        """Whether the flat parameter ever has a gradient."""
+        return any(t.trainable and t.first_use is not None for t in flat.members)
+
+    def flows(self) -> list[Flow]:
+        """Gathers, reductions, the norm."""
+        plan, found = self.plan, list[Flow]()
+        self.refuse_recomputed()
+        silent = self.reductions < plan.rounds
+        for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
+            gathered = [flat.padded * ITEMSIZE[plan.compute(flat.dtype)]]
+            if self.kind == "NO_SHARD":
+                found += flow(plan, "replicate", "all_reduce", [reduced], self.reductions)
+                continue
+            if self.kind == "SHARD_GRAD_OP":
+                times = 1 if silent else plan.rounds
+            else:
+                times = plan.rounds * (plan.called(name) + 1 if name else 1)
+            found += flow(plan, "shard", "all_gather", gathered, times)
+            found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
+            crossing = [reduced // self.shards]
+            found += flow(plan, "replicate", "all_reduce", crossing, self.reductions)
+        if plan.clipped and self.kind != "NO_SHARD":
+            wide = plan.trainable[0].dtype == "float64"
+            found += flow(plan, "shard", "all_reduce", [8 if wide else 4])
+        return [*found, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
+
+    def refuse_recomputed(self) -> None:
+        """Raise where units lie inside of blocks that are computed again.
+
+        Each is gathered a third time, but the last that runs again: torch stops there as soon as it
+        has what backward wants (utils/checkpoint.py, early_stop), which depends on the model.
+        """
+        if self.kind not in ("FULL_SHARD", "HYBRID_SHARD") or self.shards == 1:
+            return
+        name = self.recomputed(name for name, _ in self.flats)
+        if name is not None:
+            raise Unpromised(
+                f"the unit {name!r} lies inside of a block that is computed again, not always "
+                "to its end: no traffic is promised"
+            )
+
+    def reduced_bytes(self) -> list[int]:
+        """Whole flat parameters, if anything in them is trained."""
+        reduction = self.plan.reduction
+        return [
+            flat.padded * ITEMSIZE[reduction(flat.dtype)] * self.trained(flat)
+            for _, flat in self.flats
+        ]
+
+    def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
+        shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
+        counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
+        return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
+
+    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """Parts of the shards."""
+        return [part for _, flat in self.flats for part in self.parts(flat, rank)]
+
+    def shard_bytes(self, flat: FlatParameter) -> int:
+        """One shard, padding included."""
+        return flat.padded // self.shards * ITEMSIZE[flat.dtype]
+
+    def gradient_bytes(self, rank: int) -> int:
+        """Whole shards in which ``rank`` owns a part of something that is trained."""
+        return sum(
+            self.shard_bytes(flat)
+            for _, flat in self.flats
+            if any(t.trainable and t.first_use is not None for t, _ in self.parts(flat, rank))
+        )
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards with padding; state of what they really hold."""
+        return {
+            "parameters": sum(self.shard_bytes(f) for _, f in self.flats if self.parts(f, rank)),
+            "masters": 0,
+            "gradients": self.gradient_bytes(rank),
+            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+        }
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Gradients, too, of shards that hold padding and frozen parameters only: FSDP keeps them
+        with the others'.
+        """
+        every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
+        return super().at_rest(rank, step) + every - self.gradient_bytes(rank)
+
+
+# ------------------------------------------------------------------------- ZeroRedundancyOptimizer
+
+
+class ZeroRedundancyOptimizer(Promise):
+    """DDP, and an optimizer that gives whole parameters to ranks and broadcasts what they update:
+    2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
+    """
+
+    strategy: ClassVar[str] = "zero_redundancy_optimizer"
+    textbook: ClassVar[str] = "zero1"
+    source: ClassVar[str] = (
+        "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
+        "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
+        "_sync_params, _build_param_buckets; a step that a scaler leaves out broadcasts nothing"
+    )
+    divided = (False, False, True)
+
+    @property
+    def ddp(self) -> DDP:
+        """The same model under DDP."""
+        return DDP(replace(self.plan, axes={"replicate": self.plan.world}))
+
+    @cached_property
+    def owner(self) -> Mapping[str, int]:
+        """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
+        sizes, found = [0] * self.plan.world, dict[str, int]()
+        for group in self.plan.grouped:
+            for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
+                rank = sizes.index(min(sizes))
+                found[tensor.name] = rank
+                sizes[rank] += tensor.numel
+        return found
+
+    def flows(self) -> list[Flow]:
+        """DDP's, and the updated parameters."""
+        plan = self.plan
+        sent = [t.nbytes for t in plan.trainable]
+        if plan.option("parameters_as_bucket_view", False):
+            owned = [[t for t in plan.trainable if self.owner[t.name] == r] for r in self._ranks]
+            sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
+        moved = [replace(one, axis="shard") for one in self.ddp.flows()]
+        if plan.skipped:
+            return moved
+        copies = flow(plan, "shard", "broadcast", sent)  # empty parameters are sent, too
+        return [*moved, *(replace(one, calls=len(sent) * plan.world) for one in copies)]
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.plan.world)
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """DDP's, but state of own parameters only."""
+        mine = [(t, t.numel) for t in self.plan.trainable if self.owner[t.name] == rank]
+        state = state_bytes(self.plan, mine, updated)
+        found = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
+        if not self.plan.option("gradient_as_bucket_view", False):
+            found["gradients"] = sum(t.nbytes for t in used(self.plan.parameters, step))
+        return found
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
+        each parameter to say which were used, and one for a rank without parameters.
+        """
+        plan = self.plan
+        own = plan.option("gradient_as_bucket_view", False)
+        buckets = 0 if own else sum(t.nbytes for t in plan.trainable)
+        return buckets + plan.float_buffer_bytes + 4 * (len(plan.trainable) + 1)
+
+    def local(self, rank: int) -> Local:
+        """Everything, but state of own parameters only."""
+        found = self.ddp.local(rank)
+        own = {n: size for n, size in found.optimizer.items() if self.owner[n] == rank}
+        return Local(found.parameters, found.gradients, own)

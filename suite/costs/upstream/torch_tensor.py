@@ -1,0 +1,128 @@
+"""What PyTorch's tensor parallelism really sends and holds.
+
+Paths are those of torch 2.13, below ``torch/distributed/tensor``; found by reading them and
+confirmed call by call with the traffic ledger.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardproof.costs.model import Bytes, Flow, flow
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan
+from shardproof.costs.tensor import ROWS, TensorParallel
+
+#: Bytes of a number of a scaler, of which it keeps four (scale, its inverse, updates since it grew,
+#: whether there is an overflow), and of a rank's number in the tensor that ``DeviceMesh`` keeps.
+_NUMBER, _OF_SCALER = 4, 4
+#: Modules that no style splits: every rank computes them, on the whole sequence.
+_ODD = "Oddities"
+
+
+class TorchTensorParallel(TensorParallel):
+    """``ColwiseParallel``, ``RowwiseParallel``, ``SequenceParallel``, ``loss_parallel``.
+
+    As the textbook but for: logits that are gathered unless ``loss_parallel`` is asked for, three
+    numbers a target in three calls where it is; partial sums of whole parameters in a call each;
+    norms, of which all DTensors' are stacked and summed; two gathers a call around modules without
+    a style; padding.
+    """
+
+    strategy: ClassVar[str] = "torch_tensor_parallel"
+    textbook: ClassVar[str] = "tensor"
+    source: ClassVar[str] = (
+        "tensor/parallel/style.py: RowwiseParallel's output is reduced, ColwiseParallel's input "
+        "gradient too, both reduced and scattered, or gathered, where inputs are cut on the "
+        "sequence; the head gathers logits unless loss_parallel keeps them cut, which all-reduces "
+        "a maximum, a sum and a logit a target (loss.py, _log_softmax and _nll_loss_forward); "
+        "partial sums of whole parameters once a step, when the adapter lays gradients out as "
+        "parameters; get_total_norm all-reduces the stacked norms of all DTensors, whole ones too "
+        "(nn/utils/clip_grad.py); a shard that is short keeps the padding of the scatter it came "
+        "by (placement_types.py, _make_shard_tensor); a scaler's overflow is one fp32 number "
+        "(_dispatch.py, found_inf_reduce_handler)"
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.is_loss = bool(plan.option("loss_parallel", False))
+        self.odd = tuple(name for name, kind in plan.modules.items() if kind == _ODD)
+
+    def is_styled(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` becomes a DTensor, be it split or whole."""
+        return not any(owner.startswith(f"{o}.") for owner in tensor.owners for o in self.odd)
+
+    def terms(self) -> list[tuple[TensorPlan, int]]:
+        """What ``SequenceParallel`` leaves as sums over each rank's positions: norms, positions.
+
+        Biases of ``RowwiseParallel`` and modules without a style see the whole sequence.
+        """
+        return [(t, n) for t, n in super().terms() if self.is_styled(t) and not self.is_bias(t)]
+
+    def is_bias(self, tensor: TensorPlan) -> bool:
+        """Whether ``tensor`` is the bias of a layer split by columns."""
+        layer, _, leaf = tensor.name.rpartition(".")
+        return leaf == "bias" and self.in_unit(layer, ROWS)
+
+    # ---------------------------------------------------------------------------------- traffic
+
+    def flows(self) -> list[Flow]:
+        """The textbook's hidden states; what torch does otherwise."""
+        plan = self.plan
+        if self.ranks == 1:
+            return []
+        found = super().flows()
+        if self.is_sequence:
+            width, item = self.table.shape[1], ITEMSIZE[self.table.dtype]
+            hidden = [n * length * width * item for n, length in self.shapes]
+            found += self.each("all_gather", hidden, 2 * len(self.odd))
+        return [*found, *flow(plan, "tensor", "all_reduce", [4] if plan.scaled else [])]
+
+    def gathered_twice(self) -> int:
+        """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
+        return 0
+
+    def outputs(self) -> list[Flow]:
+        """Whole logits, or three numbers a target in the dtype of its weight."""
+        item = ITEMSIZE[self.table.dtype]
+        if self.is_loss:
+            wide = max(item, ITEMSIZE["float32"])
+            return self.each("all_reduce", [n * length * wide for n, length in self.shapes], 3)
+        classes = -(-self.classes // self.ranks) * self.ranks
+        logits = [n * length * classes * item for n, length in self.shapes]
+        return self.each("all_gather", logits)
+
+    def sums(self) -> list[Flow]:
+        """Each term in a call of its own, once a step."""
+        terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms()]
+        return flow(self.plan, "tensor", "all_reduce", terms)
+
+    def norms(self) -> list[Flow]:
+        """All DTensors' norms in one call."""
+        if not self.plan.clipped:
+            return []
+        stacked = [ITEMSIZE[t.dtype] for t in self.plan.trainable if self.is_styled(t)]
+        return flow(self.plan, "tensor", "all_reduce", [sum(stacked)])
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """As the textbook; parameters with the padding of short shards."""
+        padded = sum(
+            (self.chunk(t) if self.is_split(t) else t.numel) * ITEMSIZE[t.dtype]
+            for t in self.plan.parameters
+        )
+        return super().resident(rank, step, updated) | {"parameters": padded}
+
+    def chunk(self, tensor: TensorPlan) -> int:
+        """Elements of the longest shard of ``tensor``."""
+        return max(self.elements(tensor, rank) for rank in range(self.ranks))
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Nothing is in flight."""
+        return 0
+
+    def left_over(self, rank: int, step: int) -> int:
+        """A loss a micro-batch and the norm, in fp32 or wider; numbers of ranks and of a scaler."""
+        plan, wide = self.plan, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
+        kept = plan.world + (_OF_SCALER if plan.scaled else 0)
+        return wide * (plan.rounds + plan.clipped) + _NUMBER * kept

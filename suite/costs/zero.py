@@ -1,0 +1,481 @@
+"""ZeRO and FSDP with flat layouts: what is sharded, gathered and reduced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import ClassVar
+
+from shardproof.costs.layout import Flat, Unit, buckets, units
+from shardproof.costs.model import (
+    VOTE_BYTES,
+    Ahead,
+    Bound,
+    Bytes,
+    Flow,
+    Local,
+    Promise,
+    Unpromised,
+    flow,
+    norm_flow,
+    state_bytes,
+)
+from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+
+_ZERO = "ZeRO (arXiv 1910.02054)"
+#: Bytes of the single numbers that ranks exchange in a step: counts of rounds, norms, overflows.
+_SCALARS = 64
+#: Default of the option ``bucket_bytes``.
+BUCKET_BYTES = 25 * 2**20
+
+
+class Zero1(Promise):
+    """Optimizer state sharded: (P + G) Psi + O Psi / N.
+
+    Gradients lie in flat buckets, each reduced and scattered once a step, whatever the number of
+    micro-batches; updated shards are gathered again.
+    """
+
+    strategy: ClassVar[str] = "zero1"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-A and VII-A: reduce-scatter of gradients + all-gather of parameters = "
+        "2 Psi, an all-reduce's volume; one fp64 scalar is all-reduced where gradients are clipped"
+    )
+    divided = (False, False, True)
+
+    @cached_property
+    def flats(self) -> list[Flat]:
+        """The buckets."""
+        order = list(reversed(self.plan.trainable))
+        limit = int(self.plan.option("bucket_bytes", BUCKET_BYTES))
+        return buckets(order, limit, self.plan.size("shard"))
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces every bucket."""
+        return 1
+
+    def flows(self) -> list[Flow]:
+        """Reductions, gathers and the norm."""
+        plan = self.plan
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
+        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
+        return [
+            *flow(plan, "shard", "reduce_scatter", reduced, self.reductions),
+            *flow(plan, "shard", "all_gather", gathered),
+            *norm_flow(plan, "shard"),
+        ]
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` updates."""
+        shard = self.plan.coordinate(rank).get("shard", 0)
+        return [part for flat in self.flats for part in flat.parts(shard)]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Whole parameters and gradients, own part of the optimizer's state."""
+        plan = self.plan
+        narrow = any(plan.compute(flat.dtype) != flat.dtype for flat in self.flats)
+        parts = self.parts(rank)
+        return {
+            "parameters": self.parameter_bytes(),
+            # What the optimizer updates: copies, or a layout that only lies beside parameters.
+            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else self.beside,
+            "gradients": self.gradient_bytes(rank),
+            "optimizer_state": state_bytes(plan, parts, updated),
+        }
+
+    @property
+    def beside(self) -> int:
+        """Bytes of layouts that hold nothing but copies of tensors with strides of their own."""
+        flats = [flat for flat in self.flats if all(t.strided for t in flat.members)]
+        return sum(flat.padded_bytes(self.plan.compute(flat.dtype)) for flat in flats)
+
+    def parameter_bytes(self) -> int:
+        """Whole, in the flat layouts that they are gathered into; beside them frozen ones, and
+        those that keep strides of their own.
+        """
+        plan = self.plan
+        own = sum(
+            t.numel * ITEMSIZE[plan.compute(t.dtype)]
+            for t in plan.parameters
+            if t.strided or not t.trainable
+        )
+        whole = sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+        return own + whole - self.beside
+
+    def gradient_bytes(self, rank: int) -> int:
+        """Those that this rank owns a part of, from the first step on."""
+        return sum(map(self.kept_bytes, owned(self.plan, self.flats, rank)))
+
+    def kept_bytes(self, flat: Flat) -> int:
+        """Whole gradients, in the flat layouts that they are reduced from."""
+        return flat.padded_bytes(self.plan.reduction(flat.dtype))
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
+        where the optimizer updates copies of them on the host.
+        """
+        buffers = sum(map(self.kept_bytes, self.flats))
+        offloaded = self.plan.option("offload", "none") != "none"
+        copies = self.beside if offloaded else 0
+        return buffers - self.gradient_bytes(rank) + copies + votes(self.plan)
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors, and the same buffers where they were never sent."""
+        return self.at_rest(rank, step)
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Both collectives work in place: in backward no more than the buffers of gradients, in the
+        update no more than they and what is agreed on and summed there (the norm).
+        """
+        buffers = Bound(0, self.at_rest(rank, step) + _SCALARS)
+        if phase == "update":
+            return {"communication": buffers}
+        if phase != "backward":
+            return {}
+        return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank))}
+
+    def local(self, rank: int) -> Local:
+        """Whole parameters; sums of gradients and optimizer state of own parts."""
+        whole = {t.name: t.numel for t in self.plan.parameters}
+        return _local(self.plan, whole, self.parts(rank))
+
+
+class Zero2(Zero1):
+    """Gradients sharded as well: P Psi + (G + O) Psi / N.
+
+    Every micro-batch is reduced and scattered into the kept shard: m reductions, one gather.
+    """
+
+    strategy: ClassVar[str] = "zero2"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-B and VII-B; with m micro-batches every one is reduced: "
+        "(m + 1) (N-1)/N Psi a rank"
+    )
+    divided = (False, True, True)
+
+    @property
+    def reductions(self) -> int:
+        """One a micro-batch of the busiest rank."""
+        return self.plan.rounds
+
+    def kept_bytes(self, flat: Flat) -> int:
+        """The kept shard; whole gradients are let go."""
+        return flat.shard_bytes(self.plan.reduction(flat.dtype))
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """In backward whole gradients of the bucket in flight, the one that fills and the one that
+        it has begun on, and the shard that sums arrive in.  One that waits for what is late, tied
+        or unused holds up all behind it.
+        """
+        plan, found = self.plan, super().peaks(rank, phase, step)
+        if phase != "backward":
+            return found
+        held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in plan.trainable)
+        if held_up or plan.size("shard") == 1:
+            return {"gradients": found["gradients"]}
+        sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
+        whole = sorted(sizes, reverse=True)[:3]
+        shard = max(map(self.kept_bytes, self.flats), default=0)
+        high = sum(whole) + shard + self.at_rest(rank, step)
+        return found | {"communication": Bound(0, high)}
+
+
+class Zero3(Promise):
+    """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
+
+    A unit is gathered before its forward (every one, if it is called again) and again before its
+    backward, and its gradient is reduced and scattered at once: 2 gathers and 1 reduction a unit
+    and micro-batch.
+    """
+
+    strategy: ClassVar[str] = "zero3"
+    source: ClassVar[str] = (
+        f"{_ZERO} section V-C and VII-B: 3 (N-1)/N Psi a rank and micro-batch; padding: FSDP "
+        "(arXiv 2304.11277) section 3.2.1"
+    )
+    divided = (True, True, True)
+    rests_as_built = True
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What is gathered together."""
+        return units(self.plan, self.plan.size("shard"))
+
+    @property
+    def flats(self) -> list[Flat]:
+        """All layouts."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def trained(self) -> list[Flat]:
+        """Layouts that have gradients."""
+        return [flat for unit in self.units for flat in unit.trained]
+
+    @property
+    def reduced(self) -> list[Flat]:
+        """Those that are reduced: none of a unit that nothing calls."""
+        called = self.plan.called
+        return [flat for unit in self.units if called(unit.name) for flat in unit.trained]
+
+    def flows(self) -> list[Flow]:
+        """Gathers of all, reductions of what is trained, the norm."""
+        plan, found = self.plan, list[Flow]()
+        self.refuse_uncalled()
+        for unit in self.units:
+            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(plan, "shard", "all_gather", gathered, self.lifts(unit))
+        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
+        return [
+            *found,
+            *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
+            *norm_flow(plan, "shard"),
+        ]
+
+    @cached_property
+    def uncalled(self) -> set[str]:
+        """Units that some micro-batches call and others do not.
+
+        Whether they are gathered ahead in vain depends on the forwards before.
+        """
+        return {
+            unit.name
+            for unit in self.units
+            if unit.name and self.plan.called(unit.name) and self._is_conditional(unit)
+        }
+
+    def _is_conditional(self, unit: Unit) -> bool:
+        return all(t.trainable and not t.in_every_backward for t in unit.members)
+
+    def refuse_uncalled(self) -> None:
+        """Raise where some unit is not called by every micro-batch."""
+        for name in self.uncalled:
+            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
+            raise Unpromised(text)
+
+    def lifts(self, unit: Unit) -> int:
+        """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
+        from the host where they rest there.
+        """
+        forwards = self.plan.called(unit.name)
+        return (forwards + 1) * self.plan.rounds if forwards else 0
+
+    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+        """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
+        return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard ``rank`` holds."""
+        return self.plan.coordinate(rank).get("shard", 0)
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Shards, as built: they are their own masters (one of padding only is nobody's)."""
+        mine = self.shard_of(rank)
+        return {
+            "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
+            "masters": 0,
+            "gradients": self.gradient_bytes(rank, used(self.plan.parameters, step)),
+            "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
+        }
+
+    def gradient_bytes(self, rank: int, tensors: Iterable[TensorPlan]) -> int:
+        """Shards in which ``rank`` owns a part of some of ``tensors``."""
+        mine, names = self.shard_of(rank), {t.name for t in tensors}
+        owned = (f for f in self.trained if any(t.name in names for t, _ in f.parts(mine)))
+        return sum(f.shard_bytes() for f in owned)
+
+    def at_rest(self, rank: int, step: int) -> int:
+        """Shards that hold nothing but padding, or gradients of what no rank used."""
+        shards = sum(f.shard_bytes() for f in (*self.flats, *self.trained))
+        held = self.resident(rank, step, step)
+        return shards - held["parameters"] - held["gradients"] + votes(self.plan)
+
+    def left_over(self, rank: int, step: int) -> int:
+        """Losses, norms and factors, and the same buffers where they were never sent."""
+        return self.at_rest(rank, step)
+
+    def local(self, rank: int) -> Local:
+        """Own parts of everything."""
+        own = Counter[str]()
+        for tensor, count in self.parts(rank):
+            own[tensor.name] += count
+        return _local(self.plan, dict(own), self.parts(rank))
+
+    def ahead(self) -> Ahead:
+        """The next unit is gathered while one computes, in both directions; what ends with the
+        whole backward is reduced late where that may end without some gradient.
+        """
+        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
+        gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
+        late = sum(len(unit.trained) for unit in self.held_up)
+        watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
+        depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
+        if not self.has_one_order:
+            depth = {}
+        return Ahead(gathers, late, len(self.trained), watched=watched, depth=depth)
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether every forward calls the same units once, so that what comes next is known."""
+        once = all(self.plan.called(unit.name) <= 1 for unit in self.units if unit.name)
+        return once and not self.uncalled and self.plan.size("shard") > 1
+
+    def depth(self, prefetched: int) -> tuple[int, int]:
+        """Least and most gathers under way when a unit begins that is one of the ``prefetched``
+        next ones: one a layout of each.
+        """
+        called = [unit for unit in self.units if unit.name and self.plan.called(unit.name)]
+        calls = sorted(sum(1 for flat in unit.flats if flat.numel) for unit in called)
+        begins = sum(unit.name in self.plan.units for unit in called)
+        return sum(calls[: min(prefetched, begins)]), sum(calls[::-1][:prefetched])
+
+    @property
+    def held_up(self) -> list[Unit]:
+        """Units that may end after backward has returned: the root, and those whose inputs may need
+        no gradient (blocks are none of these), if a parameter of any of them may go unused.
+        """
+        ends = [unit for unit in self.units if unit.name not in self.plan.units]
+        return ends if any(map(_may_go_unused, ends)) else []
+
+    def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
+        """Whole parameters beside the shards: at least root and largest unit, with the units that
+        it lies in; at most those gathered meanwhile (or recomputed together, or in vain) as well.
+        """
+        if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
+            return {}
+        found = {}
+        if phase == "backward":
+            held = self.resident(rank, step, step)["gradients"]
+            found = {
+                "communication": Bound(0, self.in_flight(rank, step)),
+                "gradients": Bound(0, held),
+            }
+        if not self.plan.micro_batches[self._coordinate(rank)]:
+            return found
+        sizes = self.whole_bytes()
+        root = sizes.pop("", 0)
+        in_vain = sum(sizes.pop(name) for name in self.uncalled)
+        others = self._prefetched(phase)
+        if phase == "backward":
+            others = max(others, self._recomputed() - 1)
+        least = most = 0
+        for name in sizes:
+            chain = {outer: sizes[outer] for outer in sizes if f"{name}.".startswith(f"{outer}.")}
+            running = sum(chain.values())
+            rest = sorted((sizes[unit] for unit in sizes if unit not in chain), reverse=True)
+            least, most = max(least, running), max(most, running + sum(rest[:others]))
+        if phase == "backward":
+            most = max(most, sum(sizes[name] for name in self._ahead_of_blocks() if name in sizes))
+        resting = self.resident(rank, step, step)["parameters"]
+        level = resting + root
+        return found | {"parameters": Bound(level + least, level + most + in_vain)}
+
+    def in_flight(self, rank: int, step: int) -> int:
+        """Most bytes of class ``communication`` in backward: whole gradients of the root and of
+        one other unit (of all where several rounds are reduced at once), shards that their sums
+        arrive in, and what gathers read, where it is not the shard itself.
+        """
+        plan = self.plan
+        reduced = {
+            unit.name: sum(f.padded_bytes(plan.reduction(f.dtype)) for f in unit.trained)
+            for unit in self.units
+        }
+        whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
+        shards = plan.size("shard")
+        arriving = sum(_with_root(reduced, 1)) // shards
+        cast = any(plan.reduction(flat.dtype) != flat.dtype for flat in self.trained)
+        on_host = plan.option("offload", "none") == "parameters"
+        if on_host or (cast and plan.size("replicate") > 1):
+            arriving = sum(reduced.values()) // shards  # until they have come down, or crossed
+        sent = [
+            sum(f.shard_bytes(plan.compute(f.dtype)) for f in unit.flats)
+            for unit in self.units
+            if on_host or any(plan.compute(f.dtype) != f.dtype for f in unit.flats)
+        ]
+        gathers = 2 + max(self._prefetched("backward"), self._recomputed())
+        reading = sum(sorted(sent, reverse=True)[:gathers])
+        return sum(whole) + arriving + reading + self.at_rest(rank, step) + _SCALARS
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether whole gradients add up over several rounds."""
+        return False
+
+    def whole_bytes(self) -> dict[str, int]:
+        """Bytes of every unit that is called when it is gathered."""
+        compute, called = self.plan.compute, self.plan.called
+        return {
+            unit.name: sum(flat.padded_bytes(compute(flat.dtype)) for flat in unit.flats)
+            for unit in self.units
+            if called(unit.name)
+        }
+
+    def _prefetched(self, phase: str) -> int:
+        """Units that are gathered while another computes."""
+        return int(self.plan.option(f"prefetch_{phase}", 1))
+
+    def _ahead_of_blocks(self) -> list[str]:
+        """Units registered before all blocks: their inputs may need no gradient, and then they end
+        together with the backward.
+        """
+        blocks = tuple(f"{block}." for block in self.plan.units)
+        names = (unit.name for unit in self.units if unit.name)
+        return list(takewhile(lambda name: not f"{name}.".startswith(blocks), names))
+
+    def _recomputed(self) -> int:
+        """Units that lie in a group of blocks that is computed again as one: whole together, and
+        what is gathered ahead of all but the last to be freed is one of them.
+        """
+        inside = [
+            sum(f"{unit.name}.".startswith(f"{block}.") for unit in self.units)
+            for block in self.plan.units
+        ]
+        return int(self.plan.option("recompute_every", 0)) * max(inside, default=0)
+
+    def _coordinate(self, rank: int) -> int:
+        place, index = self.plan.coordinate(rank), 0
+        for axis, size in self.plan.axes.items():
+            if axis in ("replicate", "shard"):
+                index = index * size + place[axis]
+        return index
+
+
+def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
+    """The size of the root unit and so many of the largest others."""
+    inner = sorted((size for name, size in sizes.items() if name), reverse=True)
+    return [sizes.get("", 0), *inner[:others]]
+
+
+def _may_go_unused(unit: Unit) -> bool:
+    return not all(tensor.in_every_backward for tensor in unit.members)
+
+
+def votes(plan: Plan) -> int:
+    """Bytes of the integers by which ranks agree on what was used."""
+    return VOTE_BYTES * (1 + len(plan.parameters))
+
+
+def owned(plan: Plan, flats: Iterable[Flat], rank: int) -> list[Flat]:
+    """Layouts of which ``rank`` owns a part that has a gradient in some step.
+
+    Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
+    that owns nothing of it a buffer of gradients is one for communication.
+    """
+    shard = plan.coordinate(rank).get("shard", 0)
+    ever = {t.name for t in used_by(plan.parameters, plan.steps - 1)}
+    return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
+
+
+def _local(
+    plan: Plan, parameters: dict[str, int], parts: Sequence[tuple[TensorPlan, int]]
+) -> Local:
+    """Of ``parts`` gradients where the last step gave some, state where any step did."""
+    now, ever = (
+        {t.name for t in found(plan.parameters, plan.steps - 1)} for found in (used, used_by)
+    )
+    gradients = {t.name: count for t, count in parts if t.name in now}
+    state = {t.name: count for t, count in parts if t.name in ever}
+    return Local(parameters, gradients, state if slots(plan) else {})

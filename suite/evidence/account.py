@@ -1,0 +1,188 @@
+"""The account of a case: all that its verdict is made of, as plain data without tensors.
+
+A leader writes it, the run's records keep it (``runs.records``), and ``cases.verdict``
+makes the verdict from it, when the case ran and whenever the run is verified.  Whole tensors are
+kept only where a check failed: the copies of the tensor that it names, and the oracle's.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from shardproof.case import Case
+from shardproof.costs import Plan
+from shardproof.costs.expression import CaseFacts
+from shardproof.schedules import Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardproof.evidence.assembled import Evidence, Figures
+
+#: A failing tensor with more bytes than this is not kept whole.
+WHOLE_BYTES = 16 << 20
+#: What is kept of the oracle besides every step's loss and norm.
+_ORACLE_FACTS = ("budget", "problem", "updates", "stale")
+
+
+@dataclass
+class Account:
+    """What became of one case.  Empty texts and ``None``: it did not come to that.
+
+    ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
+    ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model, or on
+    this mesh; ``misclaimed``: what is wrong with the schedules that it claims, by size of the
+    window; ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what
+    is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
+    left nothing else.
+    """
+
+    case: Case
+    claims: dict[str, Any] | None = None
+    broken: str = ""
+    refused: list[str] | None = None
+    misfit: str = ""
+    misclaimed: dict[str, list[str]] = field(default_factory=dict)
+    missing: str = ""
+    untold: str = ""
+    fault: str = ""
+    leader: dict[str, Any] | None = None
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, Any] | None = None
+    whole: list[dict[str, Any]] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    data_digest: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return fields | {"case": self.case.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Account:
+        """The account that :meth:`to_dict` described."""
+        return cls(**{**data, "case": Case.from_dict(data["case"])})
+
+
+def strip(figures: Figures) -> dict[str, Any]:
+    """``figures`` without tensors, JSON-ready; :func:`restore` is its inverse."""
+    return {
+        "records": [_strip_record(record) for record in figures.records],
+        "oracle": _strip_oracle(figures.oracle),
+        "workload": dict(figures.workload),
+        "facts": {name: str(value) for name, value in figures.facts.items()},
+        "plan": figures.facts.plan.to_dict() if isinstance(figures.facts, CaseFacts) else None,
+        "compared": figures.compared,
+        "schedules": {str(n): schedule.to_dict() for n, schedule in figures.schedules.items()},
+        "tensors": figures.tensors,
+    }
+
+
+def restore(case: Case, stripped: Mapping[str, Any]) -> Figures:
+    """Figures as :func:`strip` left them."""
+    from shardproof.evidence.assembled import StoredFigures
+
+    numbers = {name: Fraction(value) for name, value in stripped["facts"].items()}
+    plan = stripped["plan"]
+    return StoredFigures(
+        case,
+        stripped["records"],
+        stripped["oracle"],
+        stripped["workload"],
+        numbers if plan is None else CaseFacts(numbers, Plan.from_dict(plan)),
+        compared=stripped["compared"],
+        schedules={
+            int(n): Schedule.from_dict(told) for n, told in stripped.get("schedules", {}).items()
+        },
+        tensors=stripped["tensors"],
+    )
+
+
+def _strip_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in record.items() if key not in ("initial", "final")}
+    kept["steps"] = [
+        step | {"observed": {point: {} for point in step["observed"]}} for step in record["steps"]
+    ]
+    return kept
+
+
+def _strip_oracle(truth: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: truth[key] for key in _ORACLE_FACTS if key in truth}
+    kept["steps"] = [
+        {
+            "loss": float(step["loss"]),
+            "norm": float(step["norm"]),
+            "scale": step["scale"],
+            "skipped": step["skipped"],
+        }
+        for step in truth.get("steps", ())
+    ]
+    return kept
+
+
+# ------------------------------------------------------------------------------ whole tensors
+
+
+def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every copy, and the oracle's, of the tensor that a failing check names."""
+    place = _place(worst["step"], worst["phase"])
+    if place is None:
+        return []
+    step, point, kind = place
+    name = worst["name"].removesuffix(" (zero slice)")
+    state = evidence.final(kind) if point == "final" else evidence.observed(step, point, kind)
+    copies: dict[str, Tensor] = {
+        f"replica {replica}": tensor for replica, tensor in state.tensors.get(name, {}).items()
+    }
+    truth = _truth(evidence.oracle, step, point, kind).get(name)
+    if truth is not None and not worst["phase"].startswith("replayed"):
+        copies["oracle"] = truth
+    where = {"step": step, "point": point, "kind": kind, "name": name}
+    return [
+        where | {"owner": owner} | _bytes_of(tensor)
+        for owner, tensor in copies.items()
+        if tensor.numel() * tensor.element_size() <= WHOLE_BYTES
+    ]
+
+
+def _place(step: int, phase: str) -> tuple[int, str, str] | None:
+    """Where the tensors of a check's ``phase`` were observed; ``None``: it is about a number."""
+    if step < 0:
+        return -1, "initial", "parameters"
+    if phase in ("gradients_final", "after_clip"):
+        return step, phase, "gradients"
+    if phase.startswith("drained "):
+        return step, "final", phase.split()[-1]
+    kind = phase.split()[-1]
+    if kind in ("parameters", "optimizer", "buffers"):
+        return step, "after_update", kind
+    return None
+
+
+def _truth(oracle: Mapping[str, Any], step: int, point: str, kind: str) -> Mapping[str, Any]:
+    if point == "initial":
+        found = oracle.get("initial")
+    elif point == "final":
+        found = oracle.get("final")
+    elif kind == "buffers" or step >= len(oracle.get("steps", ())):
+        found = None
+    else:
+        found = oracle["steps"][step].get("clipped" if point == "after_clip" else kind)
+    return found or {}
+
+
+def _bytes_of(tensor: Tensor) -> dict[str, Any]:
+    import torch
+
+    plain = tensor.detach().contiguous()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "data": base64.b64encode(data).decode(),
+    }

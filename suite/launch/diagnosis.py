@@ -1,0 +1,178 @@
+"""After the end: from exit statuses, accounts, heartbeats and stacks to one outcome per rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.outcome import RankOutcome
+from shardproof.launch.rank_process import Plan
+
+_TAIL = 4000
+#: What the C++ runtime prints of an exception that nobody caught.
+_WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+
+
+@dataclass
+class RankProcess:
+    """A rank process: whose it is, and what is known of its end."""
+
+    pid: int
+    ranks: tuple[int, ...]
+    #: Becomes readable when the process ends; ``None`` where the system has no such thing.
+    handle: int | None
+    #: Seconds after the start.
+    ended: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    #: Why we ended it: "time", "grace", or a sentence (memory, output).
+    reason: str = ""
+    #: Ranks that had not ended when time ran out, and their heartbeats then.  What they do between
+    #: being asked for their stack, which interrupts a sleep, and being killed does not count.
+    hung: Mapping[int, heartbeat.Beat] = field(default_factory=dict)
+    #: Ranks known to be why we ended it.
+    guilty: frozenset[int] = frozenset()
+    stopped: bool = False
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it was ended because it did not end."""
+        return self.reason in ("time", "grace")
+
+
+def examine(
+    plan: Plan, processes: Sequence[RankProcess], deadline_s: float, grace_s: float
+) -> list[RankOutcome]:
+    """The outcome of every rank, by rank.  All processes have ended."""
+    beats = heartbeat.read(plan.pulse)
+    outcomes: list[RankOutcome] = []
+    for process in processes:
+        own = [process.hung.get(rank, beats[rank]) for rank in process.ranks]
+        body = _Body(plan, process, own, deadline_s, grace_s)
+        outcomes += [body.outcome(beat) for beat in body.beats]
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+class _Body:
+    """One dead rank process."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        process: RankProcess,
+        beats: Sequence[heartbeat.Beat],
+        deadline_s: float,
+        grace_s: float,
+    ) -> None:
+        self.plan = plan
+        self.process = process
+        self.beats = beats
+        self._deadline_s = deadline_s
+        self._grace_s = grace_s
+        self._stacks, self._crashed = stacks.read(plan.stacks(process.ranks[0]))
+        #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
+        self._guilty = process.guilty | {
+            beat.rank for beat in beats if beat.last_words or beat.thread == self._crashed
+        }
+
+    def outcome(self, beat: heartbeat.Beat) -> RankOutcome:
+        """How the rank ended: by its own account, or else as seen from outside."""
+        outcome = self._own_account(beat.rank) or self._from_outside(beat)
+        return replace(
+            outcome,
+            last_call=beat.last_call,
+            calls=beat.sequence,
+            record=self.plan.record(beat.rank) if outcome.status == "ok" else None,
+            output=self._tail(self.plan.output(beat.rank)),
+        )
+
+    def _own_account(self, rank: int) -> RankOutcome | None:
+        process = self.process
+        if rank in process.hung:
+            return None
+        try:
+            fields = json.loads(self.plan.end(rank).read_text())
+        except FileNotFoundError:
+            return None
+        crashed_later = process.signal is not None and not process.reason
+        if fields["status"] == "ok" and crashed_later and len(process.ranks) == 1:
+            return None
+        return RankOutcome(rank, **fields)
+
+    def _from_outside(self, beat: heartbeat.Beat) -> RankOutcome:
+        process = self.process
+        assert process.ended is not None
+        stack = self._stacks.get(beat.thread)
+        innocent = bool(self._guilty) and beat.rank not in self._guilty
+        outcome = RankOutcome(
+            beat.rank,
+            "hung",
+            traceback=str(stack) if stack else "",
+            consequence=innocent,
+            ended=process.ended,
+        )
+        if process.overdue:
+            waits = stack is not None and stack.waits
+            return replace(outcome, message=self._hang(beat, stack), is_comm_error=waits)
+        shared = " with the process that another rank ended" if innocent else ""
+        if process.reason:
+            message = f"killed{shared}" if innocent else process.reason
+            return replace(outcome, status="killed", message=message, signal=process.signal)
+        words = f" by {beat.last_words}" if beat.last_words else ""
+        if process.signal is not None:
+            name = process_control.signal_name(process.signal)
+            message = f"{name}{words}{shared}"
+            if not innocent and not words:
+                message += self._circumstances(beat, stack)
+            return replace(
+                outcome,
+                status="killed",
+                error_type=name,
+                message=message,
+                signal=process.signal,
+            )
+        return replace(
+            outcome,
+            status="exited",
+            exit_code=process.exit_code,
+            message=f"ended with exit code {process.exit_code}{words}{shared} before it returned",
+        )
+
+    def _hang(self, beat: heartbeat.Beat, stack: stacks.Stack | None) -> str:
+        process = self.process
+        assert process.ended is not None
+        if process.stopped and beat.last_words:
+            how = f"stopped by {beat.last_words}"
+        elif process.stopped:
+            how = "its process was stopped"
+        else:
+            how = f"still {stack.place}" if stack and stack.frames else "still running"
+        if process.reason == "time":
+            when = f"after the deadline of {self._deadline_s:g} s"
+        else:
+            when = f"{self._grace_s:g} s after another rank failed"
+        if not beat.sequence:
+            return f"{how} {when}; it made no call"
+        ago = self.plan.began + process.ended - beat.noted
+        return f"{how} {when}; its last call, {ago:.1f} s before: {beat.last_call}"
+
+    def _circumstances(self, beat: heartbeat.Beat, stack: stacks.Stack | None) -> str:
+        """Where a crash struck, and what C++ printed if an exception of its own was the cause."""
+        text = f" {stack.place}" if stack and stack.frames else ""
+        if beat.state == heartbeat.DONE:
+            text += " after it had returned"
+        said = _WHAT.search(
+            self._tail(self.plan.output(beat.rank)) + self._tail(self.plan.shared_output)
+        )
+        return text + (f": {said[1]}" if said else "")
+
+    def _tail(self, path: Path) -> str:
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            return file.read().decode("utf-8", "replace")

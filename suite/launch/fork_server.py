@@ -1,0 +1,194 @@
+"""A process that has imported torch once and forks a leader per case.
+
+Importing torch and what it loads lazily takes two seconds, forking a process that has done so ten
+milliseconds.  Forking is safe only while the parent has a single thread: after OpenMP has run with
+two, the child hangs.  So this is a process of its own that imports, forks and collects, and
+never computes; that it has one thread is checked before it says that it is ready.
+
+The parent talks to it over a socket, one JSON message with a length before it::
+
+    parent to zygote    {"task": "package.module:function", "payload": ..., "ticket": n}
+                        {"kill": n}   {"preload": "package.module"}
+    zygote to parent    {"ready": pid}   {"failed": text}
+                        {"ticket", "pid", "exit_code", "signal", "seconds", "output"}
+
+It ends, and with it everything that it started, when the parent closes the socket or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardproof.launch import messages
+
+#: Native libraries start a thread per core at import, unless told otherwise before.
+ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+#: Left over from a launcher around us, these would be read by ``init_process_group``.
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+START_SECONDS = 180.0
+END_SECONDS = 5.0
+
+_TAIL = 4000
+
+
+class ZygoteError(RuntimeError):
+    """The zygote could not start, or is gone."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A leader's end.  ``output`` is the tail of what it printed, ``seconds`` from fork to end."""
+
+    ticket: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    seconds: float
+    output: str
+
+
+class Zygote:
+    """The parent's end.  Not for use by several threads at once.
+
+    ``preload`` names modules to import once for all leaders (the judge's, never those under test).
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tickets = 0
+        self._waiting: deque[Ended] = deque()
+
+    def __enter__(self) -> Zygote:
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._inbox = messages.Inbox(ours)
+        self._log = tempfile.TemporaryFile()
+        self._ready = False
+        self._pid = 0
+        self._began = time.monotonic()
+        self._waiting.clear()
+        environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
+        # The leaders must find whatever the parent can import.
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
+        parent = str(os.getpid())
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "shardproof.launch.fork_server_main",
+                    str(theirs.fileno()),
+                    parent,
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the parent, which tells us
+            )
+        for module in self._preload:
+            self.preload(module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The zygote's pid."""
+        if self._process is None:
+            raise ZygoteError("the zygote is not running")
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Block until it has imported everything.  Not needed before :meth:`submit`."""
+        while not self._ready:
+            self._receive(0.5)
+
+    def preload(self, module: str) -> None:
+        """Have ``module`` imported before any leader that is submitted from now on."""
+        self._send({"preload": module})
+
+    def submit(self, task: str, payload: Any) -> int:
+        """Run ``task`` (``package.module:function``) with ``payload`` (JSON) in a fresh leader.
+
+        Returns a ticket.  The leader has its own process group and ends with exit code 0, or
+        ``launch.fork_server_main.TASK_RAISED`` if the function raised.  What it starts ends
+        with it.
+        """
+        self._tickets += 1
+        self._send({"task": task, "payload": payload, "ticket": self._tickets})
+        return self._tickets
+
+    def kill(self, ticket: int) -> None:
+        """End that leader and all that it started; its :class:`Ended` still comes."""
+        self._send({"kill": ticket})
+
+    def poll(self, timeout_s: float) -> list[Ended]:
+        """The leaders that have ended; waits up to ``timeout_s`` seconds for the first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            self._receive(0.0 if self._waiting else max(0.0, left))
+            if self._waiting or left <= 0:
+                found = list(self._waiting)
+                self._waiting.clear()
+                return found
+
+    def close(self) -> None:
+        """End the zygote and everything that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            self._socket.close()
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass  # killed below, which its leaders notice
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            self._log.close()
+
+    def _send(self, message: Any) -> None:
+        try:
+            messages.send(self._socket, message)
+        except OSError as error:
+            raise ZygoteError(f"the zygote is gone: {self._last_output()}") from error
+
+    def _receive(self, timeout_s: float) -> None:
+        for message in self._inbox.receive(timeout_s):
+            if "ready" in message:
+                self._ready = True
+            elif "failed" in message:
+                raise ZygoteError(f"the zygote could not start: {message['failed']}")
+            else:
+                self._waiting.append(Ended(**message))
+        if self._inbox.closed and not self._waiting:
+            raise ZygoteError(f"the zygote is gone: {self._last_output()}")
+        if not self._ready and time.monotonic() - self._began > START_SECONDS:
+            raise ZygoteError(f"the zygote did not start in {START_SECONDS:.0f} s")
+
+    def _last_output(self) -> str:
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1.0)  # the socket closes a little before the process ends
+        self._log.seek(0)
+        text = self._log.read().decode("utf-8", "replace").strip()
+        return f"exit code {code}" + (f", its output ends:\n{text[-_TAIL:]}" if text else "")

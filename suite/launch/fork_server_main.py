@@ -1,0 +1,244 @@
+"""Inside the zygote: import once, stay single-threaded, fork leaders, collect them.
+
+Run as ``python -m shardproof.launch.fork_server_main``; ``launch.fork_server.Zygote`` is the
+other end and documents the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shardproof.launch import messages, process_control
+
+#: What a training step would otherwise import lazily, in every rank of every case.
+LAZY_MODULES = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.optim.adamw",
+    "torch.optim.sgd",
+    "torch.utils.checkpoint",
+)
+#: Seconds that everything has to die when the parent goes.
+END_SECONDS = 2.5
+#: Exit code of a leader whose task raised.
+TASK_RAISED = 70
+
+_TAIL = 4000
+
+
+@dataclass
+class _Leader:
+    ticket: int
+    pid: int
+    began: float
+    output: int
+
+
+class _Server:
+    """The loop inside the zygote."""
+
+    def __init__(self, connection: socket.socket, parent: int) -> None:
+        self._connection = connection
+        self._parent = parent
+        self._leaders: dict[int, _Leader] = {}  # by pid
+        self._inbox = messages.Inbox(connection)
+        self._wakeup, writing = os.pipe()
+        for descriptor in (self._wakeup, writing):
+            os.set_blocking(descriptor, False)
+        for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(signum, self._on_signal)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._ending = False
+        self._importing = False
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        # SIGHUP also comes when merely the *thread* that started us ends: the loop looks further.
+        self._ending = self._ending or signum == signal.SIGTERM
+        if self._importing and os.getppid() != self._parent:
+            raise SystemExit  # torch takes seconds: nobody is left to wait for it
+
+    def run(self) -> None:
+        """Serve until the parent goes; then end everything."""
+        process_control.become_subreaper()
+        try:
+            self._load()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                selector.register(self._wakeup, selectors.EVENT_READ)
+                while not self._ending and not self._inbox.closed and os.getppid() == self._parent:
+                    ready = {key.fd for key, _ in selector.select(1.0)}
+                    if self._wakeup in ready:
+                        os.read(self._wakeup, 4096)
+                    if self._connection.fileno() in ready:
+                        for message in self._inbox.receive(0.0):
+                            self._handle(message)
+                    self._collect()
+        finally:
+            for leader in self._leaders.values():
+                process_control.kill_group(leader.pid)
+            process_control.end_adopted((), within_s=END_SECONDS)
+
+    def _load(self) -> None:
+        self._importing = True
+        try:
+            _import_all()
+            _check_threads("torch")
+        except Exception:
+            self._send({"failed": traceback.format_exc()})
+            raise
+        self._importing = False
+        self._send({"ready": os.getpid()})
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "preload" in message:
+            self._preload(message["preload"])
+        elif "kill" in message:
+            for leader in self._leaders.values():
+                if leader.ticket == message["kill"]:
+                    process_control.kill_group(leader.pid)
+        else:
+            self._fork(message)
+
+    def _preload(self, module: str) -> None:
+        """A module that cannot be imported fails in the leaders that need it, with its message."""
+        self._importing = True
+        try:
+            importlib.import_module(module)
+        except Exception:  # noqa: BLE001 - told by the leader
+            traceback.print_exc()
+        self._importing = False
+        _settle_memory()
+        try:
+            _check_threads(module)
+        except RuntimeError as error:
+            self._send({"failed": str(error)})
+            raise
+
+    def _fork(self, message: dict[str, Any]) -> None:
+        output = os.memfd_create("leader")
+        began, parent = time.monotonic(), os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._lead(message, output, parent)
+        with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone
+            os.setpgid(pid, pid)
+        self._leaders[pid] = _Leader(message["ticket"], pid, began, output)
+
+    def _lead(self, message: dict[str, Any], output: int, parent: int) -> NoReturn:
+        """Body of a leader."""
+        code = TASK_RAISED
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
+            process_control.die_with_parent(parent)
+            process_control.become_subreaper()
+            # A core file of torch's size takes seconds to write, and nobody reads it.
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+            )
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            self._connection.close()
+            faulthandler.enable()
+            module, _, function = message["task"].partition(":")
+            getattr(importlib.import_module(module), function)(message["payload"])
+            code = 0
+        except BaseException:  # noqa: BLE001 - last stop before the process's end
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _collect(self) -> None:
+        """Report the leaders that have ended, after ending what they left behind."""
+        for leader in list(self._leaders.values()):
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, leader.pid, options) is None:
+                continue
+            seconds = time.monotonic() - leader.began
+            # Not yet collected, so the group's number cannot belong to anyone else.
+            process_control.kill_group(leader.pid)
+            _, status = os.waitpid(leader.pid, 0)
+            del self._leaders[leader.pid]
+            process_control.end_adopted(self._leaders.keys())
+            signaled = os.WIFSIGNALED(status)
+            self._send(
+                {
+                    "ticket": leader.ticket,
+                    "pid": leader.pid,
+                    "exit_code": None if signaled else os.WEXITSTATUS(status),
+                    "signal": os.WTERMSIG(status) if signaled else None,
+                    "seconds": seconds,
+                    "output": _drain(leader.output),
+                }
+            )
+        process_control.end_adopted(self._leaders.keys())
+
+    def _send(self, message: Any) -> None:
+        try:
+            messages.send(self._connection, message)
+        except OSError:
+            self._ending = True  # the parent is gone
+
+
+def _import_all() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    for module in LAZY_MODULES:
+        importlib.import_module(module)
+    _settle_memory()
+
+
+def _check_threads(module: str) -> None:
+    threads = process_control.thread_count()
+    if threads != 1:
+        raise RuntimeError(f"{threads} threads after importing {module}; forking is safe with 1")
+
+
+def _settle_memory() -> None:
+    """Keep children from copying pages only because the collector touched them."""
+    gc.collect()
+    gc.freeze()
+
+
+def _drain(descriptor: int) -> str:
+    size = os.fstat(descriptor).st_size
+    text = os.pread(descriptor, _TAIL, max(0, size - _TAIL)).decode("utf-8", "replace")
+    os.close(descriptor)
+    return text
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve on the socket whose descriptor is given, for the parent whose pid is given."""
+    descriptor, parent = map(int, arguments)
+    # Not SIGKILL: it comes when the parent's *thread* that started us ends, which may be harmless.
+    server = _Server(socket.socket(fileno=descriptor), parent)
+    process_control.die_with_parent(parent, signal.SIGHUP)
+    server.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,248 @@
+"""The program-order log of a rank: which unit computes, which phase a call belongs to.
+
+Numbers, not clocks: every event (a unit's forward or backward begins, a call is issued or waited
+for) takes the next number of one counter per rank, so "issued before that unit's backward" can be
+read off exactly on any machine.
+
+Phases: ``setup`` outside of ``step``; inside it ``backward`` while autograd runs (and after it
+began), ``forward`` after a unit's forward, ``update`` once the gradients are final, ``observe``
+inside an observation point, where nothing counts.  All of it comes from hooks that the suite sets
+on the module that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.  Where a
+pipeline traces its computations, they are logged as :class:`Done` and set the phase as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from shardproof.schedules import Action
+
+Phase = Literal["setup", "forward", "backward", "update", "observe"]
+T = TypeVar("T")
+
+# Private, so looked up once and with a fall-back that merely knows no backward pass.
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def inside_backward() -> bool:
+    """Whether the calling thread is inside a backward pass of autograd."""
+    return _graph_task() != -1
+
+
+class PerRank(Generic[T]):
+    """A value of the calling rank, be the rank a thread or the whole process."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._process: T | None = None
+
+    def get(self) -> T | None:
+        """The value of this rank, ``None`` where nothing was set."""
+        value: T | None = getattr(self._thread, "value", None)
+        return self._process if value is None else value
+
+    def set(self, value: T | None, process: bool) -> None:
+        """Set the value for the whole process, or for the calling thread only."""
+        if process:
+            self._process = value
+        else:
+            self._thread.value = value
+
+
+class Done(NamedTuple):
+    """A computation of a pipeline's stage that has ended, in window ``window`` of its step.
+
+    ``begin`` and ``end`` are event numbers; ``began`` and ``ended`` seconds of
+    ``time.perf_counter``, one clock for all processes of a machine; ``cpu`` those for which the
+    rank's thread had a core.
+    """
+
+    step: int
+    window: int
+    op: str
+    stage: int
+    micro: int
+    begin: int
+    end: int
+    began: float
+    ended: float
+    cpu: float
+
+
+class RankLog:
+    """Events and phases of one rank."""
+
+    def __init__(self) -> None:
+        #: ``(number, kind, name)``; a unit begins: forward, recompute, backward; or step, observe.
+        self.events: list[tuple[int, str, str]] = []
+        #: What a pipeline computed, in the order in which it ended.
+        self.actions: list[Done] = []
+        #: The unit clock: how many units began to compute (in either direction) so far.
+        self.units = 0
+        self._next = 0
+        self._in_step = False
+        self._observing = 0
+        self._stage: Phase = "forward"
+        self._step = -1
+        #: Forwards of the step by stage and micro-batch.
+        self._seen: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def now(self) -> int:
+        """The number that the next event will take."""
+        return self._next
+
+    def tick(self) -> int:
+        """Take a number without an event (calls carry their own)."""
+        self._next += 1
+        return self._next - 1
+
+    def note(self, kind: str, name: str) -> int:
+        """Append an event; returns its number."""
+        number = self.tick()
+        self.events.append((number, kind, name))
+        return number
+
+    def unit(self, kind: Literal["forward", "backward"], name: str) -> None:
+        """Unit ``name`` begins to compute; a forward inside backward is a recomputation."""
+        recompute = kind == "forward" and inside_backward()
+        self.note("recompute" if recompute else kind, name)
+        self.units += 1
+        if self._stage != "update":
+            self._stage = "backward" if recompute else kind
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that a call made now belongs to."""
+        if self._observing:
+            return "observe"
+        if not self._in_step:
+            return "setup"
+        if inside_backward() and self._stage != "update":
+            self._stage = "backward"
+        return self._stage
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Optimizer step ``number`` runs inside."""
+        self.note("step", str(number))
+        self._in_step, self._stage, self._step = True, "forward", number
+        self._seen.clear()
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """A stage computes ``action`` inside; outside of a step nothing is logged.
+
+        The n-th forward of a micro-batch belongs to the n-th window, and so does what follows it.
+        """
+        if not self._in_step:
+            yield
+            return
+        if self._stage != "update":
+            self._stage = "forward" if action.op == "F" else "backward"
+        place = action.stage, action.micro
+        self._seen[place] += action.op == "F"
+        window, begin, began = max(self._seen[place] - 1, 0), self.tick(), time.perf_counter()
+        cpu = time.thread_time()
+        yield
+        cpu, ended, end = time.thread_time() - cpu, time.perf_counter(), self.tick()
+        self.actions.append(Done(self._step, window, *action, begin, end, began, ended, cpu))
+
+    @contextmanager
+    def observe(self, point: str) -> Iterator[None]:
+        """An observation point: what happens inside is the judge's business and not counted."""
+        self.note("observe", point)
+        self._observing += 1
+        try:
+            yield
+        finally:
+            self._observing -= 1
+            if point == "gradients_final":
+                self._stage = "update"
+
+
+_LOG: PerRank[RankLog] = PerRank()
+
+
+def current() -> RankLog | None:
+    """The log of the calling rank; ``None`` with ledgers off."""
+    return _LOG.get()
+
+
+def install(log: RankLog | None, process: bool) -> None:
+    """Make ``log`` that of the calling thread, or of the whole process."""
+    _LOG.set(log, process)
+
+
+@dataclass(frozen=True)
+class _ForwardBegins:
+    unit: str
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        log = current()
+        if log is not None:
+            log.unit("forward", self.unit)
+
+
+@dataclass(frozen=True)
+class _ForwardEnded:
+    """Leaves a hook on the outputs: their gradient arriving is the unit's backward beginning."""
+
+    unit: str
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if current() is None:
+            return
+        # One hook a call: of several outputs the first that carries a gradient stands for all.
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(_BackwardBegins(self.unit))
+                return
+
+
+@dataclass(frozen=True)
+class _BackwardBegins:
+    unit: str
+
+    def __call__(self, gradient: Tensor) -> None:
+        log = current()
+        if log is not None:
+            log.unit("backward", self.unit)
+
+
+def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
+    """Advance the unit clock from ``module`` (as unit ``""``) and its submodules ``names``.
+
+    Does nothing when the calling rank has no log.  Raises ``AttributeError`` for an unknown name.
+    """
+    if current() is None:
+        return
+    for name in dict.fromkeys(("", *names)):
+        unit = module.get_submodule(name)
+        unit.register_forward_pre_hook(_ForwardBegins(name))
+        unit.register_forward_hook(_ForwardEnded(name))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

@@ -1,0 +1,1 @@
+"""Ranks on machines of their own: torchrun, records from elsewhere, containers."""

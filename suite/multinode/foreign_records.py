@@ -1,0 +1,271 @@
+"""Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
+
+``multinode.torchrun`` writes the folder; here it becomes results, by the judge that judges local
+runs.
+  Two folders of the same cases can be compared tensor by tensor through digests, which
+shows whether containers or machines compute the same bits as processes on one machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.case import Case
+from shardproof.errors import Problem, SelectionError
+from shardproof.launch.outcome import RankOutcome, settle
+
+#: Lanes that promise equal bits wherever the same ranks run on the same backend.
+EXACT_LANES = ("bitwise", "dyadic")
+
+
+def case_folder(records: Path, number: int) -> Path:
+    """Where the ranks leave what belongs to the plan's case ``number``."""
+    return records / f"case{number:04d}"
+
+
+def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
+    """Say what is about to be run, so that nothing else is needed to judge it."""
+    records.mkdir(parents=True, exist_ok=True)
+    plan = {
+        "began": time.time(),
+        "world": world,
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cases": [case.to_dict() for case in cases],
+    }
+    partial = records / ".plan.json"
+    partial.write_text(json.dumps(plan))
+    partial.replace(records / "plan.json")
+
+
+def read_plan(records: Path) -> dict[str, Any]:
+    """What :func:`write_plan` wrote, with ``cases`` as :class:`Case` objects.
+
+    :raises SelectionError: no plan there.
+    """
+    try:
+        plan = json.loads((records / "plan.json").read_text())
+    except (OSError, ValueError) as error:
+        remedy = "name a folder that shardproof.multinode.torchrun wrote"
+        raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
+    plan["cases"] = [Case.from_dict(case) for case in plan["cases"]]
+    return plan
+
+
+# ----------------------------------------------------------------------------------- digests
+
+
+def digests(record: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of dtype, shape and bytes of every tensor that a rank observed.
+
+    Keys are ``step<s>/<point>/<kind>/<name>``; what was there after ``setup`` is ``initial/...``;
+    of several pieces with one name the later ones get a number.
+    """
+    found: dict[str, str] = {}
+
+    def note(prefix: str, kinds: Mapping[str, Any]) -> None:
+        for kind, pieces in kinds.items():
+            for piece in pieces:
+                key, copy = f"{prefix}/{kind}/{piece['name']}", 1
+                while key in found:
+                    copy += 1
+                    key = f"{prefix}/{kind}/{piece['name']}#{copy}"
+                found[key] = _digest(piece["tensor"])
+
+    note("initial", record["initial"])
+    for step in record["steps"]:
+        for point, kinds in step["observed"].items():
+            note(f"step{step['step']}/{point}", kinds)
+        loss = torch.tensor(step["loss"], dtype=torch.float64)
+        found[f"step{step['step']}/loss"] = _digest(loss)
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().contiguous()
+    head = f"{plain.dtype} {tuple(plain.shape)} ".encode()
+    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.sha256(head + data).hexdigest()
+
+
+@dataclass
+class Comparison:
+    """How many digests two folders share; ``differing`` are places, at most a few per case."""
+
+    lane: str
+    cases: int = 0
+    equal: int = 0
+    differing: list[str] = field(default_factory=list)
+    unequal: int = 0
+
+    def sentence(self) -> str:
+        """One line for people."""
+        total = self.equal + self.unequal
+        if not self.unequal:
+            return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical"
+        shown = "; ".join(self.differing[:3])
+        return (
+            f"{self.lane}: {self.unequal} of {total} tensor digests of {self.cases} cases "
+            f"differ: {shown}"
+        )
+
+
+def compare(records: Path, others: Path) -> list[Comparison]:
+    """Compare the digests of two folders case by case and rank by rank, a row per lane.
+
+    A tensor, rank or case that only one folder has counts as differing; skipped cases do not count.
+    """
+    numbers = {case.id: n for n, case in enumerate(read_plan(others)["cases"])}
+    world = read_plan(records)["world"]
+    rows: dict[str, Comparison] = {}
+    for number, case in enumerate(read_plan(records)["cases"]):
+        if case.skip:
+            continue
+        row = rows.setdefault(case.lane, Comparison(case.lane))
+        row.cases += 1
+        if case.id not in numbers:
+            row.unequal += 1
+            row.differing.append(f"{case.id} ran only once")
+            continue
+        for rank in range(world):
+            here = _end(case_folder(records, number), rank).get("digests", {})
+            there = _end(case_folder(others, numbers[case.id]), rank).get("digests", {})
+            places = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+            row.equal += len({**here, **there}) - len(places)
+            row.unequal += len(places)
+            row.differing += [f"{case.id} rank {rank} {key}" for key in places[:2]]
+    return list(rows.values())
+
+
+# ---------------------------------------------------------------------------------- verdicts
+
+
+def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
+    """How the ranks of one case ended; ``None`` if none of them came to it."""
+    began = [rank for rank in range(world) if (folder / f"rank{rank}.began").exists()]
+    if not began:
+        return None
+    found = []
+    for rank in range(world):
+        told = _end(folder, rank).get("outcome")
+        if told is not None:
+            record = folder / f"rank{rank}.rec"
+            told["record"] = record if told["status"] == "ok" and record.exists() else None
+            found.append(RankOutcome(**told))
+        else:
+            found.append(_silent(folder, rank, rank in began))
+    return settle(found)
+
+
+def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
+    """The outcome of a rank that left no account: its alarm ended it, or something from outside."""
+    stacks = folder / f"rank{rank}.stacks"
+    text = stacks.read_text(errors="replace").strip() if stacks.exists() else ""
+    if text:
+        message = f"no end within its deadline; it stood in {_top_frame(text)}"
+        return RankOutcome(rank, "hung", message=message, traceback=text)
+    if not began:
+        return RankOutcome(rank, "killed", message="its process was gone before this case")
+    return RankOutcome(rank, "killed", message="its process ended without an account")
+
+
+def _top_frame(stacks: str) -> str:
+    """The innermost frame of the main thread, which faulthandler prints last."""
+    frames = [line.strip() for line in stacks.split("hread 0x")[-1].splitlines() if "File " in line]
+    return frames[0] if frames else "native code"
+
+
+def _end(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = json.loads((folder / f"rank{rank}.end").read_text())
+    except (OSError, ValueError):
+        return {}
+    return told
+
+
+def results_of(
+    records: Path, cache: Path
+) -> Iterator[tuple[Case, dict[str, Any] | None, dict[str, Any]]]:
+    """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
+    from shardproof.cases.leader import examine
+
+    plan = read_plan(records)
+    for number, case in enumerate(plan["cases"]):
+        folder = case_folder(records, number)
+        outcomes = outcomes_of(folder, plan["world"])
+        if outcomes is None and not case.skip:
+            yield case, None, {}
+            continue
+        account, result = examine(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        if outcomes:
+            result["seconds"] = max(outcome.ended for outcome in outcomes)
+        yield case, result, account.to_dict()
+
+
+def judge(records: Path, results: Path, against: Path | None = None, prune: bool = False) -> int:
+    """Judge ``records`` into the run folder ``results`` and print it; returns the exit code.
+
+    With ``against``, digests that differ in an exact lane count as broken, too.  ``prune`` removes
+    the tensors of cases that held; whole tensors are kept for failures only.
+    """
+    from shardproof import verdicts
+    from shardproof.runs.run_folder import RunFolder
+
+    counted, left = [], 0
+    code = verdicts.BROKEN
+    torch.set_num_threads(1)
+    with RunFolder(results, sys.argv) as run, tempfile.TemporaryDirectory() as cache:
+        run.plan(read_plan(records)["cases"])
+        for case, result, account in results_of(records, Path(cache)):
+            if result is None:
+                left += 1
+                run.leave_out(case, "the ranks ended before they came to it")
+                print(f"{'left out':<10} {case.id}", flush=True)
+                continue
+            counted.append(result)
+            run.keep(result, json.loads(json.dumps(account, default=str)))
+            run.add(result)
+            print(_line(result), flush=True)
+            if prune and verdicts.kind(result["verdict"]) in verdicts.GREEN:
+                _drop_tensors(records, case)
+        counts = verdicts.count(counted)
+        code = verdicts.exit_code(counts)
+        print(verdicts.summary(counts, left))
+        if left and code == verdicts.HELD:
+            code = verdicts.NOT_DECIDED
+        if against is not None:
+            rows = compare(records, against)
+            for row in rows:
+                print(f"digests against local processes, {row.sentence()}")
+            if any(row.unequal and row.lane in EXACT_LANES for row in rows):
+                code = verdicts.BROKEN
+            told = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
+            (results / "digests.json").write_text(json.dumps(told, indent=1) + "\n")
+        run.close(code)
+    return code
+
+
+def _drop_tensors(records: Path, case: Case) -> None:
+    for number, planned in enumerate(read_plan(records)["cases"]):
+        if planned.id == case.id:
+            for path in case_folder(records, number).glob("*.rec"):
+                path.unlink()
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    error, bound = result.get("worst_error"), result.get("bound")
+    figures = (
+        f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
+    )
+    reason = f"  {result['reason']}" if result.get("reason") else ""
+    return f"{result['verdict']:<10} {result['id']}{figures}  {result['seconds']:.2f} s{reason}"

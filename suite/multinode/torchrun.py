@@ -1,0 +1,361 @@
+"""The rank program under torchrun: ``torchrun ... -m shardproof.multinode.torchrun SCENARIO``.
+
+Also under ``mpirun`` and ``srun``.  Every rank of the job runs the same cases one after the other,
+each in a fresh process group on one store, and leaves what it saw in a folder that all ranks share
+(``--records``)::
+
+    records/plan.json               which cases, in which order, when the first began
+            case<n>/rank<k>.rec     what rank k holds (see shardproof.cases.rank_program)
+                    rank<k>.end     how it ended: outcome, and a digest per tensor
+                    rank<k>.stacks  where it stood when its time was up
+
+Then rank 0, or whoever starts ``--judge RECORDS``, judges (``multinode.foreign_records``).  A
+rank that
+raises spoils its case only; one that hangs is ended by its own alarm, and the job with it.
+
+Needs torch, numpy, pydantic, PyYAML and psutil, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from shardproof import backends, pack, workloads
+from shardproof.case import Case
+from shardproof.cases.rank_program import run_rank
+from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.launch.outcome import RankOutcome, of_exception
+from shardproof.launch.ranks import PATIENCE
+from shardproof.multinode import foreign_records
+from shardproof.verdicts import BAD_INPUT, BROKEN, HELD
+
+#: Names of (rank, world size) that launchers put into the environment, the first found counts.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
+}
+#: Seconds that ranks wait for each other before the first case: slow nodes are still starting.
+MEETING_SECONDS = 120.0
+#: Seconds after a case's deadline until the alarm ends a rank that has not ended itself.
+ALARM_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job."""
+
+    rank: int
+    world: int
+    address: str
+    port: int
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str]) -> Place:
+        """Read the launcher's variables.
+
+        :raises SelectionError: no launcher, or no address to meet at.
+        """
+        for rank, world in LAUNCHERS.values():
+            if rank in environment and world in environment:
+                size = int(environment[world])
+                address = environment.get("MASTER_ADDR", "127.0.0.1" if size == 1 else "")
+                if not address and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
+                    address = "127.0.0.1"
+                if not address:
+                    remedy = "set it to the first node's host name, the same on every rank"
+                    raise SelectionError(Problem("MASTER_ADDR is not set", remedy))
+                port = int(environment.get("MASTER_PORT", "29511"))
+                return cls(int(environment[rank]), size, address, port)
+        names = ", ".join(LAUNCHERS)
+        example = "torchrun --nproc-per-node 4 -m shardproof.multinode.torchrun"
+        remedy = f"start it with one of {names}, e.g. {example}"
+        raise SelectionError(Problem("no launcher: the rank is unknown", remedy))
+
+    def store(self) -> dist.Store:
+        """The job's store; under torchrun its agent may already serve one."""
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        base = dist.TCPStore(
+            self.address,
+            self.port,
+            self.world,
+            is_master=self.rank == 0 and not served,
+            timeout=timedelta(seconds=MEETING_SECONDS),
+            wait_for_workers=False,
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"shardproof/{attempt}", base)
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface that leads to ``address``; ``None`` if that cannot be told.
+
+    gloo would otherwise resolve the own host name, which is the loopback on many machines.
+    """
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing: only chooses the route
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == own for entry in entries):
+            return name
+    return None
+
+
+def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True) -> int:
+    """Run ``cases`` as rank ``place.rank``; 0 if every one came to an outcome on this rank.
+
+    With ``whole`` off digests are written, but no tensors.
+
+    :raises SelectionError: the ranks were given different cases.
+    """
+    torch.set_num_threads(1)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(place.address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    store = place.store()
+    _agree(store, place, [case.id for case in cases])
+    if place.rank == 0:
+        foreign_records.write_plan(records, cases, place.world)
+    _meet(store, place, "start", MEETING_SECONDS)
+    for number, case in enumerate(cases):
+        if case.skip:
+            continue
+        folder = foreign_records.case_folder(records, number)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{place.rank}.stacks").open("w") as stacks:
+            faulthandler.dump_traceback_later(case.deadline + ALARM_SECONDS, exit=True, file=stacks)
+            try:
+                _one(store, place, case, number, folder, whole)
+                _meet(store, place, f"case{number}", case.deadline)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+    # The store lives in rank 0 (or its agent): it must not end before the others are done with it.
+    _meet(store, place, "end", MEETING_SECONDS)
+    return HELD
+
+
+def _one(
+    store: dist.Store, place: Place, case: Case, number: int, folder: Path, whole: bool
+) -> None:
+    """One case on this rank: record, digests and outcome are written whatever happens."""
+    began = time.monotonic()
+    (folder / f"rank{place.rank}.began").touch()
+    digests: dict[str, str] = {}
+    before = _sockets()
+    try:
+        workload = workloads.for_case(case)
+        backends.join(
+            case.backend,
+            place.rank,
+            place.world,
+            dist.PrefixStore(f"case{number}", store),
+            case.deadline * PATIENCE,
+            case.ledgers,
+            weather=backends.weather_of(case.workload.traits),
+        )
+        record = run_rank(case, workload, place.rank)
+        if whole:
+            pack.dump(folder / f"rank{place.rank}.rec", record)
+        digests = foreign_records.digests(record)
+        outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
+        # A rank that left now would reset connections on which its last bytes are under way.
+        _linger(store, place, f"case{number}/returned")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
+        outcome = of_exception(place.rank, error, time.monotonic() - began)
+    if outcome.status != "ok":
+        _wake_peers(before)
+    with contextlib.suppress(RuntimeError):
+        backends.leave()
+    gc.collect()
+    fields = {"outcome": dataclasses.asdict(outcome), "digests": digests}
+    partial = folder / f".rank{place.rank}.end"
+    partial.write_text(json.dumps(fields, default=str))
+    partial.replace(folder / f"rank{place.rank}.end")
+
+
+def _sockets() -> set[int]:
+    """Descriptors of this process's sockets."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+                found.add(int(entry.name))
+    return found
+
+
+def _wake_peers(before: set[int]) -> None:
+    """Shut the connections that were made since ``before``: who waits for this rank sees it now.
+
+    Neither destroying nor aborting a gloo group does so while anything still refers to it, and the
+    peers would wait until their time is up.
+    """
+    for descriptor in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # Not gloo's listening socket: its thread ends the process if that fails.
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _linger(store: dist.Store, place: Place, key: str, seconds: float = 1.0) -> None:
+    store.add(key, 1)
+    deadline = time.monotonic() + seconds
+    while store.add(key, 0) < place.world and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def _meet(store: dist.Store, place: Place, key: str, seconds: float) -> None:
+    """Return when all ranks have come; raise ``TimeoutError`` that says how many did."""
+    store.add(key, 1)
+    deadline = time.monotonic() + seconds
+    while (here := store.add(key, 0)) < place.world:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{here} of {place.world} ranks came to {key!r} in {seconds:g} s")
+        time.sleep(0.005)
+
+
+def _agree(store: dist.Store, place: Place, ids: Sequence[str]) -> None:
+    """All ranks must run the same cases: other files on one node would end in a riddle."""
+    if place.rank == 0:
+        store.set("cases", json.dumps(list(ids)))
+    first = json.loads(store.get("cases"))
+    if first != list(ids):
+        odd = sorted(set(first) ^ set(ids)) or ["the order"]
+        remedy = "install the same version and the same scenario files on every node"
+        what = f"rank {place.rank} and rank 0 were given different cases"
+        raise SelectionError(Problem(what, remedy, odd[0]))
+
+
+def choose(
+    names: Sequence[str],
+    world: int,
+    backend: str,
+    tier: str,
+    expression: str,
+    patterns: Sequence[str],
+) -> list[Case]:
+    """The cases of scenarios ``names`` that fit the job.
+
+    :raises InputError: faulty files, or nothing fits.
+    """
+    from fnmatch import fnmatchcase
+
+    from shardproof.scenarios import load, matrix, select, vocabulary
+
+    matches = select.compile_expression(expression)
+    known = vocabulary.installed()
+    everything = [case for file in load.find(names) for case in matrix.expand(file, known)]
+    chosen = [
+        case
+        for case in everything
+        if case.backend == backend
+        and case.world == world
+        and (tier == "full" or case.tier == "quick")
+        and matches(case.id)
+        and (not patterns or any(fnmatchcase(case.implementation, p) for p in patterns))
+    ]
+    if not chosen:
+        worlds = sorted({case.world for case in everything if case.backend == backend})
+        what = f"no case of these {len(everything)} has {world} ranks on {backend}"
+        remedy = f"start as many ranks as one has: {', '.join(map(str, worlds)) or 'none'}"
+        raise SelectionError(Problem(what, remedy, " ".join([*names, expression]).strip() or None))
+    return chosen
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardproof.multinode.torchrun", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("scenario", nargs="*", help="file, folder or name (default: conformance)")
+    parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--tier", choices=("quick", "full"), default="quick")
+    parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
+    parser.add_argument("--impl", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--no-judge", action="store_true", help="leave the verdicts to --judge")
+    parser.add_argument("--judge", type=Path, metavar="RECORDS", help="run nothing, judge these")
+    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
+    parser.add_argument("--digests-only", action="store_true", help="write no tensors")
+    parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the verdicts go")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code (design section 10)."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.judge is not None:
+            results = options.results or options.judge
+            return foreign_records.judge(options.judge, results, options.against, options.prune)
+        place = Place.find(os.environ)
+        cases = choose(
+            options.scenario,
+            place.world,
+            options.backend,
+            options.tier,
+            options.expression,
+            options.impl,
+        )
+        code = work(place, cases, options.records, whole=not options.digests_only)
+        if place.rank != 0 or options.no_judge or options.digests_only:
+            return code
+        command = [
+            sys.executable,
+            "-m",
+            "shardproof.multinode.torchrun",
+            "--judge",
+            str(options.records),
+        ]
+        if options.results is not None:
+            command += ["--results", str(options.results)]
+        return subprocess.run(command, check=False).returncode
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except (TimeoutError, dist.DistError) as error:
+        print(f"shardproof.multinode.torchrun: {error}", file=sys.stderr)
+        return BROKEN
+
+
+def _exit(code: int) -> Any:
+    """End without destructors: a failed group's threads may wait for peers for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        _exit(main())
+    except SystemExit as left:
+        _exit(left.code if isinstance(left.code, int) else BROKEN)
+    except BaseException:  # noqa: BLE001 - last stop before the process's end
+        traceback.print_exc()
+        _exit(BROKEN)

@@ -1,0 +1,1 @@
+"""The same training in one process: what every strategy is compared with."""

@@ -1,0 +1,385 @@
+"""The oracle: the same training in one process, in plain torch.
+
+It accumulates over the same (data coordinate, micro-batch) pieces at the same shapes: inside a
+coordinate in the order of its micro-batches, then a left fold over coordinates in rank order.  That
+order is what makes bitwise comparison possible at all.
+
+Buffers follow the declared rule:
+
+* ``rank0``: every coordinate starts each step from coordinate 0's buffers (a broadcast at the start
+  of the step, as DDP does it);
+* ``per_rank``: every coordinate keeps its own;
+* ``synced``: batch statistics are those of all coordinates' micro-batches of the same index, which
+  run as one (SyncBatchNorm); the coordinates must have equally many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardproof import pack
+from shardproof.case import Case
+from shardproof.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.oracle.exactness import budget
+from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
+from shardproof.workloads import Workload, for_case, make
+from shardproof.workloads.draws import read_draws, restore_draws
+
+Tensors = dict[str, Tensor]
+#: From a step's number and its gradients per coordinate, in order, to the gradient that is applied.
+Fold = Callable[[int, Sequence[Tensors]], Tensors]
+
+
+def train(
+    workload: Workload,
+    optimizer: OptimizerSpec,
+    coordinates: int,
+    steps: int,
+    buffers_rule: BufferRule = "rank0",
+    *,
+    forced: Sequence[Tensors] = (),
+    fold: Fold | None = None,
+    precision: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
+
+    Returns ``{"initial": {parameter: tensor}, "initial_buffers": {buffer: tensor}, "steps": []}``;
+    a step holds
+
+    * ``loss`` (float, the sum), ``losses`` (float per coordinate);
+    * ``gradients`` before clipping and ``norm``, their global L2 norm as
+      ``torch.nn.utils.clip_grad_norm_(foreach=False)`` computes it: the norm of the tensors' norms,
+      in their dtype; ``clipped``: the gradients times ``min(1, clip / (norm + 1e-6))`` or ``None``;
+    * ``parameters`` and ``optimizer`` (``"<parameter>.<slot>"``) after the update;
+    * ``buffers``: per coordinate, after its last micro-batch;
+    * ``scale`` of the losses, and ``skipped``: whether an overflow left the update out (only with
+      ``optimizer.scaler``).
+
+    ``precision`` is one device's idea of a mixed-precision policy (``Case.precision``): forward and
+    backward in ``parameters``, gradients added up in ``reduce``, updates on masters as built; the
+    gradients and parameters of the record are those of the masters.
+
+    With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
+    of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
+    that loses precision in a declared manner (``Implementation.emulator``).
+
+    A parameter that no coordinate used has no gradient and is not updated; one that only some used
+    counts as 0 for the others.
+
+    Raises:
+        ValueError: ``synced`` with unequal numbers of micro-batches or with a stateful dropout.
+    """
+    build = workload.build_for(0)
+    module = build()
+    workload.load(module)
+    module.train()
+    device = _Device(module, build.loss, precision, optimizer.scaler)
+    parameters = device.masters
+    named = {name: p for name, p in parameters.items() if p.requires_grad}
+    torch_optimizer = build_optimizer(optimizer, named)
+    buffers = [_buffers(module) for _ in range(coordinates)]
+    draws = [read_draws(module)] * coordinates
+    if draws[0]:
+        draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
+    if buffers_rule == "synced" and draws[0]:
+        raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
+    record: dict[str, Any] = {
+        "initial": _copies(parameters),
+        "initial_buffers": buffers[0],
+        "steps": [],
+    }
+    for step in range(steps):
+        batches = workload.batch(step, coordinates)
+        if buffers_rule == "synced":
+            pieces = [_joint(device, batches, buffers)]
+        else:
+            if buffers_rule == "rank0":
+                buffers = [buffers[0]] * coordinates
+            pieces = []
+            for coordinate, batch in enumerate(batches):
+                _restore(module, buffers[coordinate])
+                restore_draws(module, draws[coordinate])
+                pieces.append(device.accumulate(batch))
+                buffers[coordinate] = _buffers(module)
+                draws[coordinate] = read_draws(module)
+        losses = [loss for piece in pieces for loss in piece[0]]
+        parts = [piece[1] for piece in pieces]
+        for name, gradient in (fold(step, parts) if fold else left_fold(parts)).items():
+            named[name].grad = device.unscaled(name, gradient)
+        scale, skipped = device.scale, device.overflowed(named.values())
+        record["steps"].append(
+            {"loss": sum(losses), "losses": losses}
+            | _update(torch_optimizer, optimizer, step, parameters, named, skipped)
+            | {"buffers": list(buffers), "scale": scale, "skipped": skipped}
+        )
+        if forced:
+            _force(parameters, forced[step])
+        device.round_masters()
+    return record
+
+
+class _Device:
+    """One device: ``module`` computes, ``masters`` (by name, as built) are updated.
+
+    They are the same parameters unless ``precision`` wants others to compute with.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Tensor, MicroBatch], Tensor],
+        precision: Mapping[str, str],
+        scaler: ScalerSpec | None,
+    ) -> None:
+        self.module, self.loss, self.scaler = module, loss, scaler
+        self.scale, self.updates = scaler.initial if scaler else 1.0, 0
+        self.dtypes = {name: getattr(torch, dtype) for name, dtype in precision.items()}
+        self.masters = dict(module.named_parameters())
+        if "parameters" in self.dtypes:
+            self.masters = {
+                name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                for name, p in self.masters.items()
+            }
+            for p in module.parameters():
+                p.data = p.data.to(self.dtypes["parameters"])
+        for owner in module.modules() if "buffers" in self.dtypes else ():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(owner, name, buffer.to(self.dtypes["buffers"]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs in the policy's dtype."""
+        outputs = self.module(self._cast(inputs, "parameters"))
+        return self._cast(outputs, "output")
+
+    def accumulate(self, batch: Batch) -> tuple[list[float], Tensors]:
+        """Loss and scaled gradients of one coordinate; used parameters only."""
+        total = 0.0
+        gradients: Tensors = {}
+        for micro in batch.micro_batches:
+            loss = self.loss(self.forward(micro.inputs), micro)
+            (loss * self.scale).backward()
+            total += float(loss.detach())
+            if "reduce" in self.dtypes:
+                gradients = self.take_gradients(gradients)
+        return [total], gradients if "reduce" in self.dtypes else self.take_gradients({})
+
+    def take_gradients(self, before: Tensors) -> Tensors:
+        """``before`` plus the module's gradients, in the dtype of reduction; these are cleared."""
+        taken = dict(before)
+        for name, p in self.module.named_parameters():
+            if p.grad is not None:
+                gradient, p.grad = self._cast(p.grad, "reduce"), None
+                taken[name] = taken[name] + gradient if name in taken else gradient
+        return taken
+
+    def unscaled(self, name: str, gradient: Tensor) -> Tensor:
+        """A reduced gradient as the optimizer sees it."""
+        wide = gradient.to(self.masters[name].dtype)
+        return wide if self.scale == 1.0 else wide / self.scale
+
+    def overflowed(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether this step is to be skipped; adapts the scale (``torch.amp.GradScaler``)."""
+        if self.scaler is None:
+            return False
+        skipped = any(not bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+        self.updates = 0 if skipped else self.updates + 1
+        if skipped:
+            self.scale *= self.scaler.backoff
+        elif self.updates == self.scaler.interval:
+            self.scale, self.updates = self.scale * self.scaler.growth, 0
+        return skipped
+
+    def round_masters(self) -> None:
+        """Compute with the masters' new values."""
+        if "parameters" in self.dtypes:
+            _force(dict(self.module.named_parameters()), self.masters)
+
+    def _cast(self, tensor: Tensor, what: str) -> Tensor:
+        dtype = self.dtypes.get(what)
+        return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+
+def untold(workload: Workload, precision: Mapping[str, str]) -> str:
+    """Why one device cannot compute under ``precision`` (empty: it can).
+
+    torch's batch norms want weights and running statistics of one dtype.  A system may leave its
+    norms out of the policy; what is true of it then, the policy does not say.
+    """
+    module = workload.build_for(0)("meta")
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
+            continue
+        weights = precision.get("parameters", _name(part.weight))
+        statistics = precision.get("buffers", _name(part.running_mean))
+        if weights != statistics:
+            return (
+                f"the policy leaves {name!r} ({type(part).__name__}) with weights in {weights} and "
+                f"running statistics in {statistics}, which torch cannot compute on one device "
+                f"either: there is nothing to compare with; give precision.buffers = {weights}"
+            )
+    return ""
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+
+def left_fold(parts: Sequence[Tensors]) -> Tensors:
+    """Left fold in rank order; a part without a tensor that another has adds zeros."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    total: Tensors = {}
+    for name in names:
+        like = next(part[name] for part in parts if name in part)
+        value = None
+        for part in parts:
+            term = part[name] if name in part else torch.zeros_like(like)
+            value = term if value is None else value + term
+        assert value is not None
+        total[name] = value
+    return total
+
+
+def _update(
+    torch_optimizer: torch.optim.Optimizer,
+    spec: OptimizerSpec,
+    step: int,
+    parameters: dict[str, nn.Parameter],
+    named: dict[str, nn.Parameter],
+    skipped: bool,
+) -> dict[str, Any]:
+    """Norm, clip and update (but if ``skipped``) from ``.grad``, which is cleared; what is seen."""
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    clipped = None
+    if spec.clip_norm is None or skipped:
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()), foreach=False)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), spec.clip_norm, foreach=False)
+        clipped = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    set_learning_rate(torch_optimizer, spec, step)
+    if not skipped:
+        torch_optimizer.step()
+    torch_optimizer.zero_grad(set_to_none=True)
+    return {
+        "norm": norm.detach().clone(),
+        "gradients": gradients,
+        "clipped": clipped,
+        "parameters": _copies(parameters),
+        "optimizer": {
+            name: slot.clone() for name, slot in read_slots(torch_optimizer, named).items()
+        },
+    }
+
+
+def _joint(
+    device: _Device, batches: Sequence[Batch], buffers: list[Tensors]
+) -> tuple[list[float], Tensors]:
+    """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
+    counts = [len(batch.micro_batches) for batch in batches]
+    if len(set(counts)) > 1:
+        raise ValueError(f"synced buffers need equal numbers of micro-batches, not {counts}")
+    losses = [0.0] * len(batches)
+    for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
+        outputs = device.forward(torch.cat([micro.inputs for micro in parts]))
+        shares = outputs.split([len(micro.inputs) for micro in parts])
+        terms = [device.loss(out, micro) for out, micro in zip(shares, parts, strict=True)]
+        (torch.stack(terms).sum() * device.scale).backward()
+        losses = [a + float(term.detach()) for a, term in zip(losses, terms, strict=True)]
+    buffers[:] = [_buffers(device.module)] * len(batches)
+    return losses, device.take_gradients({})
+
+
+def evaluate(
+    workload: Workload,
+    state: Tensors,
+    micro_batches: Sequence[MicroBatch],
+    precision: Mapping[str, str] = MappingProxyType({}),
+) -> float:
+    """Loss of ``micro_batches`` in evaluation mode with ``state`` (parameters and buffers)."""
+    build = workload.build_for(0)
+    module = build()
+    workload.load(module, state)
+    module.eval()
+    device = _Device(module, build.loss, precision, None)
+    with torch.no_grad():
+        return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
+
+
+def _copies(tensors: dict[str, Any]) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    return _copies(dict(module.named_buffers()))
+
+
+def _restore(module: nn.Module, buffers: Tensors) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+# ---------------------------------------------------------------------------------------- cache
+
+
+def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict[str, Any]:
+    """The oracle of ``case``, from ``cache_dir`` if it is there, else trained and put there.
+
+    A file is valid for one version of this code, of torch and of the processor's instruction set.
+    It appears by an atomic rename, so that many processes may share the folder; an unreadable file
+    is trained anew.
+    """
+    path = cache_dir / f"{_cache_key(case, buffers_rule)}.oracle"
+    if path.is_file():
+        try:
+            return pack.load(path)
+        except (OSError, pack.PackError):
+            path.unlink(missing_ok=True)
+    workload = for_case(case)
+    record = train(
+        workload,
+        case.optimizer,
+        case.data_coordinates,
+        case.steps,
+        buffers_rule,
+        precision=case.precision,
+    )
+    if case.lane == "dyadic":
+        exact = make(case.workload, "float64", case.lane)
+        record["budget"] = budget(exact, case.optimizer, case.steps).to_dict()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    pack.dump(path, record)
+    return record
+
+
+def _cache_key(case: Case, buffers_rule: BufferRule) -> str:
+    return hashlib.sha256(f"{case.oracle_key(buffers_rule)} {_code()}".encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """Digest of what the numbers depend on besides the case."""
+    here = Path(__file__).parent
+    files = [here / name for name in ("training.py", "optimizers.py", "exactness.py")]
+    files += sorted((here.parent / "workloads").glob("*.py"))
+    digest = hashlib.sha256(
+        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
+    )
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,223 @@
+"""Finds implementations, without importing them until one is asked for.
+
+An implementation is named in one of three ways:
+
+1. ``family/name`` or ``name``: a module ``impls/<family>/<name>.py`` (or a folder of that name)
+   with ``IMPLEMENTATION = <the class, or its name>``.  Private modules, ``reference/parts`` and
+   mutants are left out of the list.
+2. The name of an entry point in the group ``shardproof.implementations`` of an installed package.
+   A name that a folder already has keeps meaning the folder's.
+3. ``package.module:Class``; modules in the working folder are found too.
+
+Mutants are ``mutants/<name>``: listed apart, loaded only when named exactly.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from shardproof.errors import Problem, SelectionError, nearest
+
+if TYPE_CHECKING:
+    from shardproof.contract import Implementation
+    from shardproof.impls.mutants.declare import Mutant
+
+GROUP = "shardproof.implementations"
+MUTANTS = "mutants/"
+
+_EXPORT = re.compile(r"^IMPLEMENTATION\b", re.MULTILINE)
+_OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class UnknownImplementation(SelectionError):
+    """No implementation or mutant of that name."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        super().__init__(Problem("unknown implementation", remedy, value=name))
+
+
+class BrokenImplementation(RuntimeError):
+    """An implementation that cannot be used; ``__cause__`` is what its import raised, if it did."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name = name
+        super().__init__(f"implementation {name!r} {why}")
+
+
+class NotAnImplementation(BrokenImplementation):
+    """What a name leads to is no (complete) subclass of ``shardproof.contract.Implementation``."""
+
+
+def names() -> list[str]:
+    """Every implementation that can be listed, sorted; mutants apart.  Imports none of them."""
+    return sorted({*_folder(), *_entry_points()})
+
+
+def mutant_names() -> list[str]:
+    """``mutants/<name>`` of every mutant, by file and in order of declaration.  Imports none."""
+    return [MUTANTS + name for name in _mutant_modules()]
+
+
+def check(name: str) -> None:
+    """Raise :class:`UnknownImplementation` if no such thing exists; imports nothing.
+
+    Of ``package.module:Class`` the form is checked and that the package exists: whether it can be
+    imported is asked in another process (``shardproof.registry.preflight``).
+    """
+    if ":" in name:
+        if not _OWN_CLASS.fullmatch(name):
+            raise UnknownImplementation(name, "write package.module:Class")
+        package = name.partition(":")[0].partition(".")[0]
+        _find_local_modules()
+        if importlib.util.find_spec(package) is None:
+            remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
+            raise UnknownImplementation(name, remedy)
+    elif name.startswith(MUTANTS):
+        if name not in mutant_names():
+            raise UnknownImplementation(name, nearest(name, mutant_names(), "mutants"))
+    elif name not in _folder() and name not in _entry_points():
+        raise UnknownImplementation(name, nearest(name, names(), "implementations"))
+
+
+def is_foreign(name: str) -> bool:
+    """Whether ``name`` is a user's own: a class by its path, or another package's entry point."""
+    return not name.startswith(MUTANTS) and name not in _folder()
+
+
+def load(name: str) -> type[Implementation]:
+    """The implementation class called ``name``.
+
+    :raises UnknownImplementation: no such name; the nearest one is suggested.
+    :raises BrokenImplementation: its module raises on import or exports nothing.
+    :raises NotAnImplementation: what it exports is not an implementation.
+    """
+    check(name)
+    if name.startswith(MUTANTS):
+        return load_mutant(name).implementation
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        return _checked(name, _attribute(name, _import(name, module_name, local=True), attribute))
+    if name in _folder():
+        module = _import(name, _folder()[name])
+        export = _attribute(name, module, "IMPLEMENTATION")
+        return _checked(
+            name, _attribute(name, module, export) if isinstance(export, str) else export
+        )
+    point = _entry_points()[name]
+    return _checked(name, _attribute(name, _import(name, point.module), point.attr))
+
+
+def load_mutant(name: str) -> Mutant:
+    """The mutant called ``name`` (with or without ``mutants/``) and all that it declares."""
+    full = name if name.startswith(MUTANTS) else MUTANTS + name
+    check(full)
+    short = full.removeprefix(MUTANTS)
+    module = _import(full, _mutant_modules()[short])
+    for value in vars(module).values():
+        declared = vars(value).get("mutant") if isinstance(value, type) else None
+        if declared is not None and declared.name == short:
+            _checked(full, declared.implementation)
+            return cast("Mutant", declared)
+    raise BrokenImplementation(full, f"is declared in {module.__name__} but not to be found there")
+
+
+# ------------------------------------------------------------------------------------- discovery
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("shardproof.impls")  # finds, does not import
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise FileNotFoundError("the package 'shardproof.impls' is not importable from here")
+    return Path(places[0])
+
+
+@cache
+def _folder() -> Mapping[str, str]:
+    """Name -> module, of every file under ``impls`` that exports ``IMPLEMENTATION``."""
+    found: dict[str, str] = {}
+    root = _root()
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py"), *root.glob("*/*/__init__.py")]):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        hidden = any(part.startswith("_") for part in parts) or parts[:1] == ("mutants",)
+        if parts and not hidden and _EXPORT.search(path.read_text(encoding="utf-8")):
+            found["/".join(parts)] = ".".join(("shardproof.impls", *parts))
+    return found
+
+
+@cache
+def _mutant_modules() -> Mapping[str, str]:
+    """Mutant -> module, read off the decorators ``@mutant("name", ...)``."""
+    found: dict[str, str] = {}
+    for path in sorted((_root() / "mutants").glob("**/*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "mutant":
+                    module = path.relative_to(_root()).with_suffix("").parts
+                    found[ast.literal_eval(call.args[0])] = ".".join(("shardproof.impls", *module))
+    return found
+
+
+@cache
+def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+# --------------------------------------------------------------------------------------- loading
+
+
+def _import(name: str, module: str, local: bool = False) -> Any:
+    if local:
+        _find_local_modules()
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
+        ]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+        raise BrokenImplementation(
+            name, f"cannot be imported: {type(error).__name__}: {error}{where}"
+        ) from error
+
+
+def _find_local_modules() -> None:
+    """Modules in the working folder count, as for ``python -m``."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def _attribute(name: str, module: Any, attribute: str) -> Any:
+    value = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
+            where = module.__name__
+            raise BrokenImplementation(name, f"has no {attribute!r} in {where}; {choices}")
+        value = getattr(value, part)
+    return value
+
+
+def _checked(name: str, value: Any) -> type[Implementation]:
+    from shardproof.contract import Implementation
+
+    if not (isinstance(value, type) and issubclass(value, Implementation)):
+        raise NotAnImplementation(name, f"is {value!r}, not a subclass of Implementation")
+    lacking = sorted(value.__abstractmethods__)
+    if not isinstance(getattr(value, "strategy", None), str):
+        lacking.append("strategy")
+    if lacking:
+        raise NotAnImplementation(name, f"does not define: {', '.join(lacking)}")
+    return value

@@ -1,0 +1,200 @@
+"""Badges: one SVG per strategy x backend x capability, one overall, and an index of them.
+
+A badge is two boxes of text; its words say all that its colour says.  Colours keep apart under
+every colour blindness and have the contrast of WCAG 2.1 AA (4.5 to 1) with their text.  Nothing is
+loaded: widths come from a table of the widths of Verdana's letters, and ``textLength`` makes any
+other font of the reader's machine fit them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from xml.sax.saxutils import escape, quoteattr
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.report.capability_matrix import Cell, State, cells, overall
+from shardproof.runs.run_folder import Run
+
+INDEX, OVERALL = "badges.md", "overall.svg"
+
+#: State of a cell -> fill and text.
+COLOURS: dict[State, tuple[str, str]] = {
+    "fail": ("#c23a00", "#ffffff"),
+    "open": ("#f0c000", "#111111"),
+    "xfail": ("#5b2a86", "#ffffff"),
+    "native only": ("#8ec5ff", "#111111"),
+    "pass": ("#00694d", "#ffffff"),
+    "skip": ("#b4bac2", "#111111"),
+    "not run": ("#f1f3f5", "#111111"),
+}
+_LABEL = ("#24292f", "#ffffff")
+
+#: How every badge begins: what ends in .svg and begins otherwise is not ours.
+_BEGIN = '<svg xmlns="http://www.w3.org/2000/svg" class="shardproof-badge"'
+_SIZE, _PADDING, _HEIGHT = 11, 6, 20
+
+#: Widths of Verdana's letters in thousandths of the size of the font; 1000 is the widest.
+_WIDTHS = {
+    letter: width
+    for letters, width in (
+        ("ijl", 274),
+        ("'", 269),
+        (" f", 352),
+        (",.", 364),
+        ("!t", 394),
+        ("I", 421),
+        ("r", 427),
+        ("()-/:;[]\\|J", 454),
+        ('"', 459),
+        ("cs", 521),
+        ("z", 525),
+        ("?", 545),
+        ("L", 557),
+        ("F", 575),
+        ("kvxy", 592),
+        ("e", 596),
+        ("a", 601),
+        ("P", 603),
+        ("o", 607),
+        ("Y", 615),
+        ("T", 616),
+        ("bdgpq", 623),
+        ("E", 632),
+        ("hnu", 633),
+        ("{}", 635),
+        ("0123456789$*_`", 636),
+        ("AVS", 684),
+        ("XZ", 685),
+        ("B", 686),
+        ("K", 693),
+        ("R", 695),
+        ("C", 698),
+        ("&", 727),
+        ("U", 732),
+        ("N", 748),
+        ("H", 751),
+        ("D", 771),
+        ("G", 775),
+        ("OQ", 787),
+        ("#+<=>^~w", 818),
+        ("M", 843),
+        ("m", 973),
+        ("W", 989),
+    )
+    for letter in letters
+}
+
+
+def width(text: str) -> int:
+    """Width of ``text`` in pixels, rounded up; letters beyond the table count as the widest."""
+    return -(-sum(_WIDTHS.get(letter, 1000) for letter in text) * _SIZE // 1000)
+
+
+def badge(label: str, message: str, state: State, about: str) -> str:
+    """An SVG: ``label`` on the left, ``message`` in the colour of ``state``, titled ``about``.
+
+    Control characters, which XML cannot hold, become ``?``.
+    """
+    label, message, about = (
+        re.sub("[^ -\ud7ff\ue000-\ufffd]", "?", text) for text in (label, message, about)
+    )
+    left, right = (width(text) + 2 * _PADDING for text in (label, message))
+    whole, high = left + right, _HEIGHT
+    fill, ink = COLOURS[state]
+    down = f"v{high - 6}"
+    boxes = (
+        f'<path fill="{_LABEL[0]}" d="M{left} 0H3a3 3 0 0 0-3 3{down}a3 3 0 0 0 3 3h{left - 3}z"/>'
+        f'<path fill="{fill}" d="M{left} 0h{right - 3}a3 3 0 0 1 3 3{down}a3 3 0 0 1-3 3H{left}z"/>'
+    )
+    texts = "".join(
+        f'<text x="{x}" y="14" fill="{colour}" textLength="{width(text)}" '
+        f'lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
+        for x, text, colour in ((_PADDING, label, _LABEL[1]), (left + _PADDING, message, ink))
+    )
+    return (
+        f'{_BEGIN} width="{whole}" height="{high}" viewBox="0 0 {whole} {high}" role="img" '
+        f"aria-label={quoteattr(about)}><title>{escape(about)}</title>{boxes}"
+        f'<g font-family="Verdana,Geneva,DejaVu Sans,sans-serif" font-size="{_SIZE}" '
+        f'aria-hidden="true">{texts}</g></svg>\n'
+    )
+
+
+def of_cell(cell: Cell) -> str:
+    """The badge of one cell."""
+    parts = [part for part in (cell.implementation, cell.backend, cell.capability) if part]
+    return badge(" ".join(parts) or "shardproof", cell.text, cell.state, cell.sentence)
+
+
+def file_names(found: Iterable[Cell]) -> dict[str, Cell]:
+    """File name -> cell: ``reference-zero3_gloo_checkpoint.svg``; names are never shared."""
+    names: dict[str, Cell] = {}
+    for cell in found:
+        parts = (cell.implementation, cell.backend, cell.capability)
+        stem = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-.") for part in parts)
+        if f"{stem}.svg" in names:
+            stem += f"-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:8]}"
+        names[f"{stem}.svg"] = cell
+    return names
+
+
+def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
+    """The index in Markdown: every badge with its sentence as the text for who cannot see it."""
+    last = run.header["invocations"][-1]
+    told = [
+        f"# Badges of run {_plain(str(run.header.get('id', run.path.name)))}",
+        "",
+        f"Commit {str(last.get('commit') or 'unknown')[:12]}, shardproof {last.get('suite')}, "
+        f"torch {last.get('packages', {}).get('torch')}, {last.get('started')}. "
+        "Each badge is the worst of its cases.",
+        "",
+        _image(OVERALL, whole),
+    ]
+    rows = sorted(names.items(), key=lambda item: (item[1].implementation, item[1].backend))
+    for implementation, members in groupby(rows, key=lambda item: item[1].implementation):
+        told += ["", f"## {_plain(implementation)}"]
+        for backend, row in groupby(members, key=lambda item: item[1].backend):
+            told += ["", f"{_plain(backend)}:", *(_image(name, cell) for name, cell in row)]
+    return "\n".join(told) + "\n"
+
+
+def _image(name: str, cell: Cell) -> str:
+    return f"![{_plain(cell.sentence)}]({name})"
+
+
+def _plain(text: str) -> str:
+    """``text`` on one line, without what Markdown takes for a link, an image or HTML."""
+    return re.sub(r"([][<\\])", r"\\\1", " ".join(text.split()))
+
+
+def write(run: Run, folder: Path) -> list[str]:
+    """Write the badges of ``run`` and their index into ``folder``; the names of the badges.
+
+    Badges of before are replaced or removed, other files left alone.
+
+    :raises SelectionError: a folder that cannot be written.
+    """
+    whole = overall(run.cases, run.left_out)
+    names = file_names(cells(run.cases, run.left_out))
+    texts = {name: of_cell(cell) for name, cell in names.items()} | {OVERALL: of_cell(whole)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**texts, INDEX: index(run, names, whole)}.items():
+            partial = folder / f".{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+        for path in folder.glob("*.svg"):
+            if path.name not in texts and _is_ours(path):
+                path.unlink()
+    except OSError as error:
+        why = f"badges cannot be written: {error.strerror or error}"
+        raise SelectionError(Problem(why, "name a folder: --output", str(folder))) from None
+    return sorted(texts)
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_BEGIN)) == _BEGIN.encode()

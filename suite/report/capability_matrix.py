@@ -1,0 +1,272 @@
+"""Strategy x backend x capability: what the cases of a run say about each, as cells.
+
+Pure functions of the lines of ``cases.jsonl`` (JSON form).  A *capability* is of one of two sorts.
+One that a check judges (``traffic``, ``memory``, ...) takes that check's own outcome in each case
+that asks for it.  One that a case trains with (clipping, shared weights, ...) takes the verdict of
+the whole case: with it, all that was asked held.  A case that expects a refusal trains nothing, so
+it says something about refusals only.
+
+A cell is never better than its worst case, and holds only what was judged: skipped and left-out
+cases make no cell green.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardproof import verdicts
+
+Line = Mapping[str, Any]
+State = Literal["fail", "open", "xfail", "native only", "pass", "skip", "not run"]
+#: Gravest first.  ``open`` is undecidable, inconclusive or lacks a precondition; ``xfail`` has
+#: failures that the scenario expects; ``native only`` was never judged but in a native precision.
+STATES: tuple[State, ...] = ("fail", "open", "xfail", "native only", "pass", "skip", "not run")
+
+#: Capability -> what it says, in the order of columns.
+CAPABILITIES: dict[str, str] = {
+    "numbers": "loss, gradients, parameters and state equal one process's; replicas are equal",
+    "traffic": "the bytes and calls are those of the formulas",
+    "memory": "every rank holds the bytes of the formulas",
+    "engagement": "what the strategy claims is really on",
+    "overlap": "communication is issued before the compute that hides it",
+    "schedule": "the pipeline runs the schedule that it said",
+    "clipping": "the gradient norm is clipped",
+    "accumulation": "several micro-batches or windows to a step",
+    "mixed-precision": "computing, reducing or storing in lower precisions",
+    "loss-scaling": "losses are scaled, and updates with an overflow left out",
+    "recomputation": "activations are computed again instead of kept",
+    "offload": "optimizer state or parameters rest on the host",
+    "checkpoint": "a fresh instance goes on with the state of another",
+    "several-axes": "two or more axes of the mesh have several ranks",
+    "shared-weights": "tied weights, modules that run twice",
+    "partial-gradients": "frozen, unused and conditional parameters",
+    "parameter-groups": "groups with other rates and decay",
+    "odd-shapes": "scalars, empty tensors, sizes that do not divide by the ranks",
+    "buffers": "buffers that every forward moves or re-binds",
+    "dropout": "masks that no cut of the batch may change",
+    "uneven-data": "ranks with unequal numbers of tokens or micro-batches",
+    "late-results": "results that come late, buffers poisoned until then, slow ranks",
+    "elastic": "ranks join and leave",
+    "refusals": "what cannot be done is refused by a sentence that says so",
+}
+
+#: Capabilities that take the outcome of checks; the worst of them counts.
+BY_CHECK: dict[str, tuple[str, ...]] = {
+    "numbers": ("equivalence", "replicas", "norm", "relations"),
+    **{name: (name,) for name in ("traffic", "memory", "engagement", "overlap", "schedule")},
+    "refusals": ("refusals",),
+}
+
+#: Capabilities that a case trains with if its workload has one of these traits.
+BY_TRAIT: dict[str, tuple[str, ...]] = {
+    "loss-scaling": ("overflow_on_one_rank",),
+    "shared-weights": ("tied", "tied_over_units", "module_twice"),
+    "partial-gradients": (
+        *("frozen", "unused", "conditional_by_rank", "conditional_by_micro_batch"),
+        *("conditional_last_micro_batch", "conditional_late_step", "conditional_early_step"),
+    ),
+    "parameter-groups": ("two_groups",),
+    "odd-shapes": (
+        *("scalar", "one_element", "empty", "prime_sized", "smaller_than_world"),
+        "non_contiguous",
+    ),
+    "buffers": ("rebound_buffer",),
+    "dropout": ("dropout_counter", "dropout_stateful"),
+    "uneven-data": (
+        *("unequal_tokens", "one_rank_without_tokens", "variable_lengths", "ignore_index"),
+        *("unequal_micro_batches", "incomplete_window"),
+    ),
+    "late-results": ("late_results", "poisoned_buffers", "skewed_ranks"),
+}
+
+
+def _relation(case: Line) -> str:
+    """Name of the metamorphic relation (``""``: none); ``same_as`` is a mapping of that key."""
+    relation = case.get("expect", {}).get("relation") or ""
+    return str(next(iter(relation)) if isinstance(relation, Mapping) else relation)
+
+
+def _given(options: Any, word: str) -> bool:
+    """Whether an option whose name begins with ``word`` is on, also inside other options."""
+    return isinstance(options, Mapping) and any(
+        (str(name).startswith(word) and bool(value)) or _given(value, word)
+        for name, value in options.items()
+    )
+
+
+#: Capabilities that other fields of a case tell.
+_BY_FIELD: dict[str, Callable[[Line], bool]] = {
+    "clipping": lambda case: case["optimizer"].get("clip_norm") is not None,
+    "accumulation": lambda case: (
+        case["workload"].get("micro_batches", 1) > 1 or case["workload"].get("windows", 1) > 1
+    ),
+    "mixed-precision": lambda case: bool(case.get("precision")),
+    "loss-scaling": lambda case: case["optimizer"].get("scaler") is not None,
+    "recomputation": lambda case: (
+        _relation(case) == "recompute" or _given(case.get("options"), "recompute")
+    ),
+    "offload": lambda case: _given(case.get("options"), "offload"),
+    "checkpoint": lambda case: _relation(case) == "reload" or case.get("reload_at") is not None,
+    "several-axes": lambda case: sum(ranks > 1 for ranks in case["mesh"].values()) > 1,
+    "parameter-groups": lambda case: bool(case["optimizer"].get("groups")),
+    "buffers": lambda case: (  # batch norms count batches, and average over them
+        case["workload"]["name"] == "digits_cnn"
+        and case["workload"].get("params", {}).get("norm", "batch") == "batch"
+    ),
+    "elastic": lambda case: bool(case.get("membership")),
+}
+
+
+def capabilities(case: Line) -> list[str]:
+    """The capabilities that a case in its JSON form says something about, in order of columns."""
+    if "refuses" in case.get("expect", {}):
+        return ["refusals"]
+    traits, checks = set(case["workload"].get("traits", ())), set(case["checks"])
+    return [
+        name
+        for name in CAPABILITIES
+        if checks & set(BY_CHECK.get(name, ()))
+        or traits & set(BY_TRAIT.get(name, ()))
+        or (name in _BY_FIELD and _BY_FIELD[name](case))
+    ]
+
+
+def outcome(result: Line, capability: str) -> str:
+    """The verdict (one of :data:`shardproof.verdicts.VERDICTS`) of one case on one capability."""
+    verdict = verdicts.kind(result["verdict"])
+    names = BY_CHECK.get(capability)
+    told = {check["check"]: check["status"] for check in result.get("checks", ())}
+    if names is None or verdict == "xpass" or not told:
+        return verdict  # what ended before its checks says the same of each of them
+    found = [told[name] for name in names if name in told]
+    status = min(found, key=_GRAVITY.index) if found else verdict
+    if status == "fail" and verdict == "xfail":
+        return "xfail"
+    if status == "pass" and capability == "numbers" and result["case"]["lane"] == "native":
+        return "pass (native only)"
+    return str(status)
+
+
+#: A check that does not apply says nothing beside one that does.
+_GRAVITY = verdicts.VERDICTS
+
+
+@dataclass
+class Cell:
+    """What the cases of one implementation and backend say about one capability.
+
+    ``counts`` are verdicts by kind; ``left_out`` counts cases that were selected and not run;
+    ``broken`` are ids of cases that broke; ``worlds`` the numbers of ranks of those that ran.
+    """
+
+    implementation: str
+    backend: str
+    capability: str
+    counts: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
+    broken: list[str] = field(default_factory=list)
+    worlds: set[int] = field(default_factory=set)
+
+    def _number(self, kinds: Iterable[str]) -> int:
+        return sum(self.counts[kind] for kind in kinds)
+
+    @property
+    def judged(self) -> int:
+        """Cases with a verdict other than ``skip``."""
+        return self.counts.total() - self.counts["skip"]
+
+    @property
+    def passed(self) -> int:
+        """Cases that passed, natively only or in full."""
+        return self._number(("pass", "pass (native only)"))
+
+    @property
+    def state(self) -> State:
+        """The worst that the cases say."""
+        if self._number(verdicts.RED):
+            return "fail"
+        if self._number(verdicts.OPEN):
+            return "open"
+        if self.counts["xfail"]:
+            return "xfail"
+        if self.counts["pass"]:
+            return "pass"
+        if self.passed:
+            return "native only"
+        return "skip" if self.counts["skip"] else "not run"
+
+    @property
+    def text(self) -> str:
+        """A few words: ``pass 12/12``, ``fail 1``, ``skip``."""
+        state = self.state
+        if state in ("pass", "native only"):
+            return f"{state} {self.passed}/{self.judged}"
+        numbers = {
+            "fail": self._number(verdicts.RED),
+            "open": self._number(verdicts.OPEN),
+            "xfail": self.counts["xfail"],
+        }
+        return f"{state} {numbers[state]}" if state in numbers else state
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words, for labels and tool tips."""
+        place = [part for part in (self.implementation, self.backend) if part]
+        what = " on ".join(place) or "all cases"
+        if self.capability:
+            what += f", {self.capability}"
+        told = [f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v]]
+        told += [f"{self.left_out} not run"] if self.left_out else []
+        worlds = ", ".join(map(str, sorted(self.worlds)))
+        where = f"; ranks: {worlds}" if worlds else ""
+        return f"{what}: {', '.join(told) or 'nothing was judged'}{where}"
+
+    def _add(self, case: Line, verdict: str) -> None:
+        self.counts[verdict] += 1
+        if verdict in verdicts.RED:
+            self.broken.append(str(case["id"]))
+        if verdict != "skip":
+            self.worlds.add(math.prod(case["mesh"].values()))
+
+
+def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[Cell]:
+    """Every cell that a case says something about, by implementation, backend and capability.
+
+    ``results`` are the lines of cases (``Run.cases``), ``left_out`` those of what was selected and
+    not run (``Run.left_out``), of which comparisons say nothing here.
+    """
+    found: dict[tuple[str, str, str], Cell] = {}
+
+    def of(case: Line, capability: str) -> Cell:
+        key = (str(case["implementation"]), str(case["backend"]), capability)
+        return found.setdefault(key, Cell(*key))
+
+    for result in results:
+        for name in capabilities(result["case"]):
+            of(result["case"], name)._add(result["case"], outcome(result, name))
+    for line in left_out:
+        for name in capabilities(line["case"]) if "case" in line else ():
+            of(line["case"], name).left_out += 1
+    order = {name: number for number, name in enumerate(CAPABILITIES)}
+    return sorted(
+        found.values(), key=lambda cell: (cell.implementation, cell.backend, order[cell.capability])
+    )
+
+
+def overall(results: Iterable[Line], left_out: Iterable[Line] = ()) -> Cell:
+    """One cell of all cases, each counted once with its verdict."""
+    cell = Cell("", "", "")
+    for result in results:
+        cell._add(result["case"], verdicts.kind(result["verdict"]))
+    cell.left_out = sum("case" in line for line in left_out)
+    return cell
+
+
+def columns(found: Iterable[Cell]) -> list[str]:
+    """The capabilities that some cell is about, in order of columns."""
+    there = {cell.capability for cell in found}
+    return [name for name in CAPABILITIES if name in there]

@@ -1,0 +1,187 @@
+"""Bars of memory and traffic: what was held and sent, class by class, above what the formula says.
+
+A memory bar's full length is whole copies of the model state (data parallelism with the same
+options); a traffic bar's tick is the formula.  The upper half of a bar is measured, the lower half
+the formula: where all holds they are alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from markupsafe import Markup
+
+from shardproof import verdicts
+from shardproof.report import memory
+from shardproof.report.drawings import svg
+from shardproof.report.tables import (
+    Result,
+    bytes_text,
+    figures_of,
+    name_of,
+    textbook,
+    whole,
+    world_of,
+)
+
+#: Classes of state, in the order in which they are stacked.
+CLASSES = ("parameters", "masters", "gradients", "optimizer_state")
+#: Operations, in the order in which they are stacked; others come last, alike.
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "send", "broadcast", "reduce")
+_WIDTH, _HEIGHT = 300.0, 26.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row: texts of ``headings``, and the drawing between the first and the others."""
+
+    name: str
+    cells: tuple[str, ...]
+    image: Markup
+    red: bool
+
+
+MEMORY_HEADINGS = ("optimizer", "precision", "ranks", "held", "formula", "whole copies", "less")
+TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's")
+
+
+def memory_bars(results: Iterable[Result]) -> list[Bar]:
+    """One bar for each distinct cell: the rank that holds most, after the last update."""
+    found = []
+    for cells, figures in memory.with_figures(results):
+        if not figures["bytes_whole"]:
+            continue
+        held, promised = _on_fullest_rank(figures)
+        full = figures["bytes_whole"]
+        limit = figures["bytes_promised"]
+        name, optimizer, precision, world = cells[:4]
+        promise = "not promised" if limit is None else f"{limit:,}"
+        told = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
+        measured = cells[memory.MEASURED]
+        image = svg.drawing(
+            f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
+            f"Held {figures['bytes_held']:,} bytes ({told or 'nothing'}); formula {promise}; "
+            f"whole copies {full:,}.",
+            _WIDTH,
+            _HEIGHT,
+            _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k"),
+            "bar",
+            stretch=True,
+        )
+        texts = (f"{figures['bytes_held']:,}", promise, f"{full:,}", measured)
+        red = memory.FAILS in measured
+        found.append(Bar(name, (optimizer, precision, world, *texts), image, red))
+    return found
+
+
+def _on_fullest_rank(figures: Result) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by class on the device of the rank that holds most: held, and promised."""
+
+    def judged(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+        device = tiers.get("device", {})
+        return {kind: device[kind] for kind in CLASSES if device.get(kind)}
+
+    ranks = {rank: judged(tiers) for rank, tiers in figures["resident"].items()}
+    fullest = max(ranks, key=lambda rank: sum(ranks[rank].values()), default=None)
+    if fullest is None:
+        return {}, {}
+    return ranks[fullest], judged(figures.get("promised", {}).get(fullest, {}))
+
+
+def _pair(
+    measured: Mapping[str, float], formula: Mapping[str, float], full: float, prefix: str
+) -> list[Markup]:
+    """Two stacks on one scale, and a tick at the end of the formula's."""
+    most = max(full, sum(measured.values()), sum(formula.values()), 1e-9)
+    scale = svg.Scale(0.0, most, 0.0, _WIDTH)
+    parts = [svg.rect(0, 2, scale(full), 14, "bar-full")]
+    for stack, top, height, look in ((measured, 2.0, 14.0, ""), (formula, 18.0, 6.0, " formula")):
+        at = 0.0
+        for kind, size in stack.items():
+            start, stop = scale(at), scale(at + size)
+            width = max(stop - start - 0.8, min(0.8, stop - start))
+            parts.append(svg.rect(start, top, width, height, f"{prefix}-{kind}{look}"))
+            at += size
+    end = scale(sum(formula.values()))
+    if formula:
+        parts.append(svg.line(end, 0, end, _HEIGHT, "tick"))
+    return parts
+
+
+def traffic_bars(results: Iterable[Result]) -> list[Bar]:
+    """One bar for each implementation with options, backend and world that was counted."""
+    groups: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.get("bytes_sent") and result.get("bytes_expected"):
+            case = result["case"]
+            groups[name_of(case), case["backend"], world_of(case)].append(result)
+    bars = [_traffic_bar(*key, members) for key, members in sorted(groups.items())]
+    return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
+
+
+def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result]) -> Bar | None:
+    sent = sum((Fraction(r["bytes_sent"]) for r in members), Fraction(0))
+    expected = sum((Fraction(r["bytes_expected"]) for r in members), Fraction(0))
+    if not sent and not expected:
+        return None
+    measured: dict[str, float] = defaultdict(float)
+    formula: dict[str, float] = defaultdict(float)
+    times, book = textbook(members)
+    for result in members:
+        told = figures_of(result, "traffic")
+        for found, rows in ((measured, told.get("sent")), (formula, told.get("flows"))):
+            for row in rows or ():
+                kind = row["operation"]
+                found[kind if kind in OPERATIONS else "other"] += float(Fraction(row["bytes"]))
+    parts = _pair(
+        _scaled(measured, sent), _scaled(formula, expected), float(max(sent, expected)), "o"
+    )
+    mix = ", ".join(
+        f"{_plain(k)} {v / sum(formula.values()):.0%}" for k, v in _ordered(formula).items()
+    )
+    told_bytes = bytes_text(sent, expected)
+    image = svg.drawing(
+        f"Traffic of {name} on {backend}, {world} ranks",
+        f"Bytes sent {told_bytes}" + (f"; by the formula: {mix}." if mix else "."),
+        _WIDTH,
+        _HEIGHT,
+        parts,
+        "bar",
+        stretch=True,
+    )
+    red = any(
+        told["check"] == "traffic" and told["status"] == "fail"
+        for result in members
+        if verdicts.kind(result["verdict"]) in verdicts.RED
+        for told in result["checks"]
+    )
+    same = "= formula" if sent == expected else whole(expected)
+    return Bar(
+        name,
+        (backend, str(world), whole(sent), same, f"{times:.3g} x {book}" if book else "-"),
+        image,
+        red,
+    )
+
+
+def _scaled(parts: Mapping[str, float], total: Fraction) -> dict[str, float]:
+    """``parts`` in the order of their colours; one part without a colour if they are not known.
+
+    What a failing case left out of its parts is put beside them.
+    """
+    told = _ordered(parts)
+    rest = float(total) - sum(told.values())
+    if rest > 1e-9 * max(float(total), 1.0):
+        told["other"] = told.get("other", 0.0) + rest
+    return told
+
+
+def _ordered(parts: Mapping[str, float]) -> dict[str, float]:
+    return {kind: parts[kind] for kind in (*OPERATIONS, "other") if parts.get(kind)}
+
+
+def _plain(word: str) -> str:
+    return word.replace("_", " ")

@@ -1,0 +1,195 @@
+"""Scaling curves: efficiency over ranks, measured with intervals and modelled, with the target.
+
+One panel for each mode, system and backend.  A filled mark is measured (with its 95 % interval)
+against the plain program or against the wrapped one at one rank; a hollow one was measured with
+fewer cores than ranks and decides nothing; a dashed line is modelled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from shardproof.report.drawings import svg
+
+Line = Mapping[str, Any]
+HEADINGS = (
+    *("mode", "implementation", "backend", "ranks", "verdict"),
+    *("efficiency against plain [95 %]", "against wrapped [95 %]", "modelled", "target"),
+    *(
+        "achieved / predicted",
+        "achieved / probed",
+        "exposed communication",
+        "memory / formula",
+    ),
+)
+#: What a curve is against, its mark and its name.
+BASES = (("plain", "circle"), ("wrapped", "square"))
+_WIDTH, _HEIGHT = 330.0, 240.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing and its heading."""
+
+    heading: str
+    image: Markup
+
+
+def title_of(line: Line) -> str:
+    """The system with the label of its options."""
+    label = (line.get("cell") or {}).get("label")
+    return str(line["implementation"]) + (f"+{label}" if label else "")
+
+
+def _scenario(line: Line) -> str:
+    """Two scenarios may scale one system: the name of its own, or else the mode."""
+    return str((line.get("cell") or {}).get("name") or line["mode"])
+
+
+def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
+    """Texts of :data:`HEADINGS`."""
+    found = []
+    for told in sorted(lines, key=_key):
+        score = told.get("scorecard") or {}
+        found.append(
+            (
+                *(told["mode"], title_of(told), told["backend"], str(told["world"])),
+                str(told["verdict"]),
+                *(_interval(told, base) for base, _ in BASES),
+                _plain(_modelled(told), "{:.1%}"),
+                f"{float(told.get('target') or 0):.0%}",
+                _plain(score.get("achieved_over_predicted"), "{:.3f}"),
+                _plain(score.get("achieved_over_probed"), "{:.3f}"),
+                _plain(score.get("exposed_share"), "{:.1%}"),
+                _plain(score.get("memory_over_formula"), "{:.3f}"),
+            )
+        )
+    return found
+
+
+def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+    """How each system was measured, and what to make of single rows."""
+    if not lines:
+        return []  # what judges scaling is slow to import
+    from shardproof.bench.scaling import judge
+
+    return judge.remarks_by_system(lines)
+
+
+def panels(lines: Iterable[Line]) -> list[Panel]:
+    """One panel for each mode, system and backend."""
+    groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
+    for told in lines:
+        groups[_scenario(told), title_of(told), told["backend"]].append(told)
+    return [
+        Panel(f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
+        for (scenario, name, backend), members in sorted(groups.items())
+    ]
+
+
+def _key(told: Line) -> tuple[str, str, str, int]:
+    return _scenario(told), title_of(told), told["backend"], told["world"]
+
+
+def _modelled(told: Line) -> float | None:
+    value = (told.get("modelled") or {}).get("efficiency")
+    return None if value is None else float(value)
+
+
+def _measured(told: Line, base: str) -> tuple[float, float, float] | None:
+    """Efficiency against ``base`` and the ends of its interval."""
+    found = (told.get("efficiency") or {}).get(base)
+    if not found:
+        return None
+    ratio = float(found["ratio"])
+    return ratio, float(found.get("low", ratio)), float(found.get("high", ratio))
+
+
+def _interval(told: Line, base: str) -> str:
+    found = _measured(told, base)
+    return "-" if found is None else "{:.1%} [{:.1%}, {:.1%}]".format(*found)
+
+
+def _plain(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(float(value))
+
+
+def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Markup:
+    ordered = sorted(members, key=lambda told: told["world"])
+    worlds = [int(told["world"]) for told in ordered]
+    points = [p for told in ordered for base, _ in BASES if (p := _measured(told, base))]
+    modelled = [
+        (w, m) for w, t in zip(worlds, ordered, strict=True) if (m := _modelled(t)) is not None
+    ]
+    top = max([1.0, *(high for _, _, high in points), *(m for _, m in modelled)])
+    top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
+    x = svg.Scale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
+    y = svg.Scale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
+    target = float(ordered[0].get("target") or 0.8)
+    parts = [*_axes(x, y, worlds, top), *_target(y, target)]
+    if modelled:
+        parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
+        parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
+    for shift, (base, mark) in zip((-4.0, 4.0), BASES, strict=True):
+        for world, told in zip(worlds, ordered, strict=True):
+            found = _measured(told, base)
+            if found is None:
+                continue
+            ratio, low, high = found
+            at = x(world) + shift
+            hollow = " hollow" if told["verdict"] == "oversubscribed" else ""
+            parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
+            parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
+            parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
+    return svg.drawing(
+        f"{scenario.capitalize()} scaling of {name} on {backend}",
+        " ".join(_sentence(told) for told in ordered),
+        _WIDTH,
+        _HEIGHT,
+        parts,
+        "chart",
+    )
+
+
+def _sentence(told: Line) -> str:
+    parts = [
+        "{} {:.1%} ({:.1%} to {:.1%})".format(base, *found)
+        for base, _ in BASES
+        if (found := _measured(told, base))
+    ]
+    model = _modelled(told)
+    parts += [] if model is None else [f"modelled {model:.1%}"]
+    return f"{told['world']} ranks: {', '.join(parts) or 'no figure'} ({told['verdict']})."
+
+
+def _axes(x: svg.Scale, y: svg.Scale, worlds: Sequence[int], top: float) -> list[Markup]:
+    parts = []
+    for fifth in range(round(top * 5) + 1):
+        value = fifth / 5
+        at = y(value)
+        parts.append(svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
+        parts.append(svg.text(_LEFT - 6, at + 4, f"{value:.0%}", "tick-label", "end"))
+    room = _WIDTH
+    for world in sorted(set(worlds), reverse=True):  # the largest world has its label
+        at = x(world)
+        parts.append(svg.line(at, _HEIGHT - _BOTTOM, at, _HEIGHT - _BOTTOM + 4, "axis"))
+        label = f"{world:,}"
+        half = 3.4 * len(label)
+        if at + half <= room:
+            parts.append(svg.text(at, _HEIGHT - _BOTTOM + 16, label, "tick-label", "middle"))
+            room = at - half - 6
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(svg.text(middle, _HEIGHT - 6, "ranks", "axis-label", "middle"))
+    return parts
+
+
+def _target(y: svg.Scale, target: float) -> list[Markup]:
+    at = y(target)
+    label = svg.text(_WIDTH - _RIGHT, at - 4, f"target {target:.0%}", "target-label", "end")
+    return [svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "target"), label]

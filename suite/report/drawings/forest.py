@@ -1,0 +1,118 @@
+"""Comparisons of times, drawn: A over B with its interval, beside A over its own twin.
+
+One axis for all rows, in equal ratios.  The band is the margin within which a difference does not
+matter; the square is A over B with its 95 % interval, the grey line below it A beside its twin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from shardproof.bench import stats
+from shardproof.bench import tables as times
+from shardproof.report.drawings import svg
+
+Line = Mapping[str, Any]
+#: Beyond these ratios an arrow stands.
+_LEAST, _MOST = 0.125, 8.0
+_WIDTH, _HEIGHT, _EDGE = 300.0, 34.0, 14.0
+_TICKS = (0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
+HEADINGS = times.HEADINGS
+RED = ("slower", "crash", "hang", "fail")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row: its drawing, texts of :data:`HEADINGS`, and what belongs below."""
+
+    image: Markup | None
+    cells: tuple[str, ...]
+    notes: tuple[str, ...]
+    verdict: str
+
+
+def comparisons(lines: Sequence[Line]) -> list[Comparison]:
+    """Every comparison in the order in which they were timed."""
+    scale, family = _scale(lines), stats.family(lines)
+    return [
+        Comparison(
+            _draw(told, scale) if "ratio" in told else None,
+            times.cells(told, family),
+            tuple(text.strip() for text in times.details(told)),
+            str(told["verdict"]),
+        )
+        for told in lines
+    ]
+
+
+def lost(lines: Sequence[Line]) -> str:
+    """A sentence if a difference does not stand beside all others of the run."""
+    return times.lost(lines, stats.family(lines)) or ""
+
+
+def axis(lines: Sequence[Line]) -> Markup | None:
+    """The axis that all drawings share (``None``: there is none)."""
+    if not any("ratio" in told for told in lines):
+        return None
+    scale = _scale(lines)
+    parts, last = [], -100.0
+    for value in _TICKS:
+        if scale.low <= value <= scale.high and (value == 1 or scale(value) - last > 30):
+            at = scale(value)
+            if value > 1 and at - scale(1.0) < 26:
+                continue
+            if value < 1 and scale(1.0) - at < 26:
+                continue
+            parts.append(svg.line(at, 16, at, 22, "axis"))
+            parts.append(svg.text(at, 12, f"{value:g}", "tick-label", "middle"))
+            last = at
+    title = "Axis of the ratios A over B: left of 1 A is faster, right of 1 slower"
+    return svg.drawing(
+        title, f"From {scale.low:.2f} to {scale.high:.2f}.", _WIDTH, 22, parts, "ruler"
+    )
+
+
+def _scale(lines: Iterable[Line]) -> svg.Scale:
+    """Symmetric around 1, as far as the intervals reach."""
+    reach = 0.12
+    for told in lines:
+        for found in (told, told.get("aa") or {}):
+            ends = [found[key] for key in ("low", "high", "ratio") if key in found]
+            reach = max([reach, *(abs(math.log(float(end))) for end in ends if float(end) > 0)])
+    reach = min(reach * 1.08, math.log(_MOST))
+    return svg.Scale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
+
+
+def _draw(told: Line, scale: svg.Scale) -> Markup:
+    ratio, low, high = (float(told[key]) for key in ("ratio", "low", "high"))
+    margin = float(told.get("margin") or 0.0)
+    band = scale(1 / (1 + margin)), scale(1 + margin)
+    parts = [
+        svg.rect(band[0], 0, band[1] - band[0], _HEIGHT, "band"),
+        svg.line(scale(1.0), 0, scale(1.0), _HEIGHT, "one"),
+    ]
+    same = told.get("aa")
+    said = ""
+    if same:
+        ends = float(same["low"]), float(same["high"])
+        parts.append(svg.line(scale(ends[0]), 27, scale(ends[1]), 27, "twin"))
+        said = f" A over its own twin {float(same['ratio']):.3f} ({ends[0]:.3f} to {ends[1]:.3f})."
+    look = {"faster": "i-good", "slower": "i-bad"}.get(str(told["verdict"]), "i-plain")
+    parts.append(svg.line(scale(low), 14, scale(high), 14, look))
+    parts += [svg.line(scale(end), 9, scale(end), 19, look) for end in (low, high)]
+    parts.append(svg.marker("square", scale(ratio), 14, look, 5.0))
+    pair = told["pair"]
+    return svg.drawing(
+        f"{pair['a']['implementation']} over {pair['b']['implementation']}: {told['verdict']}",
+        f"Ratio of times {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}; "
+        f"margin {margin:.1%}.{said}",
+        _WIDTH,
+        _HEIGHT,
+        parts,
+        "forest",
+    )

@@ -1,0 +1,261 @@
+"""Timelines of pipelines: when every rank computed what, from the clocks in the records.
+
+A lane for each rank with its computations of the last step (F forward, B gradient of the input,
+W gradient of the weights, BW both), the number of the micro-batch inside.  The strip below a lane
+tells its calls to process groups, a tick at the issue and a bar to the wait: calls have no clock of
+their own but stand in the program's order, so they lie between the computations around them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from shardproof import verdicts
+from shardproof.report.drawings import svg
+from shardproof.report.tables import Result, name_of, world_of
+from shardproof.runs import records
+
+#: At most so many timelines, lanes in one, and blocks in one.
+MOST, LANES, BLOCKS = 12, 16, 2000
+HEADINGS = ("rank", "computations", "busy ms", "from first to last ms", "idle between")
+_LEFT, _WIDTH, _RIGHT = 58.0, 960.0, 12.0
+_TOP, _LANE, _BLOCK, _STRIP = 6.0, 32.0, 18.0, 6.0
+_WORDS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One drawing; ``problem`` stands in its place where the record cannot be read."""
+
+    heading: str
+    case_id: str
+    image: Markup | None
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+    problem: str = ""
+
+
+def timelines(folder: Path, results: Iterable[Result]) -> tuple[list[Timeline], int]:
+    """The timelines of a run, and how many pipelines more there are that are not drawn."""
+    chosen = _chosen(results)
+    return [_timeline(folder, result) for result in chosen[:MOST]], max(0, len(chosen) - MOST)
+
+
+def _chosen(results: Iterable[Result]) -> list[Result]:
+    """One case of each pipeline: broken ones first, each implementation before the second of one.
+
+    Ranks that are processes come before threads, which take turns.
+    """
+    found: dict[tuple[Any, ...], Result] = {}
+    for result in results:
+        case = result["case"]
+        if case["mesh"].get("pipe", 1) < 2 or not result.get("record") or not result["checks"]:
+            continue
+        key = (name_of(case), case["mesh"]["pipe"], case["workload"]["micro_batches"])
+        if key not in found or _rank(result) < _rank(found[key]):
+            found[key] = result
+    turns: Counter[str] = Counter()
+    ordered = []
+    for key, result in sorted(found.items(), key=lambda item: _telling(item[1])):
+        ordered.append((not _broke(result), turns[key[0]], key, result))
+        turns[key[0]] += 1
+    return [result for *_, result in sorted(ordered, key=lambda item: item[:3])]
+
+
+def _telling(result: Result) -> tuple[bool, bool, int, int]:
+    """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
+    case = result["case"]
+    more = min(case["workload"]["micro_batches"], 16), min(case["mesh"]["pipe"], 4)
+    return *_rank(result), -more[0], -more[1]
+
+
+def _rank(result: Result) -> tuple[bool, bool]:
+    return not _broke(result), result["case"]["backend"] == "in_memory"
+
+
+def _broke(result: Result) -> bool:
+    return verdicts.kind(result["verdict"]) in verdicts.RED
+
+
+Action = Mapping[str, Any]
+
+
+def _timeline(folder: Path, result: Result) -> Timeline:
+    case = result["case"]
+    shape = " x ".join(f"{axis} {n}" for axis, n in case["mesh"].items())
+    size = case["workload"]["micro_batches"]
+    heading = f"{name_of(case)} on {case['backend']}, {shape}, {size} micro-batches"
+    try:
+        found = records.sections(folder / result["record"], "action", "call")
+    except records.RecordError as error:
+        return Timeline(heading, result["id"], None, (), "", str(error))
+    actions = found["action"]
+    last = max((row["step"] for row in actions), default=None)
+    if last is None:
+        problem = "its record holds no computation of a stage: the ranks did not come that far"
+        return Timeline(heading, result["id"], None, (), "", problem)
+    clocked = all(row.get("began") is not None for row in actions)
+    keys = ("began", "ended") if clocked else ("begin", "end")
+    lanes: dict[int, list[Action]] = defaultdict(list)
+    for row in actions:
+        if row["step"] == last:
+            lanes[row["rank"]].append(row)
+    for lane in lanes.values():
+        lane.sort(key=lambda row: row["begin"])
+    notes = [] if clocked else ["No clocks in this record: distances are numbers of events."]
+    if case["backend"] == "in_memory":
+        notes.append("Ranks are threads here, which take turns in Python.")
+    if len(lanes) > LANES:
+        notes.append(f"The first {LANES} of {world_of(case)} ranks.")
+    shown = dict(sorted(lanes.items())[:LANES])
+    if sum(map(len, shown.values())) > BLOCKS:
+        problem = f"more than {BLOCKS} computations in a step: its record holds them"
+        return Timeline(heading, result["id"], None, (), "", problem)
+    image = _draw(heading, shown, actions, found["call"], keys)
+    rows = tuple(_row(rank, lane, keys) for rank, lane in shown.items()) if clocked else ()
+    return Timeline(heading, result["id"], image, rows, " ".join(notes))
+
+
+def _row(rank: int, lane: Sequence[Action], keys: tuple[str, str]) -> tuple[str, ...]:
+    begin, end = keys
+    busy = sum(row[end] - row[begin] for row in lane)
+    span = lane[-1][end] - lane[0][begin]
+    ops = Counter(row["op"] for row in lane)
+    told = ", ".join(f"{ops[op]} {op}" for op in _WORDS if ops[op])
+    idle = f"{max(0.0, 1 - busy / span):.1%}" if span > 0 else "-"
+    return str(rank), told, f"{1e3 * busy:.2f}", f"{1e3 * span:.2f}", idle
+
+
+def _draw(
+    heading: str,
+    lanes: Mapping[int, Sequence[Action]],
+    actions: Iterable[Action],
+    calls: Sequence[Mapping[str, Any]],
+    keys: tuple[str, str],
+) -> Markup:
+    begin, end = keys
+    first = min(lane[0][begin] for lane in lanes.values())
+    final = max(row[end] for lane in lanes.values() for row in lane)
+    x = svg.Scale(first, max(final, first + 1e-9), _LEFT, _WIDTH - _RIGHT)
+    stages = max(row["stage"] for lane in lanes.values() for row in lane) + 1
+    every: dict[int, list[Action]] = defaultdict(list)
+    for row in actions:
+        every[row["rank"]].append(row)
+    bottom = _TOP + _LANE * len(lanes)
+    clocked = begin == "began"
+    parts = _ticks(x, final - first, bottom) if clocked else []
+    for number, (rank, lane) in enumerate(lanes.items()):
+        top = _TOP + _LANE * number
+        parts.append(svg.text(_LEFT - 8, top + 13, f"rank {rank}", "lane-label", "end"))
+        parts.append(svg.line(_LEFT, top + 28, _WIDTH - _RIGHT, top + 28, "grid"))
+        for row in lane:
+            parts += _block(row, x, top, keys, len(lanes), stages, clocked)
+        parts += _strip(rank, lane, every[rank], calls, x, top, keys)
+    count = sum(map(len, lanes.values()))
+    took = f" in {1e3 * (final - first):.1f} ms" if clocked else ""
+    order = "; ".join(
+        f"rank {rank}: "
+        + " ".join(f"{row['op']}{row['micro']}" for row in lane[:12])
+        + (" ..." if len(lane) > 12 else "")
+        for rank, lane in lanes.items()
+    )
+    return svg.drawing(
+        f"Timeline of {heading}",
+        f"{count} computations of {len(lanes)} ranks{took}. {order}.",
+        _WIDTH,
+        bottom + (22 if clocked else 4),
+        parts,
+        "timeline",
+    )
+
+
+def _block(
+    row: Action,
+    x: svg.Scale,
+    top: float,
+    keys: tuple[str, str],
+    ranks: int,
+    stages: int,
+    clocked: bool,
+) -> list[Markup]:
+    start, stop = x(row[keys[0]]), x(row[keys[1]])
+    width = max(stop - start - 0.6, 0.8)
+    chunk = " odd" if stages > ranks and row["stage"] // ranks % 2 else ""
+    took = f", {1e3 * (row[keys[1]] - row[keys[0]]):.2f} ms" if clocked else ""
+    hint = f"{_WORDS[row['op']]} of micro-batch {row['micro']}, stage {row['stage']}{took}"
+    parts = [svg.rect(start, top, width, _BLOCK, f"a-{row['op']}{chunk}", hint)]
+    if width >= 7 * len(str(row["micro"])) + 4:
+        look = f"in-{row['op']}"
+        parts.append(svg.text(start + width / 2, top + 13, row["micro"], look, "middle"))
+    return parts
+
+
+def _strip(
+    rank: int,
+    lane: Sequence[Action],
+    every: list[Action],
+    calls: Iterable[Mapping[str, Any]],
+    x: svg.Scale,
+    top: float,
+    keys: tuple[str, str],
+) -> list[Markup]:
+    """Calls of ``rank`` while it went through ``lane``, from issue to wait."""
+    begin, end = keys
+    known = sorted(
+        point for row in every for point in ((row["begin"], row[begin]), (row["end"], row[end]))
+    )
+    numbers = [number for number, _ in known]
+
+    def when(number: int) -> float:
+        """The clock at an event, evenly between the events whose clock is known."""
+        at = bisect_left(numbers, number)
+        if at == 0 or at == len(known):
+            return float(known[0 if at == 0 else -1][1])
+        (low, before), (high, after) = known[at - 1], known[at]
+        return float(before + (after - before) * (number - low) / max(high - low, 1))
+
+    parts = []
+    low, high = lane[0]["begin"], lane[-1]["end"]
+    beyond = min((row["begin"] for row in every if row["begin"] > high), default=None)
+    for call in calls:
+        number = call["issued"]
+        if call["rank"] != rank or number < low or (beyond is not None and number >= beyond):
+            continue
+        if not call["floating"] or call["phase"] not in ("forward", "backward"):
+            continue
+        waited = number if call["waited"] is None else call["waited"]
+        start, stop = x(when(number)), x(when(waited))
+        hint = f"{call['operation']} along {call['axis']}, {call['payload_bytes']:,} bytes"
+        parts.append(svg.rect(start, top + _BLOCK + 2, stop - start, _STRIP, "a-wait"))
+        parts.append(svg.rect(start, top + _BLOCK + 2, 2.0, _STRIP, "a-call", hint))
+    return parts[: 2 * BLOCKS]
+
+
+def _ticks(x: svg.Scale, seconds: float, bottom: float) -> list[Markup]:
+    """Round milliseconds since the first computation."""
+    step = next(
+        (
+            s * 10.0**e
+            for e in range(-3, 7)
+            for s in (1, 2, 5)
+            if seconds * 1e3 / (s * 10.0**e) <= 8
+        ),
+        seconds * 1e3,
+    )
+    parts, value = [], 0.0
+    while step > 0 and value <= seconds * 1e3 + 1e-9:
+        at = x(x.low + value / 1e3)
+        parts.append(svg.line(at, _TOP, at, bottom, "grid"))
+        last = value + step > seconds * 1e3
+        label = f"{value:g} ms" if last else f"{value:g}"
+        anchor = "end" if last and at > _WIDTH - 60 else "middle"
+        parts.append(svg.text(at, bottom + 14, label, "tick-label", anchor))
+        value = round(value + step, 9)
+    return parts

@@ -1,0 +1,1 @@
+"""The run folder: evidence on disk, its integrity, and bundles."""

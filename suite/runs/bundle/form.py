@@ -1,0 +1,75 @@
+"""What a bundle is: names, limits, and the list that stands first in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+
+from shardproof.runs.records import Manifest
+
+FORMAT = 1
+LISTING = "bundle.json"
+SUFFIX = ".tar.gz"
+#: Packed if they are there, sealed or not; all else must be sealed by the manifest.
+ALWAYS = ("run.json", "planned.jsonl", "cases.jsonl", Manifest.NAME)
+REPORTS = ("report.html", "report.md", "junit.xml")
+
+#: What an archive may hold: files, bytes of the list, bytes in all.
+MAX_FILES, MAX_LISTING, MAX_BYTES = 100_000, 64 << 20, 64 << 30
+#: The largest size that a plain header can tell.
+MAX_FILE = (8 << 30) - 1
+#: Bytes that are read at once.
+CHUNK = 1 << 20
+_PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._+=@,-]{1,200}")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a bundle; ``name`` is that inside the run's folder."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """``bundle.json``.  ``suite`` packed the run, the versions in ``judged_by`` judged it."""
+
+    run: str
+    suite: str
+    judged_by: tuple[str, ...]
+    members: tuple[Member, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(member.bytes for member in self.members)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of names, sizes and digests: equal for equal contents."""
+        lines = (f"{member.sha256} {member.bytes} {member.name}\n" for member in self.members)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def text(self) -> str:
+        """The file's text, which ``unpacking`` reads."""
+        told = {
+            "format": FORMAT,
+            "run": self.run,
+            "suite": self.suite,
+            "judged_by": list(self.judged_by),
+            "digest": self.digest,
+            "members": [vars(member) for member in self.members],
+            "left_out": list(self.left_out),
+        }
+        return json.dumps(told, indent=1) + "\n"
+
+
+def unsafe(name: str) -> bool:
+    """Whether ``name`` is anything but a relative path of at most four plain parts."""
+    parts = name.split("/")
+    return len(parts) > 4 or not all(_PART.fullmatch(part) for part in parts)

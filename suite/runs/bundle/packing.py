@@ -1,0 +1,225 @@
+"""A run's folder -> one archive, whole or not at all, and the same bytes for the same run."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs.bundle.form import (
+    ALWAYS,
+    CHUNK,
+    LISTING,
+    MAX_BYTES,
+    MAX_FILE,
+    MAX_FILES,
+    REPORTS,
+    SUFFIX,
+    Listing,
+    Member,
+    unsafe,
+)
+from shardproof.runs.integrity import insist
+from shardproof.runs.records import Manifest
+from shardproof.runs.run_folder import read
+from shardproof.version import VERSION
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What :func:`pack` wrote."""
+
+    path: Path
+    listing: Listing
+    bytes: int
+
+
+def pack(
+    folder: Path,
+    output: Path | None = None,
+    reports: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> Packed:
+    """Write the run in ``folder`` to ``output``, whole or not at all.
+
+    ``output`` may be a folder; ``None``: ``<run-id>.tar.gz`` here.  ``reports`` are texts by file
+    name for those of :data:`REPORTS` that the run lacks.
+
+    :raises SelectionError: no run, one that is not what its manifest says, or that changes
+        meanwhile; a file that is there already (without ``force``) or cannot be written.
+    """
+    run = read(folder)
+    name = _plain_name(str(run.header.get("id") or folder.name))
+    if output is None or output.is_dir():
+        output = (output or Path()) / f"{name}{SUFFIX}"
+    if not force and output.exists():
+        raise _exists(output)
+    insist(folder)
+    sources: dict[str, Path | bytes] = {}
+    for file in sorted({*_sealed(folder), *ALWAYS, *REPORTS}):
+        if (folder / file).exists():
+            sources[file] = _plain(folder, file)
+        elif file in REPORTS and reports and file in reports:
+            sources[file] = reports[file].encode()
+    versions = {str(i["suite"]) for i in run.header["invocations"] if "suite" in i}
+    listing = Listing(
+        name,
+        VERSION,
+        tuple(sorted(versions)),
+        tuple(Member(file, *_weigh(source)) for file, source in sources.items()),
+        tuple(_left_out(folder, sources)),
+    )
+    largest = max(member.bytes for member in listing.members)
+    if len(sources) >= MAX_FILES or listing.bytes > MAX_BYTES or largest > MAX_FILE:
+        told = f"{len(sources):,} files of {listing.bytes:,} bytes"
+        remedy = f"a bundle holds {MAX_FILES:,} files and {MAX_BYTES >> 30} GiB: copy the folder"
+        raise SelectionError(Problem("the run is too big for a bundle", remedy, told))
+    try:
+        size = _write(output, listing, sources, force)
+    except OSError as error:
+        why = f"cannot be written: {error.strerror or error}"
+        raise SelectionError(
+            Problem(why, "name another place: --output", file=str(output))
+        ) from None
+    return Packed(output, listing, size)
+
+
+def _plain_name(text: str) -> str:
+    """``text`` as a name that any machine can have."""
+    return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
+
+
+def _sealed(folder: Path) -> set[str]:
+    """Files that the manifest names."""
+    return {file for file, _ in Manifest(folder).read()}
+
+
+def _plain(folder: Path, name: str) -> Path:
+    """The file ``name`` of the run, if it is one, under a name that any machine can have."""
+    path = folder / name
+    if unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
+        remedy = "a run holds plain files with plain names: copy it without links"
+        raise SelectionError(Problem("cannot be packed", remedy, file=str(path)))
+    return path
+
+
+def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
+    """What of the folder is not packed: files of its first level, others by their folder."""
+    inside: Counter[str] = Counter()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name in packed or (path.is_dir() and not path.is_symlink()):
+            continue
+        top, _, rest = name.partition("/")
+        inside[f"{top}/" if rest else top] += 1
+    for name, count in sorted(inside.items()):
+        yield f"{name} ({count} files)" if name.endswith("/") else name
+
+
+def _weigh(source: Path | bytes) -> tuple[int, str]:
+    """Bytes and SHA-256."""
+    reader = _Hashing(_open(source))
+    with reader.stream:
+        while reader.read(CHUNK):
+            pass
+    return reader.bytes, reader.digest.hexdigest()
+
+
+def _open(source: Path | bytes) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+class _Hashing:
+    """Reads a stream and keeps count."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.digest.update(data)
+        self.bytes += len(data)
+        return data
+
+
+def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], force: bool) -> int:
+    """The archive at ``output``; its bytes."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with partial.open("xb") as stream:
+            # Neither name nor time in gzip's header; level 6 is zlib's own default.
+            with (
+                gzip.GzipFile("", "wb", 6, stream, mtime=0) as zipped,
+                tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+            ):
+                told = listing.text().encode()
+                archive.addfile(_header(listing.run, LISTING, len(told)), io.BytesIO(told))
+                for member in listing.members:
+                    _add(archive, listing.run, member, sources[member.name])
+                for member in listing.members:
+                    source = sources[member.name]
+                    if isinstance(source, Path) and source.stat().st_size != member.bytes:
+                        raise _moving(member)  # a line was added
+            stream.flush()
+            os.fsync(stream.fileno())
+            size = stream.tell()
+        _publish(partial, output, force)
+    finally:
+        partial.unlink(missing_ok=True)
+    return size
+
+
+def _add(archive: tarfile.TarFile, run: str, member: Member, source: Path | bytes) -> None:
+    reader = _Hashing(_open(source))
+    short = False
+    with reader.stream:
+        try:
+            archive.addfile(_header(run, member.name, member.bytes), reader)  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            short = True  # tarfile's own: the file ended too early
+    if short or reader.digest.hexdigest() != member.sha256:
+        raise _moving(member)
+
+
+def _moving(member: Member) -> SelectionError:
+    remedy = "wait until the run has ended, then pack it again"
+    return SelectionError(Problem("changed while it was packed", remedy, member.name))
+
+
+def _header(run: str, name: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(f"{run}/{name}")
+    info.size, info.mode, info.mtime = size, 0o644, 0
+    return info
+
+
+def _publish(partial: Path, output: Path, force: bool) -> None:
+    """Give ``partial`` its name; never over another file unless ``force``."""
+    if not force:
+        try:
+            os.link(partial, output)
+            return
+        except FileExistsError:
+            raise _exists(output) from None
+        except OSError:  # a file system without hard links
+            if output.exists():
+                raise _exists(output) from None
+    partial.replace(output)
+
+
+def _exists(output: Path) -> SelectionError:
+    remedy = "give --force to replace it, or another name: --output"
+    return SelectionError(Problem("is there already", remedy, file=str(output)))

@@ -1,0 +1,94 @@
+"""Is a run's folder what its manifest says?  Digests only: nothing is judged, nothing heavy loaded.
+
+:func:`changed` names every file and line that differs.  :func:`blamed` tells damaged evidence from
+a fault of the suite: what reads a run inside of it ends in bad input only where it was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.runs import records
+from shardproof.runs.records import Manifest, RecordError
+
+#: What a line that lost a part, or holds another, raises where it is read.
+_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
+#: Damages that one error names.
+_MOST = 20
+
+
+def changed(path: Path) -> Iterator[str]:
+    """Files and lines of the run in ``path`` that are not what its manifest says, as sentences."""
+    try:
+        sealed = Manifest(path).read()
+    except RecordError as error:
+        yield str(error)
+        return
+    if not sealed:
+        yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
+        return
+    is_there = (path / "cases.jsonl").is_file()
+    lines = (path / "cases.jsonl").read_bytes().split(b"\n") if is_there else [b""]
+    ended = lines.pop()
+    if not is_there:
+        yield f"{path / 'cases.jsonl'}: missing"
+    for number, line in enumerate(lines, 1):
+        known = sealed.get(("cases.jsonl", number))
+        if known is None:
+            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) is not in the manifest"
+        elif known != hashlib.sha256(line).hexdigest():
+            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) was changed"
+    if ended:
+        yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
+    for file, place in sealed:
+        if place is not None:
+            if place > len(lines) and is_there:
+                yield f"{path / file}: line {place} is missing"
+        elif not (path / file).is_file():
+            yield f"{path / file}: missing"
+        elif records.digest(path / file) != sealed[file, None]:
+            yield f"{path / file}: was changed"
+
+
+def _id(line: bytes) -> str:
+    try:
+        told = json.loads(line)
+        return str(told.get("id") or told.get("name"))
+    except (ValueError, AttributeError, RecursionError):
+        return "unreadable"
+
+
+def insist(path: Path) -> None:
+    """For what is shown outside of the run: nothing is made of one that was changed.
+
+    :raises SelectionError: the files and lines that are not what the manifest says.
+    """
+    told = list(changed(path))
+    if told:
+        remedy = "take a whole copy, or run it again: `shardproof verify` tells more"
+        raise SelectionError([Problem(text, remedy) for text in told[:_MOST]])
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """What is inside reads the run in ``path``; what damaged evidence raises becomes bad input.
+
+    Of a run that is as its manifest says, an error is the suite's own and stays as it is.
+
+    :raises SelectionError: the files and lines that were changed.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except _DAMAGE:
+        told = list(changed(path))
+        if not told:
+            raise
+        remedy = "take a whole copy, or run it again: nothing is shown of a damaged run"
+        raise SelectionError([Problem(text, remedy) for text in told[:_MOST]]) from None

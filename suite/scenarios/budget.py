@@ -1,0 +1,77 @@
+"""Which cases fit into the time there is.
+
+Cases are taken in turn from every (implementation, backend), so that a small budget still touches
+each of them, and until the estimated time is used up.  What is left out is named, never dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardproof.case import Case
+from shardproof.runs.run_folder import Durations
+
+#: Seconds a case where nothing is known yet (4 ranks, two cores).
+DEFAULT_SECONDS = {"in_memory": 0.4}
+OTHER_SECONDS = 0.8
+#: Starting and stopping the launcher.
+START_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``chosen`` in the order to run; ``seconds`` is the estimated wall-clock time."""
+
+    chosen: list[Case]
+    left_out: list[Case]
+    seconds: float
+
+
+def plan(cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None) -> Plan:
+    """Choose from ``cases`` what ``jobs`` workers can run in ``minutes`` (``None``: all)."""
+    estimates = _estimates(cases, durations)
+    if minutes is None:
+        used = START_SECONDS + sum(estimates.values()) / jobs
+        return Plan(list(cases), [], used if cases else 0.0)
+    chosen: list[Case] = []
+    left_out: list[Case] = []
+    used = START_SECONDS
+    for case in _in_turn(cases):
+        cost = estimates[case.id] / jobs
+        if used + cost <= minutes * 60:
+            used += cost
+            chosen.append(case)
+        else:
+            left_out.append(case)
+    return Plan(chosen, left_out, used if chosen else 0.0)
+
+
+def _estimates(cases: Sequence[Case], durations: Durations) -> dict[str, float]:
+    known = {case.id: durations.estimate(case.id) for case in cases}
+    by_backend: dict[str, list[float]] = defaultdict(list)
+    for case in cases:
+        seconds = known[case.id]
+        if seconds is not None:
+            by_backend[case.backend].append(seconds)
+    typical = {backend: statistics.median(values) for backend, values in by_backend.items()}
+    found = {}
+    for case in cases:
+        seconds = known[case.id]
+        if seconds is None:
+            default = DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS)
+            seconds = typical.get(case.backend, default)
+        found[case.id] = seconds
+    return found
+
+
+def _in_turn(cases: Sequence[Case]) -> list[Case]:
+    """One case of each (implementation, label, backend) after the other, larger worlds first."""
+    queues: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
+    for case in sorted(cases, key=lambda case: (case.tier != "quick", -case.world)):
+        queues[case.implementation, case.label, case.backend].append(case)
+    rounds = itertools.zip_longest(*queues.values())
+    return [case for turn in rounds for case in turn if case is not None]

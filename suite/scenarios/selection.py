@@ -1,0 +1,223 @@
+"""Which cases a command line means: scenarios, filters, and systems that no scenario names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardproof.case import Case
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.scenarios.load import find
+from shardproof.scenarios.matrix import expand, reseed, substitute
+from shardproof.scenarios.select import compile_expression
+from shardproof.scenarios.vocabulary import Vocabulary
+
+_SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
+_ID_PARTS = 8
+_NOT_PLANNED = "cases of another plan run without --resume and --rerun-failed"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The filters of ``run`` and ``list cases``; every one that is given must hold.
+
+    ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
+    ``package.module:Class``, a mutant or any other name without a scenario takes the cells of all.
+    """
+
+    scenarios: Sequence[str] = ()
+    implementations: Sequence[str] = ()
+    backends: Sequence[str] = ()
+    worlds: Sequence[int] = ()
+    expression: str = ""
+    tier: str = "quick"
+    seed: int | None = None
+
+    def cases(self, vocabulary: Vocabulary) -> list[Case]:
+        """The selected cases in the order of their scenarios.
+
+        :raises ScenarioError: a faulty scenario file.
+        :raises SelectionError: an unknown name, a bad expression, or nothing that matches.
+        """
+        ids = [name for name in self.scenarios if _is_id(name)]
+        names = [name for name in self.scenarios if not _is_id(name)]
+        named_by_ids = [_scenario_of(name) for name in ids]
+        files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
+        everything = [case for file in files for case in expand(file, vocabulary)]
+        found = [resolve(name, everything) for name in ids]
+        if names or not ids:
+            wanted = {file.name for file in find(names)} if ids else None
+            pool = [c for c in everything if wanted is None or c.scenario in wanted]
+            found += [case for case in self._filtered(pool, vocabulary) if case not in found]
+        return found
+
+    def within(self, planned: list[Case]) -> list[Case]:
+        """Those of ``planned``, the cases of an earlier run, that every filter keeps.
+
+        Each value of a filter must match some of them: filters narrow a run and never add to it.
+        An empty ``tier`` keeps both.
+
+        :raises SelectionError: a value that was not planned; what was is named.
+        """
+        expression = self.expression.strip()
+        cases = self._of_scenarios(planned)
+        cases = _narrow(
+            cases,
+            "--impl",
+            self.implementations,
+            lambda case: (case.implementation, system_of(case)),
+        )
+        cases = _narrow(cases, "--backend", self.backends, lambda case: (case.backend,))
+        cases = _narrow(cases, "--world", self.worlds, lambda case: (case.world,))
+        seeds = () if self.seed is None else (self.seed,)
+        cases = _narrow(cases, "--seed", seeds, lambda case: (case.workload.seed,))
+        if self.tier:
+            of_tier = _narrow(cases, "--tier", (self.tier,), lambda case: (case.tier,))
+            cases = cases if self.tier == "full" else of_tier
+        if _is_id(expression):
+            return _narrow(cases, "-k", (expression,), lambda case: (case.id,))
+        matches = compile_expression(expression)
+        return _keep(cases, lambda case: matches(case.id), "-k", expression, [_NOT_PLANNED])
+
+    def _of_scenarios(self, planned: list[Case]) -> list[Case]:
+        kept: set[str] = set()
+        for given in self.scenarios:
+            names = {given}
+            if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
+                names = {file.name for file in find([given])}
+            found = {case.id for case in planned if names & {case.id, case.scenario}}
+            if not found:
+                there = {case.scenario for case in planned}
+                raise _unplanned("SCENARIO", given, nearest(given, there, "planned"))
+            kept |= found
+        return [case for case in planned if case.id in kept or not self.scenarios]
+
+    def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
+        expression = self.expression.strip()
+        matches = compile_expression(expression)
+        if _is_id(expression):
+            return [resolve(expression, pool)]
+        known = sorted({name for case in pool for name in (case.implementation, system_of(case))})
+        cases = pool
+        if self.tier != "full":
+            cases = _keep(cases, lambda case: case.tier == self.tier, "--tier", self.tier, ["full"])
+        if self.implementations:
+            cases = self._of_implementations(cases, known)
+        for backend in self.backends:
+            if backend not in vocabulary.backends:
+                remedy = nearest(backend, vocabulary.backends, "backends")
+                raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
+        if self.backends:
+            text = " ".join(self.backends)
+            there = sorted({case.backend for case in cases})
+            cases = _keep(
+                cases, lambda case: case.backend in self.backends, "--backend", text, there
+            )
+        if self.worlds:
+            text = " ".join(map(str, self.worlds))
+            sizes = [str(world) for world in sorted({case.world for case in cases})]
+            cases = _keep(cases, lambda case: case.world in self.worlds, "--world", text, sizes)
+        if self.seed is not None:
+            cases = reseed(cases, self.seed)
+        hint = ["`shardproof list cases` shows the ids"]
+        return _keep(cases, lambda case: matches(case.id), "-k", expression, hint)
+
+    def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
+        from shardproof import registry
+
+        found: list[Case] = []
+        for pattern in self.implementations:
+            named = [
+                case
+                for case in cases
+                if fnmatchcase(case.implementation, pattern)
+                or fnmatchcase(system_of(case), pattern)
+            ]
+            if not named and not re.search(r"[*?\[]", pattern):
+                try:
+                    registry.check(pattern)
+                except SelectionError:
+                    remedy = nearest(pattern, {*known, *registry.names()}, "implementations")
+                    problem = Problem("--impl: unknown implementation", remedy, pattern)
+                    raise SelectionError(problem) from None
+                named = substitute(cases, pattern)
+            if not named:
+                remedy = nearest(pattern, known, "implementations")
+                raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
+            found += [case for case in named if case not in found]
+        return found
+
+
+def resolve(name: str, cases: Sequence[Case]) -> Case:
+    """The case called ``name``: one of ``cases``, or one of them with another system or seed.
+
+    :raises SelectionError: no such cell.
+    """
+    from shardproof import registry
+
+    for case in cases:
+        if case.id == name:
+            return case
+    scenario, rest = name.split("::", 1)
+    pool = list(cases)
+    if seeded := _SEED.search(scenario):
+        pool = reseed(pool, int(seeded[1]))
+    implementation = rest.split("::", 1)[0]
+    others = substitute(pool, implementation) if "+" not in implementation else []
+    for case in (*pool, *others):
+        if case.id == name:
+            registry.check(case.implementation)
+            return case
+    remedy = nearest(name, [case.id for case in cases], "cases")
+    raise SelectionError(Problem("no such case", remedy, name))
+
+
+def system_of(case: Case) -> str:
+    """Name of the implementation with the label of its options."""
+    return case.implementation + (f"+{case.label}" if case.label else "")
+
+
+def _is_id(text: str) -> bool:
+    return len(text.split("::")) == _ID_PARTS and " " not in text
+
+
+def _scenario_of(name: str) -> str:
+    return name.split("::", 1)[0].split("[", 1)[0]
+
+
+def _narrow(
+    cases: list[Case],
+    option: str,
+    values: Sequence[str | int],
+    names: Callable[[Case], tuple[str | int, ...]],
+) -> list[Case]:
+    """The cases that one of ``values`` matches (all without any), each of which must match some."""
+    if not values:
+        return cases
+    matches = fnmatchcase if option == "--impl" else str.__eq__
+    kept: set[str] = set()
+    for value in map(str, values):
+        found = {c.id for c in cases if any(matches(str(name), value) for name in names(c))}
+        if not found:
+            there = {str(names(case)[-1]) for case in cases}
+            raise _unplanned(option, value, nearest(value, there, "planned"))
+        kept |= found
+    return [case for case in cases if case.id in kept]
+
+
+def _unplanned(option: str, value: str, remedy: str) -> SelectionError:
+    return SelectionError(
+        Problem(f"{option}: not planned in this run", f"{remedy}; {_NOT_PLANNED}", value)
+    )
+
+
+def _keep(
+    cases: list[Case], wanted: Callable[[Case], bool], option: str, value: str, valid: Sequence[str]
+) -> list[Case]:
+    kept = [case for case in cases if wanted(case)]
+    if not kept:
+        remedy = f"there are: {', '.join(valid)}" if option != "-k" else valid[0]
+        raise SelectionError(Problem(f"{option} matches nothing", remedy, value))
+    return kept

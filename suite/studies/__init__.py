@@ -1,0 +1,1 @@
+"""Measurements of the suite itself, run once and committed as evidence."""

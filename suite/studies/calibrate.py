@@ -1,0 +1,209 @@
+"""``shardproof calibrate``: how far clean runs are from the thresholds, measured and written down.
+
+Per dtype and seed clean systems are measured: DDP of PyTorch on ``in_memory`` ranks (it scales its
+gradients), judged by the real check, once over the first step and once over three teacher-forced
+ones, and the order of summation of a ring all-reduce, emulated in one process (a chunk starts its
+way round at its own rank).  A figure is the share of its bound that the worst comparison used,
+times the dtype's threshold: a relative error in fp64 (where nothing is forced), rho otherwise.
+
+A threshold is never derived from these figures: it is policy.  The policy's measure is the first
+step's gradients: twice their clean maximum must stay below the threshold, or it no longer separates
+noise from faults.  Later steps are measured beside them and must pass.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.case import Case, WorkloadSpec
+from shardproof.checks import working_precision
+from shardproof.checks.numbers import FP64_BOUND, NATIVE_FACTORS, relative_frobenius, split_zero
+from shardproof.contract import OptimizerSpec
+from shardproof.oracle.training import train
+from shardproof.version import VERSION
+from shardproof.workloads import make
+
+RECORD = Path(__file__).parents[1] / "checks" / "calibration.json"
+DTYPES = ("float64", "float32", "bfloat16")
+SEEDS = 30
+#: The policy; a threshold in ``numbers.py`` may be lower, never higher.
+POLICY = {"float64": 1e-12, "float32": 3.0, "bfloat16": 4.0}
+WORLDS = (2, 3, 4)
+RANKS, FORCED, RING = "DDP, first step", "DDP, three forced steps", "ring order, first step"
+#: Steps of the cases on ranks, and how many times the clean maximum must fit below the threshold.
+STEPS = {RANKS: 1, FORCED: 3}
+MARGIN = {RANKS: 2.0, RING: 2.0, FORCED: 1.0}
+
+
+def thresholds() -> dict[str, float]:
+    """The thresholds in use, by dtype."""
+    return {"float64": FP64_BOUND, **{d: NATIVE_FACTORS[d] for d in DTYPES if d != "float64"}}
+
+
+def problems(record: Mapping[str, Any], used: Mapping[str, float]) -> list[str]:
+    """What is wrong with thresholds ``used`` beside the measured ``record``; empty if nothing."""
+    found = []
+    if record["seeds"] < SEEDS:
+        found.append(f"{record['seeds']} seeds were measured, {SEEDS} are asked for")
+    for dtype, limit in POLICY.items():
+        if used[dtype] > limit:
+            found.append(f"{dtype}: threshold {used[dtype]:g} was raised above policy {limit:g}")
+        for source, spread in record["clean"][dtype].items():
+            if MARGIN[source] * spread["max"] > limit:
+                found.append(
+                    f"{dtype}, {source}: {MARGIN[source]:g} times the clean maximum "
+                    f"{spread['max']:.3g} is above policy {limit:g}"
+                )
+    return found
+
+
+def ring_fold(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum as a ring all-reduce orders it: chunk c is added up from rank c + 1 round to c."""
+    world = len(parts)
+    total = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        like = next(part[name] for part in parts if name in part)
+        terms = [part.get(name, torch.zeros_like(like)).reshape(-1) for part in parts]
+        chunks = [term.tensor_split(world) for term in terms]
+        sums = []
+        for chunk in range(world):
+            order = [(chunk + 1 + hop) % world for hop in range(world)]
+            value = chunks[order[0]][chunk]
+            for rank in order[1:]:
+                value = value + chunks[rank][chunk]
+            sums.append(value)
+        total[name] = torch.cat(sums).view(like.shape)
+    return total
+
+
+def ring_error(dtype: str, seed: int, world: int) -> float:
+    """The largest error (fp64) or rho of step-0 gradients added in ring order."""
+    spec = WorkloadSpec("charnames_gpt", seed=seed)
+    twin = make(spec, "float64", rounded_to=dtype)
+    workload = make(spec, dtype)
+
+    def gradients(item: Any, **how: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = train(item, OptimizerSpec(), world, 1, **how)["steps"][0][
+            "gradients"
+        ]
+        return found
+
+    truth = gradients(twin)
+    found = gradients(workload, fold=ring_fold)
+    if dtype != "float64":
+        return max(
+            working_precision.ratios(
+                found, gradients(workload), truth, workload.zero_gradient
+            ).values()
+        )
+    compare = relative_frobenius(FP64_BOUND)
+    errors = []
+    for name, value in truth.items():
+        regions = workload.zero_gradient.get(name, [])
+        errors.append(compare(split_zero(found[name], regions)[0], split_zero(value, regions)[0]))
+    return max(error.error for error in errors)
+
+
+def cases(seeds: int) -> list[Case]:
+    """Clean cases of DDP, two a dtype and seed, over the worlds in turn."""
+    return [
+        Case(
+            id=f"calibrate::{dtype}::{seed}::{steps}",
+            label=source,
+            scenario="calibrate",
+            implementation="pytorch/ddp",
+            backend="in_memory",
+            mesh={"replicate": WORLDS[seed % len(WORLDS)]},
+            workload=WorkloadSpec("charnames_gpt", seed=seed),
+            optimizer=OptimizerSpec(),
+            lane="fp64" if dtype == "float64" else "native",
+            checks=("equivalence",),
+            dtype=dtype,
+            options={"bucket_cap_mb": 0.02},
+            steps=steps,
+        )
+        for source, steps in STEPS.items()
+        for dtype in DTYPES
+        for seed in range(seeds)
+    ]
+
+
+def measure(
+    seeds: int, jobs: int, note: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure the clean spread; the record that :func:`write` writes.
+
+    Raises:
+        RuntimeError: a clean case does not pass: there is nothing to calibrate.
+    """
+    from shardproof.cases.runner import run_cases
+
+    clean: dict[str, dict[str, list[float]]] = {
+        dtype: {RANKS: [], FORCED: [], RING: []} for dtype in DTYPES
+    }
+
+    def add(result: dict[str, Any]) -> None:
+        if not result["verdict"].startswith("pass"):
+            raise RuntimeError(f"{result['id']} is {result['verdict']}: {result['reason']}")
+        dtype, bound = result["case"]["dtype"], result["bound"]
+        share = result["worst_error"] / bound if bound else 0.0
+        clean[dtype][result["case"]["label"]].append(share * thresholds()[dtype])
+
+    planned = cases(seeds)
+    note(f"{len(planned)} clean cases on ranks")
+    run_cases(planned, jobs, add)
+    note("ring order")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for dtype in DTYPES:
+            for seed in range(seeds):
+                clean[dtype][RING].append(ring_error(dtype, seed, 3 + seed % 2))
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "versions": {
+            "shardproof": VERSION,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "seeds": seeds,
+        "clean": {
+            dtype: {
+                source: {"max": max(values), "median": statistics.median(values)}
+                for source, values in sources.items()
+            }
+            for dtype, sources in clean.items()
+        },
+        "thresholds": thresholds(),
+    }
+
+
+def write(record: Mapping[str, Any], path: Path = RECORD) -> None:
+    """Put ``record`` beside the thresholds."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+
+
+def lines(record: Mapping[str, Any]) -> list[str]:
+    """The record for people."""
+    found = []
+    for dtype, sources in record["clean"].items():
+        for source, spread in sources.items():
+            found.append(
+                f"{dtype:9} {source:24} clean median {spread['median']:.3g}, max "
+                f"{spread['max']:.3g}; threshold {record['thresholds'][dtype]:g}"
+            )
+    return found

@@ -1,0 +1,232 @@
+"""What the suite itself costs: ``python -m shardproof.studies.overhead``.
+
+Two ratios, each measured side by side in one run.  (1) The harness's own time per step with ledgers
+off, on a workload that computes nothing, over the median step of the smallest GPT in one process:
+timing pairs cannot decide a few per cent, ten thousand empty steps can.  (2) The latency of a 4 KB
+all-reduce at 4 ranks, gloo's over in_memory's, in alternating blocks.  And seconds that it takes
+to generate and check the largest schedules, as data.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof import pack, workloads
+from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.rank_program import run_rank
+from shardproof.comm import Mesh
+from shardproof.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    StepResult,
+)
+from shardproof.launch.ranks import run_ranks
+from shardproof.schedules import problems
+
+STEPS = 10_000
+#: The harness may cost at most this share of the smallest GPT's median step.
+LIMIT = 0.02
+ELEMENTS = 1024  # 4 KB of float32
+RANKS = 4
+CALLS = 100
+#: A schedule of so many stages and micro-batches is to be generated and checked in so many seconds.
+STAGES, MICRO_BATCHES = 64, 512
+SCHEDULE_LIMIT = 5.0
+BLOCKS = 8
+
+
+class Null(Implementation):
+    """Observes and computes nothing."""
+
+    strategy = "single"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """One rank."""
+        return Capabilities(max_world=1)
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Nothing to set up."""
+        self.loss = torch.zeros(())
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """The two observations that every step must have."""
+        observe("gradients_final")
+        observe("after_update")
+        return StepResult(loss=self.loss)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Nothing is held."""
+        return []
+
+
+class _NoWork:
+    """A workload without data."""
+
+    def batch(self, step: int, coordinates: int) -> list[Batch]:
+        return [Batch(step, ())] * coordinates
+
+    def build_for(self, rank: int, coordinate: int = 0) -> Any:
+        return _NoBuild()
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class _NoBuild:
+    units: tuple[str, ...] = ()
+    cross_entropy = None
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        return nn.Identity()
+
+
+def harness_seconds(steps: int = STEPS) -> float:
+    """Seconds per step that the rank program itself takes, ledgers off."""
+    return _in_one_rank(lambda: _timed(steps) / steps)
+
+
+def gpt_step_seconds(steps: int = 30) -> float:
+    """Median seconds of a step of the smallest GPT under ``plain``, after warming up."""
+
+    def measure() -> float:
+        from shardproof.impls.plain import Plain
+
+        spec = WorkloadSpec("charnames_gpt")
+        workload = workloads.make(spec, "float32")
+        plain = Plain()
+        build = workload.build_for(0)
+        plain.setup(build, workload.state(), OptimizerSpec(), Mesh({"replicate": 1}), {})
+        times = []
+        for step in range(steps + 5):
+            batch = workload.batch(step, 1)[0]
+            begin = time.perf_counter()
+            plain.step(batch, lambda point: None)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[5:])
+
+    return _in_one_rank(measure)
+
+
+def all_reduce_seconds() -> dict[str, float]:
+    """Median seconds of a 4 KB all-reduce at 4 ranks: backend -> slowest rank, median of blocks."""
+    blocks: dict[str, list[float]] = {"in_memory": [], "gloo": []}
+    for number in range(BLOCKS):
+        order = list(blocks) if number % 2 else list(blocks)[::-1]
+        for backend in order:
+            blocks[backend].append(_block(backend))
+    return {backend: statistics.median(values) for backend, values in blocks.items()}
+
+
+def schedule_seconds() -> dict[str, float]:
+    """Seconds to generate and check each schedule of 64 stages and 512 micro-batches."""
+    from shardproof.impls.reference.pipeline.schedules import SCHEDULES
+
+    found = {}
+    for name, make in SCHEDULES.items():
+        ranks = STAGES // 2 if name in ("interleaved", "zb_v") else STAGES
+        begin = time.perf_counter()
+        schedule = make(ranks, MICRO_BATCHES)
+        wrong = problems(schedule)
+        found[name] = time.perf_counter() - begin
+        if wrong or schedule.stages != STAGES:
+            raise RuntimeError(f"{name}: {schedule.stages} stages, {'; '.join(wrong)}")
+    return found
+
+
+def _block(backend: str) -> float:
+    def program(rank: int, world: int) -> dict[str, Any]:
+        comm = Mesh({"replicate": world}).comm("replicate")
+        tensor, times = torch.ones(ELEMENTS), []
+        for _ in range(CALLS + 20):
+            begin = time.perf_counter()
+            comm.all_reduce(tensor)
+            times.append(time.perf_counter() - begin)
+        return {"seconds": statistics.median(times[20:])}
+
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
+        outcomes = run_ranks(backend, RANKS, program, Path(folder), 60.0, ledgers=False)
+        records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    if len(records) != RANKS:
+        raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))
+    return max(float(record["seconds"]) for record in records)
+
+
+def _timed(steps: int) -> float:
+    case = Case(
+        id="overhead",
+        scenario="overhead",
+        implementation="shardproof.studies.overhead:Null",
+        backend="in_memory",
+        mesh={"replicate": 1},
+        workload=WorkloadSpec("charnames_gpt"),
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        checks=(),
+        steps=steps,
+        ledgers=False,
+    )
+    work: Any = _NoWork()
+    begin = time.perf_counter()
+    run_rank(case, work, 0)
+    return time.perf_counter() - begin
+
+
+def _in_one_rank(measure: Any) -> float:
+    def program(rank: int, world: int) -> dict[str, Any]:
+        return {"seconds": measure()}
+
+    with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
+        (outcome,) = run_ranks("in_memory", 1, program, Path(folder), 120.0, ledgers=False)
+        if outcome.record is None:
+            raise RuntimeError(outcome.sentence())
+        return float(pack.load(outcome.record)["seconds"])
+
+
+def main() -> None:
+    """Measure and print all three."""
+    torch.set_num_threads(1)
+    own, gpt = harness_seconds(), gpt_step_seconds()
+    share = own / gpt
+    verdict = "within" if share <= LIMIT else "over"
+    print(
+        f"harness: {own * 1e6:.1f} us a step over {STEPS:,} empty steps, "
+        f"{share:.2%} of a GPT step of {gpt * 1e3:.2f} ms ({verdict} {LIMIT:.0%})"
+    )
+    latency = all_reduce_seconds()
+    print(
+        f"all-reduce, 4 KB, {RANKS} ranks: in_memory {latency['in_memory'] * 1e6:.0f} us, "
+        f"gloo {latency['gloo'] * 1e6:.0f} us, ratio {latency['gloo'] / latency['in_memory']:.1f}"
+    )
+    seconds = schedule_seconds()
+    told = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
+    verdict = "within" if max(seconds.values()) <= SCHEDULE_LIMIT else "over"
+    print(
+        f"schedules, {STAGES} stages x {MICRO_BATCHES} micro-batches, generated and checked: "
+        f"{told} s ({verdict} {SCHEDULE_LIMIT:g} s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""The alpha-beta model against hand counts, planted parameters, and what ranks really send."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.bench.model import alpha_beta, curve, step_time
+from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
+from shardproof.bench.model.curve import Compute
+from shardproof.bench.model.step_time import Call, predict
+from shardproof.costs import PROMISES, Plan
+from shardproof.costs.model import Unpromised
+from shardproof.costs.model_facts import TensorPlan
+from shardproof.errors import SelectionError
+
+MIB = 2**20
+
+
+def of(steps: int, volume: int | Fraction) -> Cost:
+    return Cost(Fraction(steps), Fraction(volume))
+
+
+#: By hand from the papers' formulas, at 2, 4, 5 and 8 ranks.
+BY_HAND = [
+    ("all_reduce", "ring", 2, of(2, 1)),
+    ("all_reduce", "ring", 4, of(6, Fraction(3, 2))),
+    ("all_reduce", "ring", 5, of(8, Fraction(8, 5))),
+    ("all_reduce", "ring", 8, of(14, Fraction(7, 4))),
+    ("all_reduce", "recursive doubling", 8, of(3, 3)),
+    ("all_reduce", "recursive doubling", 5, of(4, 4)),
+    ("all_reduce", "rabenseifner", 8, of(6, Fraction(7, 4))),
+    ("all_reduce", "rabenseifner", 5, of(6, Fraction(18, 5))),
+    ("all_reduce", "tree", 8, of(6, 6)),
+    ("all_reduce", "tree", 5, of(6, 6)),
+    ("all_reduce", "double tree", 8, of(6, 2)),
+    ("all_gather", "ring", 4, of(3, Fraction(3, 4))),
+    ("reduce_scatter", "ring", 4, of(3, Fraction(3, 4))),
+    ("reduce_scatter", "all-reduce ring", 4, of(6, Fraction(3, 2))),
+    ("broadcast", "tree", 5, of(3, 3)),
+    ("reduce", "tree", 8, of(3, 3)),
+    ("broadcast", "pipelined ring", 8, of(7, 1)),
+    ("reduce", "pipelined ring", 2, of(1, 1)),
+    ("all_to_all", "pairwise", 4, of(3, 1)),
+    ("gather", "linear", 4, of(3, 3)),
+    ("scatter", "linear", 2, of(1, 1)),
+    ("send", "message", 2, of(1, 1)),
+    ("all_reduce", "fold", 4, of(4, 4)),
+]
+
+
+@pytest.mark.parametrize(("operation", "algorithm", "ranks", "expected"), BY_HAND)
+def test_costs_are_those_of_the_papers(
+    operation: str, algorithm: str, ranks: int, expected: Cost
+) -> None:
+    assert cost(operation, algorithm, ranks) == expected
+
+
+def test_a_planted_mistake_in_a_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is often written instead of 2(N-1)/N: twice the payload, whatever the ranks."""
+    monkeypatch.setitem(COSTS, ("all_reduce", "ring"), lambda n: of(2 * (n - 1), 2))
+    wrong = [row for row in BY_HAND if cost(*row[:3]) != row[3]]
+    assert [row[:2] for row in wrong] == [("all_reduce", "ring")] * 4
+
+
+@given(
+    pair=st.sampled_from(sorted(COSTS)),
+    ranks=st.integers(1, 1500),
+    payload=st.integers(0, 2**40),
+    alpha=st.floats(0, 1),
+    beta=st.floats(0, 1e-3),
+)
+def test_costs_are_monotone_and_nothing_in_a_group_of_one(
+    pair: tuple[str, str], ranks: int, payload: int, alpha: float, beta: float
+) -> None:
+    found = cost(*pair, ranks)
+    seconds = found.seconds(payload, alpha, beta)
+    assert cost(*pair, 1).seconds(payload, alpha, beta) == 0
+    assert 0 <= seconds <= found.seconds(payload + 4096, alpha, beta)
+    assert seconds <= found.seconds(payload, alpha + 1e-3, beta)
+
+
+@given(st.integers(2, 1024))
+def test_a_ring_moves_the_least_bytes_and_pays_for_it_in_steps(ranks: int) -> None:
+    ring, tree = (cost("all_reduce", name, ranks) for name in ("ring", "tree"))
+    assert ring.volume == Fraction(2 * (ranks - 1), ranks) <= tree.volume
+    assert ring.steps == 2 * (ranks - 1) >= tree.steps
+
+
+def test_an_unknown_algorithm_is_named() -> None:
+    with pytest.raises(SelectionError, match="all_reduce by butterfly"):
+        cost("all_reduce", "butterfly", 4)
+    assert cost("recv", "anything", 4) == alpha_beta.FREE
+
+
+# --------------------------------------------------------------------------------------- the fit
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_fit_recovers_planted_alpha_and_beta(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    alpha, beta = 40e-6, 0.9e-9
+    true = cost("all_reduce", "ring", ranks)
+    times = {
+        n: true.seconds(n, alpha, beta) * math.exp(rng.normal(0, 0.03))
+        for n in (64, 4096, 65536, MIB, 4 * MIB, 25 * MIB)
+    }
+    found = fit("all_reduce", "ring", ranks, times)
+    assert found.alpha == pytest.approx(alpha, rel=0.08)
+    assert found.beta == pytest.approx(beta, rel=0.08)
+    assert 0 < found.residual < 0.06 and found.residual <= abs(found.worst)
+
+
+def test_a_fit_counts_small_messages_as_much_as_large_ones() -> None:
+    """Absolute errors would leave alpha to the noise of 25 MiB messages."""
+    times = {64: 100e-6, 1024: 101e-6, MIB: 1.1e-3, 25 * MIB: 27e-3, 24 * MIB: 23e-3}
+    found = fit("all_reduce", "ring", 2, times)
+    assert 2 * found.alpha == pytest.approx(100e-6, rel=0.05)
+
+
+def test_a_fit_is_never_negative_and_takes_one_size() -> None:
+    steep = fit("all_reduce", "ring", 2, {1000: 1e-6, 2000: 4e-6})
+    assert steep.alpha == 0 and steep.beta > 0
+    falling = fit("all_reduce", "ring", 2, {10: 2e-6, 1_000_000: 1e-6})
+    assert falling.beta == 0 and falling.alpha > 0
+    assert fit("barrier", "tree", 2, {0: 3e-5}).alpha == pytest.approx(3e-5)
+    one = fit("send", "message", 2, {1000: 1e-3})
+    assert (one.alpha, one.beta) == (0, pytest.approx(1e-6))
+    with pytest.raises(ValueError, match="positive"):
+        fit("all_reduce", "ring", 2, {})
+    with pytest.raises(ValueError, match="positive"):
+        fit("all_reduce", "ring", 2, {8: 0.0})
+    with pytest.raises(ValueError, match="costs nothing"):
+        fit("all_reduce", "ring", 1, {8: 1.0})
+
+
+# --------------------------------------------------------------------------------- the prediction
+
+RING = Fit("all_reduce", 2, 10e-6, 1e-9, busy=0.5)
+FITS = {
+    "all_reduce": RING,
+    "all_gather": Fit("all_gather", 2, 20e-6, 2e-9),
+    "reduce_scatter": Fit("reduce_scatter", 2, 30e-6, 1e-9),
+    "broadcast": Fit("broadcast", 2, 5e-6, 1e-9),
+    "send": Fit("send", 2, 7e-6, 1e-9),
+}
+
+
+def test_a_step_is_compute_and_every_call_by_hand() -> None:
+    calls = [Call("all_reduce", 4, 1e6, 3), Call("all_reduce", 4, 8, floating=False)]
+    found = predict(calls, 0.050, FITS, "gloo")
+    latency, volume = 4 * 6 * 10e-6, (3e6 + 8) * 1.5 * 1e-9
+    assert found.alpha_seconds == pytest.approx(latency)
+    assert found.beta_seconds == pytest.approx(volume)
+    assert found.communication_seconds == pytest.approx(latency + volume)
+    assert (found.overlap, found.step_seconds) == ("none", found.high_seconds)
+    assert found.high_seconds == pytest.approx(0.050 + latency + volume)
+    assert found.exposed_share == pytest.approx((latency + volume) / found.high_seconds)
+
+
+def test_bounds_and_which_of_them_is_the_prediction() -> None:
+    calls = [Call("all_reduce", 2, 100e6)]  # 100.02 ms, half a core busy
+    free = predict(calls, 0.3, FITS, "gloo", cores_per_rank=2)
+    assert (free.overlap, free.step_seconds) == ("full", 0.3)
+    crowded = predict(calls, 0.3, FITS, "gloo", cores_per_rank=1)
+    assert crowded.overlap == "none" and crowded.step_seconds == pytest.approx(0.40002)
+    assert crowded.low_seconds == pytest.approx(0.35001)
+    assert predict(calls, 0.3, FITS, "nccl").step_seconds == 0.3
+    assert predict(calls, 0.01, FITS, "nccl").step_seconds == pytest.approx(0.10002)
+    asked = predict(calls, 0.3, FITS, "gloo", overlap="full")
+    assert asked.step_seconds == 0.3 and asked.why == "as asked"
+
+
+def test_nothing_is_sent_in_a_group_of_one_and_receivers_pay_nothing() -> None:
+    calls = [Call("all_reduce", 1, 1e9), Call("recv", 2, 1e9)]
+    assert predict(calls, 0.1, {}, "gloo").step_seconds == 0.1
+
+
+def test_nccl_takes_the_cheaper_of_ring_and_tree() -> None:
+    small, large = ([Call("all_reduce", 1024, n)] for n in (8, 1e9))
+    latency = predict(small, 0.0, FITS, "nccl").communication_seconds
+    assert latency == pytest.approx(20 * 10e-6, rel=1e-3)
+    ring = cost("all_reduce", "ring", 1024).seconds(1e9, RING.alpha, RING.beta)
+    assert predict(large, 0.0, FITS, "nccl").communication_seconds <= ring
+
+
+def test_what_was_not_probed_is_said() -> None:
+    with pytest.raises(step_time.Unmodelled, match="all_to_all was not probed on gloo"):
+        predict([Call("all_to_all", 2, 8)], 0.1, FITS, "gloo")
+    with pytest.raises(step_time.Unmodelled, match="mpi"):
+        predict([], 0.1, FITS, "mpi")
+
+
+# ------------------------------------------------------------------------------ calls by formula
+
+
+def tensor(name: str, *shape: int) -> TensorPlan:
+    return TensorPlan(name, shape, "float32", owners=(name.rpartition(".")[0],))
+
+
+def plan(axis: str, ranks: int, **more: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "axes": {axis: ranks},
+        "options": {},
+        "parameters": (tensor("a.w", 1000), tensor("b.w", 500), tensor("c.w", 24)),
+        "modules": {"": "M", "a": "L", "b": "L", "c": "L"},
+        "units": ("a", "b", "c"),
+        "optimizer": "adamw",
+    }
+    return Plan(**fields | more)
+
+
+def test_calls_of_ddp_by_formula() -> None:
+    one = step_time.promised(PROMISES["ddp"](plan("replicate", 4)))
+    assert one == [Call("all_reduce", 4, 4 * 1524, 1)]
+    small = plan("replicate", 4, options={"first_bucket_bytes": 90, "bucket_bytes": 3000})
+    three = step_time.promised(PROMISES["ddp"](small))
+    assert three == [Call("all_reduce", 4, pytest.approx(4 * 1524 / 3), 3)]
+    assert step_time.promised(PROMISES["ddp"](plan("replicate", 1))) == []
+
+
+def test_what_no_formula_tells_comes_from_the_ledger() -> None:
+    known = [Call("all_reduce", 2, 3048, 2), Call("all_reduce", 2, 40, 1, floating=False)]
+    calls = step_time.promised(PROMISES["ddp"](plan("replicate", 64)), known, 2)
+    assert calls == [
+        Call("all_reduce", 64, pytest.approx(3048), 2),
+        Call("all_reduce", 64, 40, 1, floating=False),
+    ]
+
+
+def test_calls_of_zero_by_formula() -> None:
+    calls = step_time.promised(PROMISES["zero1"](plan("shard", 8)))
+    assert [(c.operation, c.ranks, c.count) for c in calls] == [
+        ("reduce_scatter", 8, 1),
+        ("all_gather", 8, 1),
+    ]
+    assert {c.bytes for c in calls} == {8 * 191 * 4}  # 1524 elements, padded to 8 shards of 191
+
+
+def test_sizes_are_those_of_the_calls() -> None:
+    calls = [Call("all_reduce", 2, 40), Call("all_reduce", 2, 8), Call("recv", 2, 3)]
+    assert step_time.sizes(calls) == {"all_reduce": [8, 40]}
+
+
+def test_rows_of_the_ledger_become_calls() -> None:
+    row = {"operation": "all_reduce", "group": [0, 1], "payload_bytes": 64, "floating": True}
+    alone = {**row, "group": [0]}
+    assert step_time.seen([row, row, alone]) == [Call("all_reduce", 2, 64, 2)]
+
+
+# -------------------------------------------------------------------------------- modelled curves
+
+
+def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
+    compute = Compute(0.0, 0.001, 0.004)
+    base = plan("replicate", 2)
+    points = curve.modelled("ddp", base, "replicate", "weak", 16, compute, FITS, "gloo")
+    assert [p.world for p in points] == list(curve.WORLDS) and points[-1].world == 1024
+    last = points[-1]
+    seconds = 2 * 1023 * 10e-6 + 2 * 1023 / 1024 * 4 * 1524 * 1e-9
+    assert last.prediction is not None
+    assert last.prediction.communication_seconds == pytest.approx(seconds)
+    assert last.efficiency == pytest.approx(0.020 / (0.020 + seconds))
+    told = [p.efficiency for p in points]
+    assert told == sorted(told, reverse=True)
+
+
+def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
+    compute = Compute(0.002, 0.001, 0.004)
+    base = plan("replicate", 2)
+    points = curve.modelled("ddp", base, "replicate", "strong", 16, compute, FITS, "gloo")
+    four = points[1]
+    assert four.prediction is not None
+    assert four.prediction.compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
+    assert four.efficiency == pytest.approx(0.022 / (4 * four.prediction.step_seconds))
+    assert [p.efficiency is None for p in points] == [False] * 4 + [True] * 6
+    assert points[-1].problem == "16 samples do not go round 1024 ranks"
+    assert points[-1].to_dict()["efficiency"] is None
+    # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
+    (three,) = curve.modelled(
+        "ddp", base, "replicate", "strong", 16, compute, FITS, "gloo", worlds=[3]
+    )
+    assert three.prediction is not None
+    assert three.prediction.compute_seconds == pytest.approx(0.002 + 0.006 + 0.004)
+
+
+def test_sharding_divides_the_update() -> None:
+    compute = Compute(0.0, 0.001, 0.064)
+    base = plan("shard", 2)
+    points = curve.modelled("zero1", base, "shard", "weak", 16, compute, FITS, "gloo", worlds=[4])
+    (four,) = points
+    assert four.prediction is not None
+    assert four.prediction.compute_seconds == pytest.approx(0.016 + 0.016)
+    assert curve.update_share(PROMISES["ddp"](plan("replicate", 4))) == 1.0
+
+
+def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
+    """Two cores a rank, one of which computes: 100 ms of calls keep 1.9 of them busy."""
+    fits = {"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)}
+    compute = Compute(0.0, 0.1, 0.0)
+    (point,) = curve.modelled(
+        *("ddp", plan("replicate", 2), "replicate", "weak", 1, compute, fits, "gloo"),
+        worlds=[1024],
+        cores_per_rank=2,
+    )
+    made = point.prediction
+    assert made is not None and made.overlap == "full"
+    assert made.communication_seconds == pytest.approx(0.1, rel=0.01)
+    assert made.step_seconds == pytest.approx((0.1 + 0.19) / 2, rel=0.01)
+    assert point.efficiency == pytest.approx(0.1 / 0.145, rel=0.01)
+
+
+def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
+    """None is empty: ZeRO-3 gathers once for each that there is, not as often as when probed."""
+    base = plan("shard", 2, micro_batches=(4, 4))
+    assert curve.plan_at(base, "shard", 8).micro_batches == (4,) * 8
+    assert curve.plan_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
+    compute = Compute(0.0, 0.001, 0.004)
+    args = ("shard", "strong", 16, compute, FITS, "gloo")
+    made = curve.modelled("zero3", base, *args, worlds=[4, 8, 16])
+    for point, count in zip(made, (4, 2, 1), strict=True):
+        few = plan("shard", 2, micro_batches=(count, count))
+        assert curve.modelled("zero3", few, *args, worlds=[point.world]) == [point]
+
+
+def test_a_pipeline_is_as_long_as_its_bubble() -> None:
+    eight = plan("pipe", 3, micro_batches=(8,), options={"schedule": "1f1b"})
+    assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
+    assert curve.pipeline_stretch(plan("replicate", 3)) == 1.0
+    with pytest.raises(Unpromised, match="3 units cannot fill the stages of 4 ranks"):
+        curve.plan_at(eight, "pipe", 4)
+
+
+def test_compute_goes_through_what_was_measured() -> None:
+    line = Compute.through({4: 0.010, 16: 0.034}, 0.002)
+    assert line.seconds(4) == pytest.approx(0.012)
+    assert line.seconds(16) == pytest.approx(0.036)
+    assert line.seconds(8) == pytest.approx(0.020)
+    assert Compute.through({8: 0.016}, 0.0).seconds(2) == pytest.approx(0.004)
+    for odd in ({4: 0.010, 16: 0.090}, {4: 0.050, 16: 0.040}):  # superlinear, falling
+        bent = Compute.through(odd, 0.0)
+        assert bent.fixed >= 0 and bent.per_sample >= 0
+        assert bent.seconds(16) == pytest.approx(odd[16])
+    with pytest.raises(ValueError, match="at least one sample"):
+        Compute.through({}, 0.0)
+
+
+def test_what_cannot_be_cut_stands_in_the_curve_with_its_reason() -> None:
+    compute = Compute(0.0, 0.001, 0.0)
+    (point,) = curve.modelled(
+        "nothing", plan("replicate", 2), "replicate", "weak", 4, compute, FITS, "gloo", worlds=[2]
+    )
+    assert (point.efficiency, point.problem) == (None, "nothing has no formulas")
+
+
+# ---------------------------------------------------------------------------------- the scorecard
+
+
+def test_a_scorecard_by_hand() -> None:
+    predicted = predict([Call("all_reduce", 2, 20e6)], 0.080, FITS, "gloo")  # 100.02 ms
+    found = step_time.scorecard(
+        0.125, predicted, peak_bytes=300, formula_bytes=200, probed_seconds=0.030
+    )
+    assert found.achieved_over_predicted == pytest.approx(0.10002 / 0.125)
+    assert found.exposed_share == pytest.approx(1 - 0.080 / 0.125)
+    assert found.memory_over_formula == 1.5
+    assert found.achieved_over_probed == pytest.approx(0.05002 / 0.125)
+    bare = step_time.scorecard(0.07, predicted)
+    assert (bare.exposed_share, bare.memory_over_formula) == (0.0, None)
+    with pytest.raises(ValueError, match="step of 0"):
+        step_time.scorecard(0.0, predicted)
+
+
+def test_probed_compute_by_hand() -> None:
+    found = step_time.probed_compute(6e9, 1e6, "adamw", flop_rate=60e9, byte_rate=10e9)
+    assert found == pytest.approx(0.1 + 28e6 / 10e9)
+    assert step_time.probed_compute(0, 1e6, "sgd", 1.0, 10e9) == pytest.approx(20e6 / 10e9)
+
+
+def test_a_mesh_that_formulas_do_not_cover_gives_a_reason_and_no_figure() -> None:
+    """Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks."""
+    compute = Compute(0.0, 0.001, 0.004)
+    points = curve.modelled(
+        "torch_hybrid", plan("shard", 2), "shard", "weak", 4, compute, FITS, "gloo", worlds=[2]
+    )
+    assert points[0].efficiency is None and points[0].problem

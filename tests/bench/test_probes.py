@@ -1,0 +1,350 @@
+"""What ranks measure for the model: their calls, their compute, and what is made of it.
+
+No test here asserts an absolute time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from local_ranks import succeed
+
+from shardproof.bench import sides
+from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
+from shardproof.costs import promise_of
+from shardproof.ledgers import traffic
+from shardproof.studies import model_check
+
+#: Small enough that a step takes milliseconds; several buckets for the options below.
+PARAMS = {"width": 32, "heads": 4, "layers": 2, "seq": 8}
+SMALL_BUCKETS = {"first_bucket_bytes": 2**12, "bucket_bytes": 2**15}
+
+
+def pair(implementation: str, world: int, **options: Any) -> sides.Pair:
+    side = sides.Side(implementation, options)
+    return sides.Pair(
+        name="probe",
+        a=side,
+        b=side,
+        backend="in_memory",
+        world=world,
+        workload=sides.spec_of("charnames_gpt", "", PARAMS, 12, 1, 0),
+        optimizer=sides.default_optimizer("adamw"),
+    )
+
+
+def totals(calls: list[step_time.Call]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Calls and bytes of one rank by operation and group, floats only."""
+    count, payload = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for call in calls:
+        if call.floating and call.count:
+            count[call.operation, call.ranks] += call.count
+            payload[call.operation, call.ranks] += call.count * call.bytes
+    return {key: (count[key], pytest.approx(payload[key])) for key in count}
+
+
+STRATEGIES = [
+    ("reference/naive_ddp", "naive_ddp", "replicate", {}),
+    ("reference/ddp", "ddp", "replicate", SMALL_BUCKETS),
+    ("reference/zero1", "zero1", "shard", {"bucket_bytes": 2**15}),
+    ("reference/zero2", "zero2", "shard", {"bucket_bytes": 2**15}),
+    ("reference/zero3", "zero3", "shard", {}),
+    ("reference/fsdp", "fsdp", "shard", {}),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("implementation", "strategy", "axis", "options"), STRATEGIES)
+def test_promised_calls_are_those_that_the_ledger_sees(
+    implementation: str, strategy: str, axis: str, options: dict[str, Any], world: int
+) -> None:
+    given, axes = pair(implementation, world, **options), {axis: world}
+    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), world, ledgers=True)
+    seen = step_time.seen(told[0]["calls"])
+    base = curve.plan_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
+    promise = promise_of(strategy, curve.plan_at(base, axis, world))
+    assert promise is not None
+    expected = totals(step_time.promised(promise))
+    assert expected and totals(seen) == expected
+    # With what the ledger saw at this world nothing changes, and control calls come along.
+    completed = step_time.promised(promise, seen, world)
+    assert totals(completed) == expected
+    control = [call for call in seen if not call.floating]
+    assert [call for call in completed if not call.floating] == control
+
+
+def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
+    given, axes = pair("reference/tensor", 2), {"tensor": 2}
+    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
+    promise = promise_of("tensor", curve.plan_of_side(given, "a", axes))
+    assert promise is not None
+    assert totals(step_time.seen(told[0]["calls"])) == totals(step_time.promised(promise))
+
+
+def test_flops_of_a_gpt_by_hand() -> None:
+    given = pair("reference/ddp", 2)
+    axes = {"replicate": 2}
+    (told, _) = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
+    samples, seq, width, vocab, layers = 6, 8, 32, 128, 2
+    weights = layers * 12 * width * width + width * vocab
+    # A product forward is two backward; scores and mixing are two products a head.
+    linear = 6 * samples * seq * weights
+    attention = 3 * layers * 2 * 2 * samples * seq * seq * width
+    assert told["flops"] == linear + attention
+    assert len(told["products"]) == probes.SHAPES
+    assert told["elements"] == layers * (12 * width**2 + 13 * width) + 2 * width + (
+        vocab * width + seq * width + vocab * width + vocab
+    )
+
+
+def test_a_step_is_watched_with_ledgers_on_only() -> None:
+    given = pair("reference/ddp", 2)
+    with pytest.raises(RuntimeError, match="ledgers on"):
+        succeed(lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), 2, ledgers=False)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "axis"), [("reference/ddp", "replicate"), ("reference/zero3", "shard")]
+)
+def test_compute_is_measured_without_a_message_between_ranks(
+    implementation: str, axis: str
+) -> None:
+    given = pair(implementation, 3)
+
+    def body(rank: int, world: int) -> dict[str, Any]:
+        alone = probes.Alone(given, "a", {axis: 3}, rank)
+        ledger = traffic.current()
+        assert ledger is not None
+        begin = len(ledger.calls)
+        alone.segment(2)
+        alone.segment(2)
+        groups = {len(call.group) for call in ledger.calls[begin:]}
+        targets = sum(m.targets.shape[0] for m in alone.arm.batches[0].micro_batches)
+        alone.arm.close()
+        return {
+            "groups": groups,
+            "samples": targets,
+            "steps": alone.steps,
+            "gradients": alone.gradients,
+        }
+
+    told = succeed(body, 3, ledgers=True)
+    assert all(record["groups"] <= {1} for record in told)
+    assert [record["samples"] for record in told] == [4, 4, 4]  # its share of 12, not all
+    for record in told:
+        for steps, gradients in zip(record["steps"], record["gradients"], strict=True):
+            assert len(steps) == 2
+            assert all(0 < g < s for s, g in zip(steps, gradients, strict=True))
+    compute = curve.measured_compute(told, 4)
+    assert compute.update > 0 and compute.per_sample > 0
+    slow = [max(record["steps"][0][0] for record in told)]
+    assert step_time.slowest([record["steps"] for record in told])[0][0] == slow[0]
+
+
+OPERATIONS = tuple(op for op in alpha_beta.ALGORITHMS["gloo"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
+    from shardproof.comm import Mesh
+
+    sizes = {operation: [64, 4096] for operation in OPERATIONS}
+
+    def body(rank: int, _: int) -> dict[str, Any]:
+        comm = Mesh({"replicate": world}).comm("replicate")
+        prober = probes.Probes(comm, sizes, [((1, 4, 4, 4), 2), ((2, 3, 4, 5), 1)])
+        prober.sweep()
+        prober.sweep()
+        return prober.record()
+
+    records = succeed(body, world, ledgers=False)
+    found = alpha_beta.machine("in_memory", records)
+    assert set(found.fits) == set(OPERATIONS) and found.ranks == world
+    for operation, each in found.fits.items():
+        assert each.alpha >= 0 and each.beta >= 0 and each.alpha + each.beta > 0, operation
+        assert each.sizes == (64, 4096)
+    assert found.flop_rate is not None and found.flop_rate > 0 and found.byte_rate > 0
+    assert found.to_dict()["times"]["all_reduce"].keys() == {"64", "4096"}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_probe_sends_what_the_ledger_calls_its_payload(world: int) -> None:
+    from shardproof.comm import Mesh
+
+    def body(rank: int, _: int) -> set[tuple[str, int]]:
+        comm = Mesh({"replicate": world}).comm("replicate")
+        ledger = traffic.current()
+        assert ledger is not None
+        prober = probes.Probes(comm, {operation: [96] for operation in OPERATIONS})
+        begin = len(ledger.calls)
+        prober.sweep()
+        return {(call.operation, call.payload_bytes) for call in ledger.calls[begin:]}
+
+    seen = set().union(*succeed(body, world, ledgers=True))
+    told = {op: n for op, n in seen if op not in ("barrier", "recv")}
+    assert told == dict.fromkeys({*OPERATIONS} - {"barrier"}, 96)
+
+
+def test_an_operation_without_a_probe_is_named() -> None:
+    class Nowhere:
+        device, size, rank = "cpu", 2, 0
+
+    with pytest.raises(ValueError, match="no probe for 'gossip'"):
+        probes.Probes(Nowhere(), {"gossip": [8]}).sweep()  # type: ignore[arg-type]
+
+
+def test_a_machine_is_as_fast_as_its_slowest_rank_in_the_median_sweep() -> None:
+    def record(*seconds: float, used: float, flops: float) -> dict[str, Any]:
+        return {
+            "collectives": [["all_reduce", 1000, list(seconds)]],
+            "used": {"all_reduce": [2.0, used]},
+            "flop_rates": [flops, 5.0, 6.0],
+            "byte_rates": [3.0, 4.0, 100.0],
+        }
+
+    found = alpha_beta.machine(
+        "gloo",
+        [record(1.0, 2.0, 9.0, used=1.0, flops=9.0), record(3.0, 1.0, 1.0, used=2.0, flops=4.0)],
+    )
+    assert found.times == {"all_reduce": {1000: 3.0}}  # of 3, 2 and 9
+    assert (found.flop_rate, found.byte_rate) == (5.0, 4.0)
+    assert found.fits["all_reduce"].busy == pytest.approx(3.0 / 4.0)
+
+
+# ----------------------------------------------------------------- the tool, on made-up records
+
+
+def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, Any]:
+    """Records in which steps take ``factor`` times what compute and planted alpha, beta give."""
+    alpha, beta = 50e-6, 1e-9
+    ring = alpha_beta.cost("all_reduce", "ring", 2)
+    rows = [
+        {"operation": "all_reduce", "group": [0, 1], "payload_bytes": n, "floating": True}
+        for n in (300_000, 900_000)
+    ]
+    step = compute + sum(ring.seconds(row["payload_bytes"], alpha, beta) for row in rows)
+    wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
+    sides = len(model_check.SIZES)
+    probe = {
+        "collectives": [
+            ["all_reduce", n, [ring.seconds(n, alpha, beta)] * rounds] for n in model_check.LADDER
+        ],
+        "used": {"all_reduce": [1.0, 0.8]},
+        "flop_rates": [2e10],
+        "byte_rates": [1e10],
+    }
+    alone = [[compute * w] * 2 for w in wobble for _ in range(2)]
+    record = {
+        "cores": [0],
+        "alone": [{"steps": alone, "gradients": alone}] * sides,
+        "together": [[[factor * step * w] * 4 for w in wobble]] * sides,
+        "probes": probe,
+    }
+    watched = {"sides": [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides}
+    return {"watched": [watched, watched], "measured": [record, record]}
+
+
+@pytest.mark.parametrize(("factor", "held"), [(1.0, True), (1.10, True), (1.30, False)])
+def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
+    given = model_check.subjects("reference/ddp", "gloo", 2)
+    rows, found = model_check.judge(given, told_of(factor))
+    assert [model_check.verdict(row) for row in rows] == ["yes" if held else "NO"] * len(
+        model_check.SIZES
+    )
+    restless = dataclasses.replace(rows[0], low=-0.3, high=0.3)
+    assert model_check.verdict(restless) == "open"
+    for row in rows:
+        assert row.error == pytest.approx(factor - 1, abs=0.02)
+        assert row.low <= row.error <= row.high
+        assert row.card.achieved_over_predicted == pytest.approx(1 / factor, rel=0.02)
+        assert row.card.achieved_over_probed is not None
+    assert found.fits["all_reduce"].residual < 1e-9
+    text = model_check.markdown(given, rows, found)
+    assert text.count("| NO |") == (0 if held else len(rows))
+    assert math.isclose(found.fits["all_reduce"].beta, 1e-9)
+
+
+def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
+    told = told_of(1.0)
+    told["watched"][0]["sides"][0]["calls"][0]["payload_bytes"] = model_check.LADDER[3]
+    with pytest.raises(ValueError, match="probed at its own sizes"):
+        model_check.judge(model_check.subjects("reference/ddp", "gloo", 2), told)
+
+
+def test_sizes_are_named_after_their_parameters() -> None:
+    from shardproof import workloads
+
+    for given in model_check.subjects("reference/ddp", "gloo", 2):
+        made = workloads.make(given.pair.workload, "float32", "native")
+        count = sum(math.prod(shape) for shape in made.shapes.values())
+        assert given.pair.name == f"{count / 1e6:.2g}m"
+    assert len(model_check.SIZES) == 3
+
+
+def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
+    calls = [
+        step_time.Call("all_reduce", 2, 400),
+        step_time.Call("all_reduce", 2, 25 * 2**20),
+        step_time.Call("broadcast", 2, 2**16),
+        step_time.Call("send", 2, 4),
+    ]
+    found = measurement.ladder(calls)
+    assert found["all_reduce"][0] == 400 and found["all_reduce"][-1] == 25 * 2**20
+    assert len(found["all_reduce"]) == measurement.RUNGS
+    assert (found["broadcast"][0], found["broadcast"][-1]) == (2**12, 2**16)
+    assert found["send"] == [8]
+
+
+def test_ranks_that_break_are_told() -> None:
+    given = model_check.subjects("reference/ddp", "in_memory", 2)[:1]
+    broken = dataclasses.replace(
+        given[0], pair=dataclasses.replace(given[0].pair, a=sides.Side("reference/ddp", {"x": 1}))
+    )
+    assert "x" in measurement.launch([broken], 2)["problem"]
+
+
+def test_a_score_on_real_ranks() -> None:
+    """Two processes, a tiny model: figures exist, add up, and survive JSON."""
+    given = dataclasses.replace(pair("reference/ddp", 2, **SMALL_BUCKETS), backend="gloo")
+    subject = measurement.Subject(given, "a", {"replicate": 2})
+    again = measurement.Subject.from_dict(json.loads(json.dumps(subject.to_dict())))
+    told = measurement.launch([again], 2)
+    (scored,), found = measurement.judge([subject], told, memory=[(3e6, 2e6)])
+    made = scored.prediction
+    cores = len(told["measured"][0]["cores"]) or None
+    assert made.overlap == step_time.overlap_of("gloo", cores)[0]
+    assert made.compute_seconds <= made.low_seconds <= made.step_seconds <= made.high_seconds
+    assert made.high_seconds == made.compute_seconds + made.communication_seconds
+    assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
+    assert scored.measured_seconds > 0 and math.isfinite(scored.error)
+    assert scored.card.memory_over_formula == 1.5
+    assert scored.to_dict()["scorecard"]["achieved_over_predicted"] == pytest.approx(
+        made.step_seconds / scored.measured_seconds
+    )
+    assert found.flop_rate is not None
+    (point,) = curve.modelled(
+        "ddp",
+        curve.plan_of_side(subject.pair, "a", subject.axes),
+        "replicate",
+        "weak",
+        6,
+        scored.compute,
+        found.fits,
+        "gloo",
+        known=scored.calls,
+        worlds=[1024],
+    )
+    assert point.efficiency is not None and 0 < point.efficiency < 1
+
+
+def test_the_tool_says_what_is_wrong_with_its_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_check.main(["--implementation", "reference/dpd"]) == 2
+    assert "reference/ddp" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        model_check.main(["--world", "1"])
+    assert ended.value.code == 2

@@ -1,0 +1,597 @@
+"""Scaling: efficiencies recovered from simulated times, scenario files, refusals, real runs.
+
+No test here asserts an absolute time, or which efficiency a real machine reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import shardproof, started
+
+from shardproof.bench import stats
+from shardproof.bench.evidence import load_times, write_times
+from shardproof.bench.scaling import judge, matrix, session, table
+from shardproof.bench.sides import Side, files
+from shardproof.commands.verify import verify
+from shardproof.compare import snapshot
+from shardproof.errors import InputError, SelectionError
+from shardproof.runs.run_folder import RunFolder, read
+from shardproof.scenarios import load
+
+ROOT = Path(__file__).parents[2]
+STRONG = ROOT / "scenarios" / "scaling" / "strong.yaml"
+WEAK = STRONG.with_name("weak.yaml")
+VERSION = snapshot.Version("0", "0")
+#: Log-ratio SD of a block, as in tests/bench/test_timing.py.
+SD = 0.10
+SMALL = """\
+name: small
+about: two systems that take no time
+mode: {mode}
+target: 0.8
+workload: {{name: charnames_gpt, params: {{layers: 1}}, {batch}: 8}}
+optimizer: sgd
+backends: {backend}
+worlds: {worlds}
+blocks: 3
+implementations: {systems}
+"""
+
+
+def small(
+    folder: Path,
+    mode: str = "strong",
+    worlds: Sequence[int] = (2,),
+    systems: str = "[reference/ddp]",
+    backend: str = "gloo",
+) -> Path:
+    """A scenario that is measured in seconds."""
+    batch = "global_batch" if mode == "strong" else "batch_per_rank"
+    path = folder / f"{mode}.yaml"
+    path.write_text(
+        SMALL.format(mode=mode, batch=batch, worlds=list(worlds), systems=systems, backend=backend)
+    )
+    return path
+
+
+def simulated(
+    efficiency: float,
+    wrapping: float = 1.1,
+    world: int = 2,
+    mode: str = "strong",
+    blocks: int = matrix.BLOCKS,
+    sd: float = SD,
+    seed: int = 0,
+) -> list[stats.Row]:
+    """Raw times: a machine that drifts, ``world`` ranks at ``efficiency`` against the plain T1."""
+    rng = np.random.default_rng(seed)
+    factor = {
+        "plain": 1.0,
+        "wrapped": wrapping,
+        "ranks": 1 / (efficiency * (world if mode == "strong" else 1)),
+    }
+    rows: list[stats.Row] = []
+    for block in range(blocks):
+        machine = math.exp(rng.normal(0, 0.3))  # met by all sides alike
+        own = {"plain": 0.0, "wrapped": 0.0, "ranks": rng.normal(0, sd)}
+        for segment, side in enumerate(judge.ORDER):
+            for step in range(2):
+                for rank in range(world if side == "ranks" else 1):
+                    slower = 1 - 0.001 * rank
+                    rows.append(
+                        {
+                            "launch": block % 2,
+                            "pair": judge.PAIR,
+                            "block": block,
+                            "segment": segment,
+                            "side": side,
+                            "step": step,
+                            "rank": rank,
+                            "seconds": machine * factor[side] * math.exp(own[side]) * slower,
+                        }
+                    )
+    return rows
+
+
+# ---------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("mode", ["strong", "weak"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_known_efficiency_is_recovered(mode: str, world: int) -> None:
+    told = judge.judge(simulated(0.83, 1.25, world, mode, sd=0.0), mode, world)
+    assert told["efficiency"]["plain"]["ratio"] == pytest.approx(0.83)
+    assert told["efficiency"]["wrapped"]["ratio"] == pytest.approx(0.83 * 1.25)
+    assert told["wrapping"]["ratio"] == pytest.approx(1.25)
+    assert told["blocks"] == matrix.BLOCKS and told["launches"] == 2
+    assert set(told["median_seconds"]) == {"plain", "wrapped", "ranks"}
+
+
+def test_the_interval_covers_the_truth_in_95_of_100() -> None:
+    found = [
+        judge.judge(simulated(0.8, seed=seed), "strong", 2)["efficiency"]["plain"]
+        for seed in range(400)
+    ]
+    covered = sum(f["low"] <= 0.8 <= f["high"] for f in found) / len(found)
+    assert 0.92 <= covered <= 0.98
+
+
+def test_a_target_that_is_just_met_is_rarely_called_held_or_missed() -> None:
+    told = [
+        judge.verdict(judge.judge(simulated(0.8, seed=s), "strong", 2)["efficiency"]["plain"], 0.8)
+        for s in range(400)
+    ]
+    assert told.count("inconclusive") >= 0.92 * len(told)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.81, 0.9, "holds"),
+        (0.8, 0.9, "holds"),
+        (0.7, 0.79, "below"),
+        (0.7, 0.8, "inconclusive"),
+        (0.79, 0.95, "inconclusive"),
+    ],
+)
+def test_verdicts(low: float, high: float, expected: str) -> None:
+    assert judge.verdict({"low": low, "high": high}, 0.8) == expected
+
+
+def test_blocks_that_were_cut_off_do_not_count() -> None:
+    rows = simulated(0.9, blocks=4)
+    last = [row for row in rows if row["block"] == 3]
+    for missing in (
+        [row for row in last if row["segment"] == 5],
+        [row for row in last if row["rank"] == 1],
+    ):
+        cut = [row for row in rows if row not in missing]
+        assert judge.judge(cut, "strong", 2)["blocks"] == 3
+    alone = judge.judge([row for row in rows if row["block"] == 0], "strong", 2)
+    assert alone["blocks"] == 1 and alone["efficiency"] is None
+
+
+# --------------------------------------------------------------------------- lines and the table
+
+
+def line_of(cell: matrix.Cell, room: int, rows: Sequence[stats.Row], **more: Any) -> dict[str, Any]:
+    """A line as :func:`session.result` has it, judged."""
+    sides = ("plain", "wrapped", "ranks")
+    line: dict[str, Any] = {
+        "kind": "scaling",
+        "id": cell.id,
+        "mode": cell.mode,
+        "implementation": cell.system.implementation,
+        "backend": cell.backend,
+        "world": cell.world,
+        "target": cell.target,
+        "cell": cell.to_dict(),
+        "room": {"ranks": room, "of": "physical cores", "threads": 1},
+        "problem": None,
+        "losses": {side: [2.0, 1.9] for side in sides},
+        "targets_per_step": dict.fromkeys(sides, 256),
+        "seconds": 1.0,
+        "mesh": {"replicate": cell.world},
+        "strategy": "ddp",
+        "probed": None,
+        "peak_bytes": None,
+    }
+    return json.loads(json.dumps(line | more | judge.conclude(line | more, rows)))  # type: ignore[no-any-return]
+
+
+def cells(path: Path = STRONG, system: str = "reference/ddp") -> dict[int, matrix.Cell]:
+    """World -> cell of one system."""
+    return {cell.world: cell for cell in matrix.read([path]) if cell.title == system}
+
+
+def test_more_ranks_than_cores_are_refused_and_modelled() -> None:
+    rows = simulated(0.9)
+    found = [line_of(cell, 2, rows) for cell in cells().values()]
+    told = {line["world"]: line for line in found}
+    for line in found[1:]:
+        line["modelled"] = {"efficiency": 1 / line["world"]}
+    assert told[2]["verdict"] == "holds" and told[2]["efficiency"]["plain"]["low"] > 0.8
+    for world in (4, 8, 1024):
+        assert told[world]["verdict"] == "oversubscribed"
+        assert told[world]["efficiency"] is None and "ranks" not in told[world]["median_seconds"]
+        assert f"{world} ranks, 2 physical cores" in told[world]["reason"]
+    headings, table_rows = table(found)
+    assert len(table_rows) == 2 and all(len(row) == len(headings) for row in table_rows)
+    assert table_rows[1][3] == "4 to 1,024" and "25.0% at 4" in table_rows[1][7]
+    assert re.fullmatch(r"[\d.]+% \[[\d.]+%, [\d.]+%\]", table_rows[0][5]), "E has one unit"
+    assert len(judge.narrow(table_rows[0])) == len(judge.NARROW)
+    worlds, modelled = judge.modelled_table(found)
+    assert "1,024" in worlds and len(modelled) == 1 and len(modelled[0]) == len(worlds)
+    # With a core for every rank nothing is refused.
+    assert line_of(cells()[4], 4, simulated(0.5, world=4))["verdict"] == "below"
+
+
+def test_sides_that_do_not_train_the_same_have_no_efficiency() -> None:
+    rows, cell = simulated(0.9), cells()[2]
+    alike = {"plain": [2.0, 1.9], "wrapped": [2.0, 1.9], "ranks": [2.0, 1.9]}
+    assert line_of(cell, 2, rows, losses=alike)["verdict"] == "holds"
+    told = line_of(cell, 2, rows, losses=alike | {"ranks": [2.0, 1.8]})
+    assert told["verdict"] == "fail" and "2 ranks" in told["reason"]
+    # In weak scaling N ranks see another batch: that is no fault.
+    weak = line_of(cells(WEAK)[2], 2, simulated(0.9, mode="weak"), losses=alike | {"ranks": [1.0]})
+    assert weak["verdict"] == "holds"
+
+
+@pytest.mark.parametrize("path", [STRONG, WEAK], ids=["strong", "weak"])
+def test_times_without_losses_have_figures_and_no_verdict(path: Path) -> None:
+    """Ctrl-C in the first launch leaves blocks, and nobody knows what the ranks trained."""
+    cell = cells(path)[2]
+    told = line_of(cell, 2, simulated(0.95, mode=cell.mode), losses={})
+    assert told["efficiency"]["plain"]["low"] > 0.8 and told["trained_alike"] is None
+    assert told["verdict"] == "inconclusive" and "is not known" in told["reason"]
+    assert not snapshot._scaling(told, VERSION).samples
+    known = line_of(cell, 2, simulated(0.95, mode=cell.mode))
+    assert known["verdict"] == "holds" and known["trained_alike"] is True
+    assert snapshot._scaling(known, VERSION).samples
+    # What is refused claims nothing of times.
+    refused = line_of(cells(path)[64], 2, simulated(0.95, mode=cell.mode), losses={})
+    assert refused["verdict"] == "oversubscribed"
+
+
+def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
+    told = line_of(cells()[2], 2, simulated(0.8, sd=0.2))
+    assert told["verdict"] == "inconclusive" and "blocks give a half-width" in told["reason"]
+    few = line_of(cells()[2], 2, simulated(0.9, blocks=1))
+    assert few["verdict"] == "inconclusive" and "needs 2" in few["reason"]
+
+
+def test_exit_codes() -> None:
+    from shardproof.commands.bench_scaling import exit_code
+
+    def told(*words: str) -> list[dict[str, str]]:
+        return [{"verdict": word} for word in words]
+
+    assert exit_code(told("holds", "oversubscribed"), False) == 0
+    assert exit_code(told("below", "oversubscribed"), False) == 0
+    assert exit_code(told("below"), True) == 1
+    assert exit_code(told("oversubscribed"), False) == 3
+    assert exit_code(told("holds", "inconclusive"), False) == 3
+    assert exit_code(told("holds", "crash"), False) == 1
+    assert exit_code([], False) == 3
+
+
+# ------------------------------------------------------------------------------ scenario files
+
+
+def test_shipped_scenarios_state_mode_and_base_and_reach_1024_ranks() -> None:
+    found = matrix.read([STRONG, WEAK])
+    assert len({cell.id for cell in found}) == len(found)
+    assert {cell.mode for cell in found} == {"strong", "weak"}
+    assert {cell.target for cell in found} == {0.8}
+    for path in (STRONG, WEAK):
+        worlds = cells(path)
+        assert min(worlds) == 2 and max(worlds) == 1024
+        for world, cell in worlds.items():
+            grows = world if cell.mode == "weak" else 1
+            assert cell.workload.global_batch == cell.base.global_batch * grows
+            assert matrix.Cell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
+    assert cells()[1024].samples(1024) == 1 and cells()[8].samples(8) == 4
+    assert cells(WEAK)[8].samples(8) == 32
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "told"),
+    [
+        ("mode: strong", "mode: strnog", 6, "strong"),
+        ("target: 0.8", "traget: 0.8", 8, "target"),
+        ("target: 0.8", "target: 1.8", 8, "less than or equal to 1"),
+        ("size: 1m", "size: 2m", 9, "20m"),
+        ("global_batch: 32", "batch_per_rank: 32", 9, "workload.global_batch"),
+        ("backends: [gloo]", "backends: [glue]", 11, "gloo"),
+        ("worlds: [2, 4,", "worlds: [4, 2,", 12, "grow"),
+        ("worlds: [2, 4,", "worlds: [1, 4,", 12, "start at 2"),
+        ("  - reference/zero1", "  - reference/zreo1", 15, "reference/zero1"),
+        ("label: views, ", "", 19, "label"),
+        ("base: [plain, wrapped]", "base: [plain]", 7, "both cases"),
+    ],
+)
+def test_faults_of_a_scaling_scenario_have_a_line(
+    tmp_path: Path, old: str, new: str, line: int, told: str
+) -> None:
+    text = STRONG.read_text()
+    assert old in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=told) as caught:
+        matrix.read([path])
+    assert f"mine.yaml:{line}:" in str(caught.value)
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    speed = ROOT / "scenarios" / "speed" / "data-parallel.yaml"
+    assert load.timed(STRONG) == load.timed(WEAK) == "scaling"
+    assert load.timed(speed) == "speed"
+    assert not load.timed(STRONG.with_name("bubble.yaml"))
+    assert not load.timed(tmp_path / "absent.yaml")
+    for name in ("strong", "scaling/strong", str(STRONG)):
+        assert [path.resolve() for path in files([name])] == [STRONG]
+    assert {path.name for path in files(["scaling"])} == {"strong.yaml", "weak.yaml"}
+    with pytest.raises(SelectionError, match="did you mean strong"):
+        files(["storng"])
+
+
+def test_judging_leaves_timed_files_to_bench(tmp_path: Path) -> None:
+    folder = ROOT / "scenarios" / "scaling"
+    assert [file.name for file in load.find([str(folder)])] == ["bubble"]
+    for name in ("strong", "scaling/strong", str(STRONG)):
+        with pytest.raises(InputError, match=r"shardproof bench .*strong"):
+            load.find([name])
+    with pytest.raises(SelectionError, match=r"shardproof bench .*speed"):
+        load.find([str(ROOT / "scenarios" / "speed")])
+
+
+def test_commands_know_timed_files() -> None:
+    done = shardproof("check-scenario", str(STRONG), str(STRONG.with_name("bubble.yaml")))
+    assert done.returncode == 0 and "strong, 70 cells" in done.stdout, done.stderr
+    listed = shardproof("list", "scenarios").stdout.splitlines()
+    assert {"scaling/strong", "scaling/weak", "speed/data-parallel", "bubble"} <= set(listed)
+    schema = json.loads(shardproof("schema", "scaling").stdout)
+    assert "mode" in schema["required"] and schema["title"] == "Shardproof scaling"
+    done = shardproof("bench", "scaling/weak", "-k", "zero3 and ::2::", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["scaling::weak::reference/zero3::gloo::2::charnames_gpt+1m"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("strong", "data-parallel"), "two kinds of scenario"),
+        (("strong", "-k", "nothing_like_it"), "matches no cell"),
+        (("strong", "--backend", "glue"), "gloo"),
+        (("strong", "--world", "1"), "one rank is the base case"),
+        (("strong", "--param", "layers=1"), "--param belongs to one pair"),
+        (("strong", "--fail-on", "slower"), "scaling has a target"),
+        (("strong", "--fail-on", "goal", "--fail-on", "slower"), "write --fail-on goal"),
+        (("strong", "--blocks", "2", "--launches", "3"), "at most one launch a block"),
+    ],
+)
+def test_bad_input_names_what_is_valid(arguments: tuple[str, ...], told: str) -> None:
+    from typer.testing import CliRunner
+
+    from shardproof.commands.main import app
+
+    outcome = CliRunner().invoke(app, ["bench", *arguments, "--dry-run"])
+    assert isinstance(outcome.exception, InputError), outcome.output
+    assert told in str(outcome.exception)
+
+
+#: Options of `bench` that a cell has no use for, each with a value.
+OF_PAIRS = {
+    "workload": "charnames_gpt",
+    "size": "1m",
+    "param": "layers=1",
+    "batch": "16",
+    "micro_batches": "1",
+    "optimizer": "adamw",
+    "dtype": "float32",
+    "option_a": "a=1",
+    "option_b": "a=1",
+    "mesh_a": "replicate=2",
+    "mesh_b": "replicate=2",
+    "goal": "1.1",
+    "profile": None,
+    "score": None,
+    "no_memory": None,
+}
+#: Those that change which cells are measured, how, and what their figures come to.
+OF_CELLS = {"names", "expression", "backend", "world", "blocks", "launches", "fail_on", "budget"}
+OF_CELLS |= {"deadline", "results", "dry_run"}
+
+
+def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
+    import inspect
+
+    from typer.testing import CliRunner
+
+    from shardproof.commands import bench
+    from shardproof.commands.main import app
+
+    known = set(inspect.signature(bench.bench).parameters) - {"context"}
+    assert known == OF_CELLS | set(OF_PAIRS)
+    for name, value in OF_PAIRS.items():
+        option = f"--{name.replace('_', '-')}"
+        more = [option] if value is None else [option, value]
+        outcome = CliRunner().invoke(app, ["bench", "strong", *more, "--dry-run"])
+        assert isinstance(outcome.exception, InputError), option
+        assert f"{option} belongs to one pair" in str(outcome.exception)
+
+
+def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
+    from shardproof.commands.bench_scaling import within
+    from shardproof.runs.run_folder import Durations
+
+    durations = Durations(tmp_path / "durations.json")
+    group = session._in_order([item(cell, 4) for cell in cells().values()])
+    for measured in group[:2]:
+        cell = measured.cell
+        durations.note(f"{cell.id}::{cell.blocks}x{cell.launches}", 40.0)
+    assert within(group, 2.0, durations) == (group, 80.0)
+    # Worlds beyond the machine are modelled from 4 ranks, which do not fit.
+    assert within(group, 1.0, durations) == (group[:1], 40.0)
+    assert within(group, 0.5, durations) == ([], 0.0)
+    done = shardproof(
+        "bench", str(small(tmp_path, worlds=(2, 64))), "--dry-run", "--budget", "0.01"
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "0 cells, about 0 s, 2 left out by the budget" in done.stderr
+
+
+def test_options_change_cells() -> None:
+    found = matrix.with_worlds(matrix.read([WEAK]), [3])
+    assert {cell.world for cell in found} == {3} and len(found) == 7
+    assert {cell.workload.global_batch for cell in found} == {96}
+
+
+# -------------------------------------------------------------------------------- what fits here
+
+
+def item(cell: matrix.Cell, room: int) -> session.Measured:
+    return session.Measured(
+        cell, {}, {"ranks": room, "of": "physical cores", "threads": matrix.THREADS}
+    )
+
+
+def test_the_largest_world_that_fits_explains_those_that_do_not() -> None:
+    group = session._in_order([item(cell, 4) for cell in cells().values()])
+    assert [m.cell.world for m in group[:2]] == [2, 4]
+    assert [m.timed for m in group] == [True, True, *[False] * 8]
+    assert all(m.source is group[1] for m in group[2:])
+    # On one core a single rank is timed, and every world is modelled from it.
+    group = session._in_order([item(cell, 1) for cell in cells().values()])
+    assert [m.timed for m in group] == [True, *[False] * 9]
+    assert all(m.refused and m.source is group[0] for m in group)
+
+
+def test_systems_without_a_data_axis_are_told_so() -> None:
+    cell = cells()[2]
+    told = session._measured(cell, {"axes": ["pipe"], "missing": "", "max_world": None})
+    assert told.problem == ("precondition", "reference/ddp: has no data axis, only pipe")
+    told = session._measured(cell, {"axes": ["shard"], "missing": "", "max_world": 1})
+    assert told.problem is not None and "at most 1 ranks" in told.problem[1]
+    told = session._measured(cell, {"axes": ["replicate", "shard"], "missing": "", "max_world": 8})
+    assert told.problem is None and told.mesh == {"shard": 2}
+
+
+def test_two_threads_of_a_core_are_one_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof.launch import process_control
+
+    monkeypatch.setattr(process_control, "by_core", lambda: [[0, 4], [1, 5], [2]])
+    assert process_control.physical_cores() == 3
+    monkeypatch.setattr(process_control, "by_core", lambda: None)  # a kernel that tells nothing
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    monkeypatch.setattr(process_control, "cores", lambda: 2)
+    assert process_control.physical_cores() == 2
+
+
+def test_the_plain_program_is_an_implementation() -> None:
+    from shardproof import registry
+
+    registry.check(matrix.PLAIN)
+    assert cells()[2].pair(Side(matrix.PLAIN)).a.implementation == matrix.PLAIN
+
+
+# --------------------------------------------------------------------------------- whole sessions
+
+
+def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = shardproof("bench", str(small(tmp_path, worlds=(2, 64))), "--results", str(run))
+    assert done.returncode in (0, 3), done.stdout + done.stderr
+    found = {line["world"]: line for line in read(run).scalings}
+    two = found[2]
+    room = two["room"]["ranks"]
+    assert (two["verdict"] == "oversubscribed") == (room < 2)
+    if room >= 2:
+        assert two["verdict"] in ("holds", "below", "inconclusive")
+        assert two["blocks"] == 3 and two["efficiency"]["wrapped"]["log"]["blocks"] == 3
+        assert set(two["losses"]) == {"plain", "wrapped", "ranks"}
+        assert two["targets_per_step"] == {"plain": 128, "wrapped": 128, "ranks": 128}
+    assert found[64]["verdict"] == "oversubscribed" and found[64]["efficiency"] is None
+    assert found[64]["times"] == two["times"] and found[64]["measured_in"] == two["id"]
+    assert "oversubscribed" in done.stdout and "reference/ddp" in done.stdout
+    told = verify(run)
+    assert not told.problems and told.scalings == 2
+    table_again = shardproof("report", str(run), "--format", "markdown").stdout
+    assert "| strong | reference/ddp | gloo | 2 |" in table_again
+
+    rows = load_times(run / two["times"])
+    for row in rows:
+        row["seconds"] *= 3 if row["side"] == "plain" else 1
+    write_times(run, two["id"], rows)
+    problems = verify(run).problems
+    assert any("was changed" in problem for problem in problems)
+    assert any("raw times give" in problem for problem in problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "in_memory"])
+def test_every_system_of_the_shipped_scenarios_scales_somehow(backend: str, tmp_path: Path) -> None:
+    names = {(c.system.implementation, c.label): c for c in matrix.read([STRONG])}
+    systems = json.dumps(
+        [
+            {"implementation": name, **({"label": label} if label else {}), "options": options}
+            for (name, label), options in ((k, dict(c.system.options)) for k, c in names.items())
+        ]
+    )
+    path = small(tmp_path, "weak", systems=systems, backend=backend)
+    run = tmp_path / "run"
+    done = shardproof("bench", str(path), "--results", str(run))
+    assert done.returncode in (0, 3), done.stdout + done.stderr
+    told = {line["cell"]["system"]["implementation"]: line for line in read(run).scalings}
+    assert set(told) == {name for name, _ in names}
+    assert {line["verdict"] for line in told.values()} <= {"holds", "below", "inconclusive"}
+    assert not verify(run).problems
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ("--blocks", "4000", "--results", str(run))
+    with started("bench", str(small(tmp_path)), *more) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if "/4000 blocks in" in text and " 0/4000" not in text:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130
+    assert "stopped: 1 of 1 cells" in rest
+    (line,) = read(run).scalings
+    assert 0 < line["blocks"] < 4000 and not verify(run).problems
+    if line["verdict"] != "oversubscribed":
+        assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ("--budget", "0.01", "--results", str(run))
+    done = shardproof("bench", str(small(tmp_path, worlds=(2, 64))), *more)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.count("left out by the budget: scaling::small::reference/ddp") == 2
+    assert len(read(run).left_out) == 2 and not read(run).scalings and not verify(run).problems
+
+
+def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> None:
+    run, path = tmp_path / "run", small(tmp_path)
+    with RunFolder(run, ["shardproof", "bench"]) as folder:
+        (cell,) = matrix.read([path])
+        folder.add(line_of(cell, 2, simulated(0.9)), "scaling")
+    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "left out by the budget" in done.stdout
+    assert len(read(run).scalings) == 1 and not read(run).left_out
+    with RunFolder(run, ["shardproof", "bench"]) as folder:  # a failure of before is not hidden
+        folder.add(read(run).scalings[0] | {"verdict": "crash"}, "scaling")
+    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "(stays as it was: crash)" in done.stdout
+
+
+def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None:
+    (tmp_path / "falls.py").write_text(
+        "from shardproof.impls.pytorch.ddp import PyTorchDDP\n"
+        "class Falls(PyTorchDDP):\n"
+        "    def step(self, batch, observe):\n"
+        "        raise OverflowError('on purpose')\n"
+    )
+    path = small(tmp_path, worlds=(2, 4), systems="['falls:Falls']")
+    done = shardproof("bench", str(path), "--results", "run", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = {line["world"]: line for line in read(tmp_path / "run").scalings}
+    assert told[2]["verdict"] == "crash" and "OverflowError: on purpose" in told[2]["reason"]
+    assert told[4]["verdict"] in ("oversubscribed", "crash")
+    assert not verify(tmp_path / "run").problems

@@ -1,0 +1,192 @@
+"""What happens to the runner itself: killed, interrupted, out of disk.  Nothing written is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardproof.commands.verify import verify
+from shardproof.runs.resume import planned
+from shardproof.runs.run_folder import read
+
+ROOT = Path(__file__).parents[2]
+MARK = "SHARDPROOF_SURVIVAL_TEST"
+SELECTION = ("ddp-gpt", "--impl", "reference/naive_ddp", "--backend", "in_memory", "-j", "2")
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """The runner as people start it; its processes are known by a variable in their environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "shardproof",
+        "run",
+        *SELECTION,
+        "--results",
+        str(folder),
+        *more,
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**environment, MARK: str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def left_running(folder: Path) -> list[str]:
+    """Processes of the run in ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(folder) and process.status() != "zombie":
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+        except psutil.Error:
+            continue
+    return found
+
+
+def all_gone(folder: Path, within_s: float = 5.0) -> bool:
+    """Whether nothing of the run is left before the time is up."""
+    deadline = time.monotonic() + within_s
+    while left_running(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def lines(folder: Path) -> int:
+    path = folder / "cases.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(folder: Path, process: subprocess.Popen[str], count: int) -> None:
+    """Until the run is planned and so many cases have ended."""
+    deadline = time.monotonic() + 120
+
+    def reached() -> bool:
+        sealed = folder / "manifest.jsonl"
+        is_planned = sealed.exists() and "planned.jsonl" in sealed.read_text()
+        return is_planned and lines(folder) >= count
+
+    while not reached() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def killed_at(folder: Path, moment: float, cases: int) -> None:
+    """Kill a run ``moment`` seconds after some case ended, and look at what it left."""
+    process = start(folder)
+    wait_for(folder, process, cases)
+    time.sleep(moment)
+    written = lines(folder)
+    process.kill()
+    process.communicate(timeout=30)
+    assert all_gone(folder), left_running(folder)
+    run = read(folder)
+    assert len(run.cases) >= written, "a case that had ended was lost"
+    if cases:
+        assert run.cases and all((folder / case["record"]).is_file() for case in run.cases)
+        # What runs is planned, so that what the kill took is known.
+        ids = {case.id for case in planned(folder)}
+        missing = ids - {case["id"] for case in run.cases}
+        named = " ".join(verify(folder).problems)
+        assert all(name in named for name in missing)
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_kill_9_loses_the_running_cases_at_most(tmp_path: Path, attempt: int) -> None:
+    killed_at(tmp_path / "run", random.Random(attempt).uniform(0, 1.5), attempt)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kill_9_at_twenty_random_moments(tmp_path: Path) -> None:
+    source = random.Random(os.environ.get("SHARDPROOF_SEED", "9"))
+    for attempt in range(20):
+        killed_at(tmp_path / f"run{attempt}", source.uniform(0, 2.5), source.randint(0, 3))
+
+
+def test_a_killed_run_is_finished_by_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed_at(folder, 0.1, 2)
+    before = {case["id"] for case in read(folder).cases}
+    process = start(folder, "--resume")
+    output = process.communicate(timeout=170)[0]
+    assert process.returncode == 0, output
+    assert verify(folder).problems == []
+    run = read(folder)
+    assert {case["id"] for case in run.cases} == {case.id for case in planned(folder)} > before
+    again = set(run.header["invocations"][1]["planned"])
+    assert not again & before, "what had ended was not run again"
+    assert f"{len(run.cases)} judged" in output
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_once_and_twice(tmp_path: Path, times: int) -> None:
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for(folder, process, 1)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 130, output
+    assert "stopped: " in output and "Traceback" not in output
+    assert all_gone(folder), left_running(folder)
+    run = read(folder)
+    assert run.cases and run.left_out
+    assert run.header["invocations"][0]["exit_code"] == 130
+    assert verify(folder).problems == []
+    done = {line["id"] for line in (*run.cases, *run.left_out)}
+    assert done == {case.id for case in planned(folder)}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, capture_output=True)
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(small_disk: Path) -> None:
+    folder = small_disk / "run"
+    process = start(folder)
+    output = process.communicate(timeout=170)[0]
+    assert process.returncode == 3, output
+    assert "Traceback" not in output
+    told = re.search(r"^(\S+): No space left on device", output, re.MULTILINE)
+    assert told and told[1].startswith(str(small_disk)), output
+    assert f"shardproof run --resume --results {folder}" in output
+    assert all_gone(folder), left_running(folder)
+    run = read(folder)
+    assert run.cases, "cases that ended before are kept"
+    assert all((folder / case["record"]).is_file() for case in run.cases)
+    command = ["mount", "-o", "remount,size=64m", str(small_disk)]
+    subprocess.run(command, check=True, capture_output=True)
+    process = start(folder, "--resume")
+    output = process.communicate(timeout=170)[0]
+    assert process.returncode == 0, output
+    assert verify(folder).problems == []
+    assert {c["id"] for c in read(folder).cases} == {case.id for case in planned(folder)}

@@ -1,0 +1,46 @@
+"""Work folders of runners that live beside each other, and of runners that died."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.cases import runner
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(runner, "workspace_base", lambda: tmp_path)
+    return tmp_path
+
+
+def test_a_living_runner_keeps_its_folder(base: Path) -> None:
+    with runner.Workspace() as first, runner.Workspace() as second:
+        assert first != second and first.is_dir() and second.is_dir()
+        assert runner.sweep(base) == []
+    assert not any(base.iterdir())
+
+
+def test_a_runner_that_starts_is_not_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runners start at once, as under pytest-xdist: one sweeps just as the other locks."""
+    lock, swept = fcntl.flock, []
+
+    def late(stream: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            swept.append(runner.sweep(base))
+        lock(stream, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with runner.Workspace() as folder:
+        assert swept == [[]] and folder.is_dir()
+
+
+def test_the_next_runner_removes_what_a_dead_one_left(base: Path) -> None:
+    left = base / f"{runner.PREFIX}left"
+    left.mkdir()
+    (left / runner.LOCK).touch()
+    with runner.Workspace() as folder:
+        assert not left.exists() and folder.is_dir()

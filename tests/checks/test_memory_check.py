@@ -1,0 +1,382 @@
+"""The checks of a sharded system's cost fail on every fault planted in records made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_costs import plan
+
+from shardproof.checks import Outcome, active, memory, overlap, traffic
+from shardproof.costs import PROMISES, Promise, Unpromised
+from shardproof.costs.expression import CaseFacts
+from shardproof.ledgers.memory import MemoryLedger, summary
+from shardproof.report.memory import MEASURED, memory_rows
+
+STEPS = 3
+POINTS = ("gradients_final", "after_update")
+
+
+def weigh(promise: Promise, rank: int) -> list[dict[str, Any]]:
+    """The rows of a rank that holds what is promised."""
+    rows = []
+    for step in range(STEPS):
+        for point in POINTS:
+            updated = step if point == "after_update" else step - 1
+            for kind, size in promise.resident(rank, step, updated).items():
+                rows.append(row("mark", step, point, kind, size))
+        for phase in ("forward", "backward"):
+            for kind, bound in promise.peaks(rank, phase, step).items():
+                rows.append(row("peak", step, phase, kind, bound.low))
+    return rows
+
+
+def row(moment: str, step: int, where: str, kind: str, size: int) -> dict[str, Any]:
+    fields = {"moment": moment, "step": step, "where": where, "device": "cpu", "kind": kind}
+    return fields | {"bytes": size}
+
+
+def calls(promise: Promise, world: int) -> list[list[dict[str, Any]]]:
+    """Calls of one step on each rank as promised: gathers fly while their unit begins."""
+    ranks: list[list[dict[str, Any]]] = [[] for _ in range(world)]
+    gathers = [int(promise.strategy == "fsdp")] * world  # its root is gathered once
+    for flow in promise.flows():
+        assert isinstance(flow.calls, int)
+        for rank in range(world):
+            for _ in range(flow.calls // world):
+                share = flow.bytes / flow.calls
+                phase, issued, waited = "backward", 1, 900
+                if flow.operation == "all_gather":
+                    unit, way = divmod(gathers[rank], 2)
+                    gathers[rank] += 1
+                    begins = 100 * (way + 1) + 10 * unit
+                    issued = begins - 1 if unit else begins + 1  # the root has nothing before it
+                    phase, waited = ("forward", "backward")[way], issued + 2
+                ranks[rank].append(
+                    {
+                        "operation": flow.operation,
+                        "group": list(range(world)),
+                        "axis": "world",
+                        "logical_bytes": f"{share.numerator}/{share.denominator}",
+                        "phase": phase,
+                        "floating": True,
+                        "inside_backward": True,
+                        "issued": issued,
+                        "waited": waited,
+                    }
+                )
+    return ranks
+
+
+def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
+    promise = PROMISES[strategy](
+        plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
+    )
+    units = [
+        [100 * way + 10 * number, phase, unit]
+        for way, phase in enumerate(("forward", "backward"), 1)
+        for number, unit in enumerate(("", *promise.plan.units))
+    ]
+    records = []
+    for rank, sent in enumerate(calls(promise, world)):
+        local = promise.local(rank)
+        held = {
+            "gradients_final": {"gradients": dict(local.gradients)},
+            "after_update": {
+                "parameters": dict(local.parameters),
+                "optimizer": dict(local.optimizer),
+            },
+        }
+        step = {
+            "observed": {point: {} for point in POINTS},
+            "held": held,
+            "metrics": {},
+            "calls": [0, len(sent)],
+            "events": [0, 1000],
+        }
+        records.append(
+            {
+                "rank": rank,
+                "memory": weigh(promise, rank),
+                "unmatched": [],
+                "traffic": sent,
+                "events": units,
+                "steps": [dict(step) for _ in range(STEPS)],
+            }
+        )
+    from shardproof.contract import PROFILES
+
+    case = SimpleNamespace(
+        ledgers=True,
+        backend="in_memory",
+        checks=("memory",),
+        membership={},
+        expect={},
+        precision={},
+        dtype="float32",
+        mesh=promise.plan.axes,
+        world=world,
+    )
+    names = [t.name for t in promise.plan.parameters]
+    return SimpleNamespace(
+        case=case,
+        capabilities={
+            "strategy": strategy,
+            "backends": ["in_memory"],
+            "features": sorted(PROFILES[strategy]),
+        },
+        facts=CaseFacts({}, promise.plan),
+        steps=range(STEPS),
+        records=records,
+        workload={
+            "parameter_names": names,
+            "trainable_names": names,
+            "unused_possible": False,
+            "traits": [],
+        },
+        tensors=[{"point": "initial", "kind": "parameters", "name": name} for name in names],
+    )
+
+
+Check = Callable[[Any], Outcome]
+CHECKS: list[Check] = [memory.decide, traffic.decide, active.decide, overlap.decide]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_promised_passes(strategy: str, world: int) -> None:
+    for decide in CHECKS:
+        outcome = decide(figures(strategy, world))
+        assert outcome.status in ("pass", "skip"), outcome.message
+    assert memory.decide(figures(strategy, world)).status == "pass"
+    assert traffic.decide(figures(strategy, world)).status == "pass"
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer_state", "masters"])
+@pytest.mark.parametrize("amount", [1, -1])
+def test_one_byte_more_or_less_of_any_class_fails(kind: str, amount: int) -> None:
+    policy = {"precision": {"parameters": "bfloat16"}}
+    found = figures("zero1", options=policy)
+    rows = found.records[1]["memory"]
+    wrong = next(
+        r
+        for r in rows
+        if r["kind"] == kind and r["moment"] == "mark" and r["step"] == 2 and r["bytes"]
+    )
+    wrong["bytes"] += amount
+    outcome = memory.decide(found)
+    assert outcome.status == "fail"
+    for told in (f"rank 1, step 2, {wrong['where']}: {kind}", f"{wrong['bytes']:,} bytes held"):
+        assert told in outcome.message
+    assert f"{wrong['bytes'] - amount:,} promised (zero1, A16)" in outcome.message
+
+
+def test_bytes_of_a_host_tier_do_not_count_on_the_device() -> None:
+    found = figures("zero1")
+    for one in found.records[0]["memory"]:
+        if one["kind"] == "optimizer_state":
+            one["device"] = "file"
+    outcome = memory.decide(found)
+    assert outcome.status == "fail"
+    assert "optimizer_state: 0 bytes held" in outcome.message
+
+
+@pytest.mark.parametrize(("amount", "bad"), [(0, False), (-1, True), (10**6, True)])
+def test_peaks_are_bounded_on_both_sides(amount: int, bad: bool) -> None:
+    found = figures("zero3")
+    peak = next(
+        r
+        for r in found.records[0]["memory"]
+        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "parameters")
+    )
+    peak["bytes"] += amount
+    outcome = memory.decide(found)
+    assert (outcome.status == "fail") == bad
+    if bad:
+        assert "backward: parameters" in outcome.message
+        assert "at the peak" in outcome.message
+
+
+def test_memory_says_why_it_does_not_judge() -> None:
+    found = figures()
+    found.case.backend = "gloo"
+    assert "in_memory" in memory.decide(found).message
+    found.capabilities["backends"] = ["gloo"]
+    assert memory.decide(found).status == "pass"
+    found.capabilities["strategy"] = "elastic_ddp"
+    assert memory.decide(found).status == "skip"
+
+
+def test_a_skipped_update_makes_no_state() -> None:
+    found = figures("zero1")
+    for record in found.records:
+        record["steps"][0] = record["steps"][0] | {"metrics": {"skipped": 1.0}}
+    assert "step 0, after_update: optimizer_state" in memory.decide(found).message
+    for record in found.records:
+        for one in record["memory"]:
+            early = one["step"] == 0 or (one["step"], one["where"]) == (1, "gradients_final")
+            if one["kind"] == "optimizer_state" and early:
+                one["bytes"] = 0
+    assert memory.decide(found).status == "pass"
+
+
+def test_accounting_and_ratios_are_among_the_figures() -> None:
+    told = memory.decide(figures("zero1")).figures
+    assert told["accounting"] == "A32"
+    assert told["ratio_limit"] == "2"
+    assert told["ratio_theory"] == "4/3"
+    assert told["ratio_measured"] == told["ratio_promised"]
+    assert Fraction(told["bytes_whole"], told["bytes_held"]) == Fraction(told["ratio_measured"])
+
+
+def test_held_and_promised_bytes_stand_side_by_side() -> None:
+    found = figures("zero3")
+    told = memory.decide(found).figures
+    for rank, tiers in told["promised"].items():
+        held = told["resident"][rank]["device"]
+        assert tiers["device"] == {kind: held[kind] for kind in tiers["device"]} != {}
+    moved = traffic.decide(found).figures
+    assert {row["operation"]: row["bytes"] for row in moved["sent"]} == {
+        operation: str(sum(int(r["bytes"]) for r in moved["flows"] if r["operation"] == operation))
+        for operation in {row["operation"] for row in moved["flows"]}
+    }
+
+
+def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
+    told = memory.decide(figures("zero1")).figures
+    whole = {"bytes_held": 0, "ratio_measured": str(told["bytes_whole"])}
+    case = {"implementation": "x", "mesh": {"shard": 2}, "optimizer": {"name": "sgd"}}
+    results = [
+        {
+            "case": case | {"dtype": "float32"},
+            "checks": [{"check": "memory", "status": "pass", "figures": told | changed}],
+        }
+        for changed in ({}, whole)
+    ]
+    cells = sorted(row[MEASURED] for row in memory_rows(results))
+    assert cells[1] == "nothing held" and cells[0].endswith("x")
+
+
+def test_traffic_names_the_axis_and_the_call() -> None:
+    found = figures("zero3")
+    lost = found.records[0]["traffic"].pop()
+    found.records[0]["steps"] = [
+        step | {"calls": [0, len(found.records[0]["traffic"])]}
+        for step in found.records[0]["steps"]
+    ]
+    outcome = traffic.decide(found)
+    assert outcome.status == "fail"
+    assert f"axis shard, {lost['operation']}" in outcome.message
+
+
+def test_there_is_no_ratio_where_the_textbook_promises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(_: Any) -> Any:
+        raise Unpromised("not here")
+
+    found = figures("zero3")
+    monkeypatch.setattr(PROMISES["zero3"], "textbook", "zero1")
+    assert traffic.decide(found).figures["textbook"] == "zero1"
+    monkeypatch.setattr(PROMISES["zero1"], "payload", silent)
+    outcome = traffic.decide(found)
+    assert outcome.status == "pass" and "textbook" not in outcome.figures
+
+
+def test_the_same_bytes_in_more_calls_fail() -> None:
+    found = figures("zero3")
+    for record in found.records:
+        first = record["traffic"][0]
+        half = Fraction(first["logical_bytes"]) / 2
+        first["logical_bytes"] = str(half)
+        record["traffic"].append(dict(first))
+        record["steps"] = [
+            step | {"calls": [0, len(record["traffic"])]} for step in record["steps"]
+        ]
+    outcome = traffic.decide(found)
+    assert outcome.status == "fail"
+    assert "calls over all ranks, zero3 promises" in outcome.message
+
+
+def test_axes_are_told_from_ranks() -> None:
+    mesh = {"replicate": 2, "shard": 4}
+    assert traffic.axis_of([0, 1, 2, 3], mesh) == "shard"
+    assert traffic.axis_of([4, 5], mesh) == "shard"
+    assert traffic.axis_of([1, 5], mesh) == "replicate"
+    assert traffic.axis_of(range(8), mesh) == "replicate+shard"
+    assert traffic.axis_of([3], mesh) == ""
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer"])
+def test_a_whole_where_a_shard_is_promised_fails(kind: str) -> None:
+    found = figures("zero3")
+    point = "gradients_final" if kind == "gradients" else "after_update"
+    held = found.records[1]["steps"][-1]["held"]
+    held = held | {point: held[point] | {kind: held[point][kind] | {"head.w": 7}}}
+    found.records[1]["steps"][-1] = found.records[1]["steps"][-1] | {"held": held}
+    outcome = active.decide(found)
+    assert outcome.status == "fail"
+    assert f"7 elements of the {kind} of 'head.w', zero3 promises" in outcome.message
+
+
+def test_no_prefetch_fails() -> None:
+    found = figures("zero3")
+    assert overlap.decide(found).status == "pass", overlap.decide(found).message
+    for record in found.records:
+        for call in record["traffic"]:
+            if call["operation"] == "all_gather":
+                call["waited"] = call["issued"] + 1
+    outcome = overlap.decide(found)
+    assert outcome.status == "fail"
+    assert "0 gathers are issued while another unit computes, 4 promised" in outcome.message
+
+
+def test_another_depth_of_prefetch_fails() -> None:
+    found = figures("zero3")
+    for call in found.records[1]["traffic"]:
+        if (call["operation"], call["phase"]) == ("all_gather", "forward"):
+            call["issued"] = 101
+    outcome = overlap.decide(found)
+    assert outcome.status == "fail"
+    told = (
+        "rank 1, step 2: when a unit's forward begins at most 2 gathers are under way, 1 promised"
+    )
+    assert told in outcome.message
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
+    found = figures(strategy)
+    promise = PROMISES[strategy](found.facts.plan)
+    peak = next(
+        r
+        for r in found.records[0]["memory"]
+        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "communication")
+    )
+    peak["bytes"] = promise.peaks(0, "backward", 0)["communication"].high
+    assert memory.decide(found).status == "pass"
+    peak["bytes"] += 1
+    assert "backward: communication" in memory.decide(found).message
+
+
+def test_a_ledger_leaves_rows_at_marks_and_peaks() -> None:
+    phase = ["setup"]
+    with MemoryLedger(lambda: phase[0]) as ledger:
+        module = torch.nn.Linear(4, 4, bias=False)
+        ledger.step, phase[0] = 0, "forward"
+        big = torch.zeros(100)
+        del big
+        phase[0] = "observe"
+        ledger.classify(modules=[module])
+        ledger.mark("gradients_final")
+    rows = summary(ledger.log)
+    marks = {(r["where"], r["kind"]): r["bytes"] for r in rows if r["moment"] == "mark"}
+    peaks = {(r["where"], r["kind"]): r["bytes"] for r in rows if r["moment"] == "peak"}
+    assert marks["gradients_final", "parameters"] == 64
+    assert peaks["forward", "all"] == 64 + 400
+    assert peaks["forward", "temporary"] == 400
+    assert ledger.log.peak("forward", 0).bytes == 464

@@ -1,0 +1,304 @@
+"""The command line as people meet it: exit codes, one line a fault, names that are never cut."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import shardproof, started
+
+from shardproof.commands.main import main
+from shardproof.runs.run_folder import read
+
+ROOT = Path(__file__).parents[2]
+CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process, for commands that start no others: torch is imported once."""
+
+    def call(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        code = end.value.code
+        return subprocess.CompletedProcess(
+            arguments, code if isinstance(code, int) else 0, out, err
+        )
+
+    return call
+
+
+def test_help_teaches_by_examples_and_needs_no_torch() -> None:
+    for command in (
+        *((), ("run",), ("mutants",), ("list",), ("check-scenario",), ("report",)),
+        *(("compare",), ("gate",)),
+    ):
+        done = shardproof(*command, "--help")
+        assert done.returncode == 0
+        assert "shardproof " in done.stdout
+        assert done.stderr == ""
+    code = "import sys; sys.argv = ['x', 'schema']; from shardproof.commands.main import app\n"
+    code += "try:\n app()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["title"] == "Shardproof scenario"
+
+
+def test_version() -> None:
+    assert shardproof("--version").stdout.startswith("shardproof 0.")
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("impls", "reference/ddp"),
+        ("backends", "in_memory"),
+        ("scenarios", "ddp-gpt"),
+        ("mutants", "mutants/ddp_last_backward_only"),
+        ("checks", "equivalence"),
+        ("traits", "conditional_by_micro_batch"),
+        ("cases", CASE),
+    ],
+)
+def test_piped_lists_print_one_full_name_a_line(here: Command, what: str, name: str) -> None:
+    done = here("list", what)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert name in lines
+    assert all(" " not in line for line in lines)
+    assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("run", "ddp-gtp"), "unknown scenario (ddp-gtp) - did you mean ddp-gpt?"),
+        (("run", "absent.yaml"), "absent.yaml: no such file"),
+        (("run", "--impl", "reference/dpd"), "did you mean reference/ddp?"),
+        (("run", "--impl", "mutants/nothing"), "unknown implementation (mutants/nothing)"),
+        (("run", "--impl", "zzz*"), "--impl: matches nothing here (zzz*)"),
+        (("run", "--backend", "glo"), "did you mean gloo?"),
+        (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
+        (("run", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
+        (("run", "-k", "a and"), "column 6 (a and)"),
+        (("run", f"{CASE}".replace("sgd", "adam")), "no such case"),
+        (("run", "--campaign", "3", "ddp-gpt"), "leave out SCENARIO"),
+        (("run", "ddp-gpt", "--results", "README.md"), "results cannot be written"),
+        (("run", "--world", "0"), "--world matches nothing (0)"),
+        (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
+        (("list", "impls", "-k", "x"), "filters belong to `list cases`"),
+        (("report", "no-such-run"), "no such run (no-such-run)"),
+    ],
+)
+def test_bad_selections_end_with_code_2_and_one_line(
+    here: Command, arguments: tuple[str, ...], says: str
+) -> None:
+    done = here(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_scenario_tells_every_fault_of_every_file(here: Command, tmp_path: Path) -> None:
+    good = ROOT / "scenarios" / "conformance" / "plain.yaml"
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(
+        good.read_text().replace("- {label: cnn", "- {lable: cnn").replace("adamw", "adm")
+    )
+    (tmp_path / "copy.yaml").write_text(good.read_text())
+    files = [str(good), str(bad), str(tmp_path / "copy.yaml"), str(tmp_path / "absent.yaml")]
+    done = here("check-scenario", *files)
+    assert done.returncode == 2
+    assert "plain.yaml: plain, " in done.stdout
+    lines = done.stderr.splitlines()
+    assert any("unknown key matrix.workload[2].lable" in line for line in lines)
+    assert any("did you mean adamw?" in line for line in lines)
+    assert any("absent.yaml: no such file" in line for line in lines)
+    assert any("already used" in line for line in lines)
+    assert all(line.count(" - ") >= 1 for line in lines)
+    assert here("check-scenario", str(good)).returncode == 0
+
+
+def test_dry_run_prints_ids_and_writes_nothing(here: Command, tmp_path: Path) -> None:
+    done = here("run", "--dry-run", "--budget", "0.2", cwd=tmp_path)
+    assert done.returncode == 0
+    ids = done.stdout.splitlines()
+    assert all(len(name.split("::")) == 8 for name in ids)
+    assert "left out by the budget" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_id_selects_one_case_in_any_tier(here: Command) -> None:
+    for arguments in ((CASE,), ("-k", CASE), ("ddp-gpt", "--tier", "full", "-k", CASE)):
+        assert here("run", "--dry-run", *arguments).stdout.splitlines() == [CASE]
+    full = CASE.replace("sgd::noclip", "adamw::noclip").replace("quick", "full")
+    assert here("run", "--dry-run", "ddp-gpt", "-k", full).stdout.splitlines() == [full]
+    other = CASE.replace("ddp-gpt", "ddp-gpt[seed5]")
+    other = other.replace("reference/ddp+small_buckets", "shardproof.impls.plain:Plain")
+    assert here("run", "--dry-run", other).stdout.splitlines() == [other]
+
+
+def test_systems_without_scenario_take_every_cell(here: Command) -> None:
+    done = here("run", "ddp-gpt", "--impl", "shardproof.impls.plain:Plain", "--dry-run")
+    ids = done.stdout.splitlines()
+    assert ids
+    assert all(name.split("::")[1] == "shardproof.impls.plain:Plain" for name in ids)
+
+
+def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: Path) -> None:
+    selection = "replicate2 and small_buckets and sgd and fp64"
+    done = shardproof("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout
+    assert "in_memory" in done.stdout
+    assert "= formula" in done.stdout
+    [folder] = [path for path in (tmp_path / "results").iterdir() if path.is_dir()]
+    assert f"evidence: {Path('results') / folder.name}" in done.stdout
+    files = {
+        "run.json",
+        "planned.jsonl",
+        "cases.jsonl",
+        "manifest.jsonl",
+        "report.html",
+        "report.md",
+    }
+    assert {path.name for path in folder.iterdir()} == files | {"junit.xml", "records"}
+    run = read(folder)
+    assert CASE in [line["id"] for line in run.cases]
+    assert run.header["invocations"][0]["exit_code"] == 0
+    assert CASE in json.loads((tmp_path / "results" / "durations.json").read_text())
+    shown = here("report", "--format", "markdown", cwd=tmp_path)
+    assert "| reference/ddp |" in shown.stdout
+    page = here("report", folder.name, "--format", "html", cwd=tmp_path)
+    assert "</html>" in page.stdout
+    assert "2 judged" in here("report", str(folder), cwd=tmp_path).stdout
+
+
+def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    first = shardproof("run", CASE, "--results", str(folder), "-j", "1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = shardproof("mutants", "--impl", "ddp_never_reduces", "--results", str(folder))
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "1 faults judged (1 killed, 0 survive), 0 left out" in second.stdout
+    run = read(folder)
+    assert [line["id"] for line in run.cases] == [CASE]
+    assert [line["name"] for line in run.kills] == ["ddp_never_reduces"]
+    assert len(run.mutant_cases) == 2
+    assert [i["exit_code"] for i in run.header["invocations"]] == [0, 0]
+
+
+def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
+    selection = "in_memory and replicate2 and sgd and fp64"
+    done = shardproof(
+        "run", "ddp-gpt", "--impl", "mutants/ddp_never_reduces", "-k", selection, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "fail: ddp-gpt::mutants/ddp_never_reduces::in_memory" in done.stdout
+    assert "rerun: shardproof run ddp-gpt" in done.stdout
+
+
+#: Options that only the implementation can refuse -> what it says of them.
+REFUSED = {
+    "reference/fsdp, {sharding_strategy: NO_SHARD, offload: optimizer}, replicate": "here: none",
+    "reference/zero3, {recompute_every: 9}, shard": "the model has 3 units; give 0 (never) to 3",
+    "pytorch/fsdp2, {reshard_after_forward: 3}, shard": "valid: true, false, null, 1, 2",
+    "pytorch/fsdp1, {wrap: {module_class: [Blok]}}, shard": "did you mean 'Block'?",
+    "pytorch/zero_redundancy_optimizer, {offload: disk}, shard": "unknown option 'offload'; valid:",
+}
+
+
+def test_options_that_are_refused_end_with_code_2_and_one_sentence(tmp_path: Path) -> None:
+    cells = [text.split(", ") for text in REFUSED]
+    entries = []
+    for number, (name, *options, axis) in enumerate(cells):
+        choice = f"name: {name}, label: n{number}, options: {', '.join(options)}"
+        entries.append(
+            f"  - {{reason: a fault, implementation: {{{choice}}}, mesh: {{{axis}: 2}}}}"
+        )
+    text = f"""\
+name: refused
+about: options that contradict each other, the mesh or the model
+sees: [nothing]
+workload: {{name: charnames_gpt}}
+matrix: {{implementation: plain, backend: in_memory, mesh: {{replicate: 1}}, optimizer: sgd}}
+checks: [equivalence]
+include:
+{chr(10).join(entries)}
+"""
+    (tmp_path / "refused.yaml").write_text(text)
+    results = str(tmp_path / "run")
+    done = shardproof("run", str(tmp_path / "refused.yaml"), "-j", "2", "--results", results)
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    for number, says in enumerate(REFUSED.values()):
+        result = told[f"n{number}"]
+        assert result["verdict"] == "refused" and says in result["reason"], result["reason"]
+        assert "option '" in result["reason"] and result["reason"] in done.stdout
+        line = 1 + next(n for n, row in enumerate(text.splitlines()) if f"label: n{number}," in row)
+        assert result["reason"].startswith(f"{tmp_path / 'refused.yaml'}:{line}: ")
+        assert f"shardproof run {tmp_path / 'refused.yaml'} " in result["rerun"]
+
+
+#: A cell's options and mesh, and what its refusal says.
+HYBRIDS = {
+    "{}, {shard: 1, tensor: 3}": "'blocks.0.attention.qkv' has 4 heads and 4 KV heads",
+    "{schedule: zb_v}, {pipe: 2}": "asks for 4 stages, but charnames_gpt has 3 units",
+    "{schedule: {orders: [[F0@0], [F0@1, BW0@1]]}}, {pipe: 2}": "rank 0 never does B0@0",
+    "{schedule: interleaved}, {pipe: 2}": "3 micro-batches are no multiple of it; take 4, or",
+    "{data: zero1}, {replicate: 2}": "this mesh has replicate = 2: take 1",
+}
+
+
+def test_axes_that_do_not_go_together_end_with_code_2(tmp_path: Path) -> None:
+    text = """\
+name: refused
+about: axes that do not go with the model, or with each other
+sees: [nothing]
+workload: {name: charnames_gpt, micro_batches: 3, params: {layers: 3}}
+matrix: {implementation: plain, backend: in_memory, mesh: {replicate: 1}, optimizer: sgd}
+checks: [equivalence]
+include:
+"""
+    for number, cell in enumerate(HYBRIDS):
+        options, mesh = cell.rsplit(", {", 1)
+        choice = f"name: reference/hybrid, label: n{number}, options: {options}"
+        text += f"  - {{reason: a fault, implementation: {{{choice}}}, mesh: {{{mesh}}}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    done = shardproof("run", "own.yaml", "-j", "2", "--results", "run", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    for number, says in enumerate(HYBRIDS.values()):
+        reason = told[f"n{number}"]["reason"]
+        assert reason.startswith(f"own.yaml:{8 + number}: ") and says in reason, reason
+        assert reason in done.stdout
+
+
+def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
+    process = started("run", "ddp-gpt", "-j", "1", "--results", "stopped", cwd=tmp_path)
+    lines = tmp_path / "stopped" / "cases.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (lines.exists() and lines.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopped: " in output
+    run = read(tmp_path / "stopped")
+    assert run.cases
+    assert run.left_out
+    assert run.header["invocations"][0]["exit_code"] == 130
+    assert (tmp_path / "stopped" / "report.html").exists()

@@ -1,0 +1,131 @@
+"""Baselines say all that their run says; what is damaged or impossible is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic_runs as made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.compare import baseline
+from shardproof.compare.compare import compare
+from shardproof.compare.snapshot import label
+from shardproof.errors import SelectionError
+
+
+def test_a_baseline_says_all_that_its_run_says(tmp_path: Path) -> None:
+    lines = [*made.results(60), made.bench("zero1", 0.1), made.scaling("ddp"), made.kill("x")]
+    told = made.snapshot(tmp_path / "run", lines)
+    baseline.save(told, tmp_path / "b.json")
+    again = baseline.load(str(tmp_path / "b.json"))
+    assert again.cases == told.cases and again.timed == told.timed and again.kills == told.kills
+    assert again.versions == told.versions and again.hardware == told.hardware
+    found = compare(told, again)
+    assert found.unchanged and len(found.pairs) == 62
+    size = (tmp_path / "b.json").stat().st_size
+    assert size < (tmp_path / "run" / "cases.jsonl").stat().st_size / 5
+
+
+def test_runs_of_one_machine_are_joined_and_others_are_not(tmp_path: Path) -> None:
+    lines = made.results(4)
+    one = made.snapshot(tmp_path / "one", lines[:3])
+    two = made.snapshot(tmp_path / "two", [*lines[2:], made.bench("zero1")])
+    found = baseline.joined([one, two])
+    assert len(found.cases) == 4 and len(found.timed) == 1
+    with pytest.raises(SelectionError, match="two machines"):
+        larger = made.MACHINE | {"cores": 16}
+        baseline.joined([one, made.snapshot(tmp_path / "three", lines, machine=larger)])
+    with pytest.raises(SelectionError, match="two versions"):
+        baseline.joined([one, made.snapshot(tmp_path / "four", lines, torch="2.14.0")])
+
+
+def test_hardware_is_named_by_its_accelerators_first() -> None:
+    gpus = [{"name": "H100", "memory": "80 GB", "driver": "1"}] * 2
+    assert label(made.MACHINE | {"gpus": gpus}) == "2 x H100, Synthetic 9000, 2 cores"
+    assert label({}) == "unknown processor, ? cores"
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    lines = made.results(2)
+    with pytest.raises(SelectionError, match="no such run"):
+        baseline.load(str(tmp_path / "nothing"))
+    (tmp_path / "text.json").write_text("no json")
+    with pytest.raises(SelectionError, match="damaged"):
+        baseline.load(str(tmp_path / "text.json"))
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(SelectionError, match="neither run nor baseline"):
+        baseline.load(str(tmp_path / "list.json"))
+    path = made.write(tmp_path / "run", lines)
+    header = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(header | {"format": 2}))
+    with pytest.raises(SelectionError, match="format 2"):
+        baseline.load(str(path))
+
+
+def test_a_damaged_line_is_refused_and_one_cut_off_by_a_kill_is_not(tmp_path: Path) -> None:
+    path = made.write(tmp_path / "run", made.results(3))
+    content = (path / "cases.jsonl").read_text()
+    (path / "cases.jsonl").write_text(content[:-30])
+    assert len(baseline.load(str(path)).cases) == 2
+    (path / "cases.jsonl").write_text(content.replace('"verdict"', '"verdict', 1))
+    with pytest.raises(SelectionError, match=r"cases\.jsonl:1: is damaged"):
+        baseline.load(str(path))
+    first, rest = content.split("\n", 1)
+    line = json.loads(first)
+    del line["case"]["mesh"]
+    (path / "cases.jsonl").write_text(json.dumps(line) + "\n" + rest)
+    with pytest.raises(SelectionError, match="mesh"):
+        baseline.load(str(path))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_damaged_baseline_is_refused_in_a_sentence(
+    data: st.DataObject, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    told = made.snapshot(folder / "run", made.results(2))
+    text = baseline.text(told)
+    at = data.draw(st.integers(0, len(text) - 2))
+    (folder / "b.json").write_text(
+        text[:at] + data.draw(st.sampled_from("[{}]x,:")) + text[at + 1 :]
+    )
+    try:
+        baseline.load(str(folder / "b.json"))
+    except SelectionError as error:
+        assert "b.json" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sound", "damaged"),
+    [
+        ('"versions": [{', '"versions": [], "were": [{'),
+        ('"time":[0.02,', '"time":[1e999,'),
+        ('"time":[0.02,', '"time":[NaN,'),
+        ('"time":[0.02,0.05,24]', '"time":[0.02,0.05,0]'),
+        ('"figures": [', '"deep": ' + "[" * 100_000 + "]" * 100_000 + ', "figures": ['),
+    ],
+)
+def test_a_baseline_of_impossible_values_is_refused(
+    tmp_path: Path, sound: str, damaged: str
+) -> None:
+    text = baseline.text(made.snapshot(tmp_path / "one", [*made.results(1), made.bench("zero1")]))
+    assert sound in text
+    (tmp_path / "b.json").write_text(text.replace(sound, damaged))
+    with pytest.raises(SelectionError, match="is damaged"):
+        baseline.load(str(tmp_path / "b.json"))
+
+
+def test_another_format_of_baselines_is_refused(tmp_path: Path) -> None:
+    text = baseline.text(made.snapshot(tmp_path / "run", made.results(1)))
+    path = tmp_path / "b.json"
+    path.write_text(text.replace('"format": 1', '"format": 7'))
+    with pytest.raises(SelectionError, match="format 7"):
+        baseline.load(str(path))

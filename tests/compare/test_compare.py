@@ -1,0 +1,542 @@
+"""What differs between runs: nothing that changed is missed, nothing that is equal is told."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import random
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic_runs as made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.bench import stats
+from shardproof.compare import baseline, exact_figures, formats, hardware, tables, welch
+from shardproof.compare.compare import Comparison, compare
+from shardproof.compare.snapshot import Sample, Snapshot, strategy_of
+
+ROOT = Path(__file__).parents[2]
+BASELINES = ROOT / "results" / "baselines"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Snapshot]:
+    """Writes lines as a run and reads it as it is compared."""
+
+    def write(name: str, lines: list[made.Line], **more: Any) -> Snapshot:
+        return made.snapshot(tmp_path / name, lines, **more)
+
+    return write
+
+
+Run = Callable[..., Snapshot]
+
+
+def both(run: Run, old: list[made.Line], new: list[made.Line], **more: Any) -> Comparison:
+    return compare(run("old", old), run("new", new, **more))
+
+
+def told_by(found: Comparison) -> list[str]:
+    return [f"{change.figure} {change.word}" for change in found.changes]
+
+
+# ----------------------------------------------------------------------------------- exact figures
+
+
+def test_a_run_beside_itself_has_not_changed(run: Run) -> None:
+    lines = [*made.results(9), made.bench("zero1", 0.2, 0.4), made.scaling("ddp"), made.kill("x")]
+    snapshot = run("one", lines)
+    found = compare(snapshot, snapshot)
+    assert found.unchanged
+    assert not found.changes and not found.apart and not found.notes
+    assert {time.verdict for time in found.times} == {"same"}
+    assert "nothing changed" in tables.sentence(found)
+    assert tables.report([found], only_changed=True).tables[1:] == []
+
+
+#: Everything that is exact in a result: check, key, another value.
+EXACT = [
+    ("traffic", "bytes_sent", "1001", "worse"),
+    ("traffic", "bytes_sent", "999", "better"),
+    ("traffic", "bytes_sent", "2999/3", "better"),
+    ("traffic", "calls_per_step", 5, "worse"),
+    ("traffic", "setup_bytes", "0", "better"),
+    ("traffic", "control_bytes", "593", "worse"),
+    ("traffic", "formula", "naive.payload_bytes", "changed"),
+    ("traffic", "bytes_expected", "1", "changed"),
+    ("traffic", "flows", [], "changed"),
+    ("memory", "bytes_held", 69725, "worse"),
+    ("memory", "accounting", "A16", "changed"),
+    ("memory", "resident", {}, "changed"),
+    ("equivalence", "compared", 1338, "worse"),
+    ("equivalence", "not_tested", ["more"], "changed"),
+    ("overlap", "hidden", 9, "worse"),
+    ("overlap", "hidden", 11, "better"),
+    ("replicas", "different", 1, "worse"),
+]
+
+
+@pytest.mark.parametrize(("check", "key", "value", "word"), EXACT)
+def test_a_changed_figure_is_told_with_its_direction(
+    run: Run, check: str, key: str, value: Any, word: str
+) -> None:
+    old = made.results(3)
+    found = both(run, old, made.changed(old, 0, made.figure(check, key, value)))
+    assert told_by(found) == [f"{check}.{key} {word}"]
+    assert found.changes[0].id == old[0]["id"]
+    assert not found.unchanged
+
+
+@pytest.mark.parametrize(("check", "key"), [("traffic", "source"), ("memory", "source")])
+def test_prose_is_no_figure(run: Run, check: str, key: str) -> None:
+    old = made.results(1)
+    assert both(run, old, made.changed(old, 0, made.figure(check, key, "else"))).unchanged
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_changed_byte_is_always_told(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Whichever number of whichever rank, phase and class: it shows, with its path."""
+    lines = made.results(4)
+    number = data.draw(st.integers(0, 3))
+    memory = next(c for c in lines[number]["checks"] if c["check"] == "memory")
+    peaks = memory["figures"]["peaks"]
+    rank = data.draw(st.sampled_from(sorted(peaks)))
+    phase = data.draw(st.sampled_from(sorted(peaks[rank])))
+    kind = data.draw(st.sampled_from(sorted(peaks[rank][phase])))
+    folder = tmp_path_factory.mktemp("runs")
+    old = baseline.load(str(made.write(folder / "old", lines)))
+    was = peaks[rank][phase][kind]
+    peaks[rank][phase][kind] += data.draw(st.sampled_from([-1, 1, 4096]))
+    new = baseline.load(str(made.write(folder / "new", lines)))
+    found = [change for change in compare(old, new).changes if change.figure == "memory.peaks"]
+    assert [change.id for change in found] == [lines[number]["id"]]
+    assert found[0].detail == f"{rank}.{phase}.{kind}: {was:,}, now {peaks[rank][phase][kind]:,}"
+    # A baseline keeps a digest in place of the mapping: the change shows there, too.
+    baseline.save(old, folder / "old.json")
+    again = compare(baseline.load(str(folder / "old.json")), new)
+    assert "memory.peaks" in {change.figure for change in again.changes}
+
+
+def test_peaks_of_pipelines_hang_on_messages_and_are_no_figures(run: Run) -> None:
+    of = made.case(5, mesh={"pipe": 2})
+    old = [made.result(of)]
+    peaks = {"0": {"forward": {"all": 1}}}
+    assert both(run, old, made.changed(old, 0, made.figure("memory", "peaks", peaks))).unchanged
+    held = made.changed(old, 0, made.figure("memory", "bytes_held", 1))
+    assert told_by(both(run, old, held)) == ["memory.bytes_held better"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "word"),
+    [
+        ("pass", "fail", "worse"),
+        ("fail", "pass", "better"),
+        ("pass", "skip", "worse"),
+        ("xfail", "xpass", "better"),
+        ("pass", "pass (native only)", "worse"),
+        ("skip", "hang(rank 1 waits)", "worse"),
+    ],
+)
+def test_a_changed_verdict_is_told(run: Run, was: str, now: str, word: str) -> None:
+    old = [made.result(made.case(0), 0, was)]
+    new = [made.result(made.case(0), 0, now)]
+    assert told_by(both(run, old, new)) == [f"verdict {word}"]
+
+
+def test_a_check_that_no_longer_passes_is_told(run: Run) -> None:
+    old = made.results(2)
+
+    def skip(line: made.Line) -> None:
+        line["checks"][3]["status"] = "skip"
+
+    assert told_by(both(run, old, made.changed(old, 1, skip))) == ["traffic.status worse"]
+
+
+def test_a_figure_that_is_gone_is_a_change_and_one_that_is_new_everywhere_a_note(run: Run) -> None:
+    """A check that no case asks for any more must not pass for news of the suite."""
+    old = made.results(2)
+
+    def lose(line: made.Line) -> None:
+        del line["checks"][3]["figures"]["bytes_expected"]
+
+    found = both(run, old, made.changed(old, 0, lose))
+    assert [change.detail for change in found.changes] == ["is gone"]
+    for line in (new := made.results(2)):
+        lose(line)
+    found = both(run, old, new)
+    assert [change.detail for change in found.changes] == ["is gone"] * 2 and not found.unchanged
+    assert found.notes == ["figures that are recorded no longer: traffic.bytes_expected"]
+    found = both(run, new, old)
+    assert found.unchanged
+    assert found.notes == ["figures that are recorded only now: traffic.bytes_expected"]
+
+
+def test_a_narrow_run_has_lost_no_figures(run: Run) -> None:
+    """What its cases never measured is not recorded no longer."""
+    old = made.results(3)
+    for line in old[:2]:
+        line["checks"] = [check for check in line["checks"] if check["check"] != "memory"]
+    found = both(run, old, old[:2])
+    assert found.notes == [] and not found.changes
+    assert both(run, old[:2], old).notes == []
+
+
+def test_a_note_names_few_figures(run: Run) -> None:
+    old, new = made.results(2), made.results(2)
+    for line in new:
+        del line["checks"][4]["figures"]["source"]
+        line["checks"] = [check for check in line["checks"] if check["check"] != "memory"]
+    [note] = both(run, old, new).notes
+    assert re.search(r"no longer: (\S+, ){3}\S+ and \d+ more$", note)
+
+
+@pytest.mark.parametrize("verdict", ["fail", "crash(rank 1)", "undecidable"])
+def test_figures_of_what_broke_are_neither_better_nor_listed(run: Run, verdict: str) -> None:
+    """A case that sends nothing because it broke saves no bytes."""
+    old = made.results(9)
+    new = made.changed(old, 8, made.figure("traffic", "bytes_sent", "0"))
+    new[8]["verdict"], new[8]["reason"] = verdict, "because"
+    new = made.changed(new, 1, made.figure("traffic", "bytes_sent", "77777"))
+    found = both(run, old, new)
+    assert told_by(found) == ["verdict worse", "traffic.bytes_sent worse"], "verdicts first"
+    groups = tables.groups(found, "strategy", False)
+    assert groups is not None
+    [ddp] = [row for row in groups.rows if row[0] == "ddp"]
+    assert ddp[-2] == "1,000" and "better" not in tables.sentence(found)
+    rows = list(csv.DictReader(io.StringIO(formats.table([found], False))))
+    assert [row["figure"] for row in rows if row["id"] == old[8]["id"]] == ["verdict"]
+    assert told_by(both(run, new, old)) == ["traffic.bytes_sent better", "verdict better"][::-1]
+
+
+def test_a_surviving_fault_is_told(run: Run) -> None:
+    old, new = [made.kill("a"), made.kill("b")], [made.kill("a", False), made.kill("b")]
+    assert [change.id for change in both(run, old, new).changes] == ["mutants/a"]
+
+
+def test_a_fault_that_was_not_planted_is_missing_or_left_out(run: Run) -> None:
+    old = [made.kill("a"), made.kill("b"), made.kill("c")]
+    late = {**made.kill("c", False), "verdict": "left out", "why_not": "left out: no budget"}
+    found = both(run, old, [old[0], late])
+    assert found.missing == ["mutants/b"] and not found.unchanged
+    assert found.left_out == {"mutants/c": "left out: no budget"}
+
+
+# ----------------------------------------------------------------------------- what is comparable
+
+
+def test_what_cannot_be_compared_is_said_with_why(run: Run) -> None:
+    old = made.results(3)
+    whole = both(run, old, made.changed(old, 0, made.figure("traffic", "bytes_sent", "7")))
+    assert whole.comparable == 3
+    found = both(run, old, old, torch="2.14.0+cpu")
+    assert {item.why for item in found.apart} == {"torch 2.13.0+cpu, now 2.14.0+cpu"}
+    assert found.comparable == 0 and not found.changes
+    found = both(run, old, old, suite="9.9.9")
+    assert all(item.why.startswith("suite ") for item in found.apart)
+
+
+def test_another_cell_or_data_set_is_another_case(run: Run) -> None:
+    old = made.results(3)
+
+    def batch(line: made.Line) -> None:
+        line["case"]["workload"]["global_batch"] = 48
+
+    def data(line: made.Line) -> None:
+        line["data"] = "cd" * 32
+
+    def deadline(line: made.Line) -> None:
+        line["case"] |= {"deadline": 1.0, "source": "elsewhere.yaml:1", "xfail": "why"}
+
+    [item] = both(run, old, made.changed(old, 0, batch)).apart
+    assert item.why == "another case of the same id: workload.global_batch: 24, now 48"
+    [item] = both(run, old, made.changed(old, 1, data)).apart
+    assert item.why == "another data set: their digests differ"
+    assert both(run, old, made.changed(old, 2, deadline)).unchanged
+
+
+def test_builds_of_one_release_are_compared_but_for_peaks(run: Run) -> None:
+    old = made.results(2)
+
+    def peak(line: made.Line) -> None:
+        line["checks"][4]["figures"]["peaks"]["0"]["update"]["all"] += 8
+
+    found = both(run, old, made.changed(old, 0, peak), torch="2.13.0+cu130")
+    assert {(c.figure, c.exact) for c in found.changes} == {
+        ("memory.peaks", False),
+        ("memory.peak_bytes", False),
+    }
+    found = both(run, old, made.changed(old, 0, peak))
+    assert {c.exact for c in found.changes} == {True}
+
+
+def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) -> None:
+    """A run that was resumed after an upgrade has cases of both versions."""
+    lines = made.results(2)
+    path = made.write(tmp_path / "run", lines, torch="2.12.0")
+    header = json.loads((path / "run.json").read_text())
+    later = json.loads(json.dumps(header["invocations"][0]))
+    later["packages"]["torch"], later["planned"] = "2.13.0+cpu", [lines[1]["id"]]
+    header["invocations"].append(later)
+    (path / "run.json").write_text(json.dumps(header))
+    old = baseline.load(str(path))
+    new = baseline.load(str(made.write(tmp_path / "new", lines)))
+    found = compare(old, new)
+    assert [item.id for item in found.apart] == [lines[0]["id"]]
+    assert [pair.id for pair in found.pairs] == [lines[1]["id"]]
+
+
+def test_missing_new_and_left_out_are_three_things(run: Run) -> None:
+    lines = made.results(4)
+    left_out = {"kind": "left out", "id": lines[1]["id"], "reason": "no room"}
+    found = both(run, lines[:3], [left_out, *lines[2:]])
+    assert found.missing == [lines[0]["id"]]
+    assert found.left_out == {lines[1]["id"]: "no room"}
+    assert found.new == [lines[3]["id"]]
+
+
+# ------------------------------------------------------------------------------------------ times
+
+
+def test_times_are_compared_as_ratios_only(run: Run) -> None:
+    """A machine that is ten times slower is equal; a ratio that moved is not."""
+    old = [made.bench("zero1", 0.0, 0.02), made.bench("zero2", 0.0, 0.02)]
+    slow = [made.bench("zero1", 0.0, 0.02), made.bench("zero2", 0.3, 0.02)]
+    for line in slow:
+        line["median_seconds"] = {"a": 10.0, "b": 10.0}
+    machine = made.MACHINE | {"cpu": "Slow"}
+    found = both(run, old, slow, machine=machine)
+    assert [(t.id.split("::")[1], t.verdict) for t in found.times] == [
+        ("zero1", "same"),
+        ("zero2", "slower"),
+    ]
+    assert not found.changes
+    text = formats.markdown(tables.report([found]))
+    assert "10.0" not in text and "seconds of two runs" in text
+
+
+def test_a_lower_efficiency_is_slower(run: Run) -> None:
+    old, new = [made.scaling("ddp", -0.05)], [made.scaling("ddp", -0.4)]
+    new[0]["wrapping"] = old[0]["wrapping"]
+    told = {t.ratio: t.verdict for t in both(run, old, new).times}
+    assert told == {
+        "efficiency (plain)": "slower",
+        "efficiency (wrapped)": "slower",
+        "time (wrapped / plain)": "same",
+    }
+    told = {t.ratio: t.verdict for t in both(run, new, old).times}
+    assert told["efficiency (plain)"] == "faster"
+
+
+def test_a_comparison_that_broke_has_no_ratio(run: Run) -> None:
+    old, new = [made.bench("zero1")], [made.bench("zero1", verdict="crash", reason="gone")]
+    found = both(run, old, new)
+    assert found.times == []
+    assert told_by(found) == ["verdict worse"]
+
+
+def test_ledger_bytes_of_a_comparison_are_exact_and_resident_ones_are_not(run: Run) -> None:
+    old = [made.bench("zero1")]
+    more = {"kind": "ledger", "a": 1001, "b": 2000, "ratio": 0.5}
+    assert told_by(both(run, old, [made.bench("zero1", memory=more)])) == [
+        "memory.ledger_bytes_a worse"
+    ]
+    resident = {"kind": "resident", "a": 7, "b": 9, "ratio": 0.5}
+    beside = [made.bench("zero1", memory=resident)]
+    other = [made.bench("zero1", memory=resident | {"a": 8})]
+    assert not both(run, beside, other).changes
+
+
+# ------------------------------------------------------------------------------------------ Welch
+
+
+def test_welch_is_the_textbook_s(run: Run) -> None:
+    from scipy import stats as reference
+
+    generator = random.Random(3)
+    x = [generator.gauss(0.1, 0.2) for _ in range(24)]
+    y = [generator.gauss(0.0, 0.05) for _ in range(9)]
+    found = welch.difference(sample(x), sample(y))
+    told = reference.ttest_ind(x, y, equal_var=False)
+    interval = told.confidence_interval(0.95)
+    assert found.p == pytest.approx(told.pvalue, rel=1e-9)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert found.freedom == pytest.approx(told.df, rel=1e-9)
+
+
+def sample(values: list[float]) -> Sample:
+    return Sample(statistics.fmean(values), statistics.stdev(values), len(values))
+
+
+samples = st.builds(
+    Sample,
+    st.floats(-3, 3),
+    st.floats(0, 2),
+    st.integers(2, 200),
+)
+
+
+@settings(deadline=None)
+@given(samples, samples)
+def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> None:
+    one, other = welch.difference(x, y), welch.difference(y, x)
+    assert one.mean == -other.mean
+    assert (one.low, one.high) == pytest.approx((-other.high, -other.low), abs=1e-12)
+    assert one.low <= one.mean <= one.high
+    least = min(x.blocks, y.blocks) - 1
+    assert least * (1 - 1e-9) <= one.freedom <= (x.blocks + y.blocks - 2) * (1 + 1e-9)
+    assert one.error >= max(x.error, y.error) * (1 - 1e-12)
+
+
+@settings(deadline=None)
+@given(samples)
+def test_a_sample_beside_itself_differs_by_nothing(x: Sample) -> None:
+    found = welch.difference(x, x)
+    assert found.mean == 0 and found.p == 1 and not found.differs
+
+
+@pytest.mark.parametrize(("sd_x", "n_x", "sd_y", "n_y"), [(0.1, 24, 0.1, 24), (0.3, 8, 0.02, 40)])
+def test_intervals_hold_the_truth_as_often_as_they_say(
+    sd_x: float, n_x: int, sd_y: float, n_y: int
+) -> None:
+    """95 % of 2,000 synthetic pairs of sessions; 3.5 standard deviations of a share are 1.7 %."""
+    generator, inside, truth = random.Random(11), 0, 0.07
+    for _ in range(2000):
+        x = [generator.gauss(truth, sd_x) for _ in range(n_x)]
+        y = [generator.gauss(0.0, sd_y) for _ in range(n_y)]
+        found = welch.difference(sample(x), sample(y))
+        inside += found.low <= truth <= found.high
+    assert 0.933 <= inside / 2000 <= 0.967
+
+
+def test_one_lucky_ratio_of_many_is_no_difference(run: Run) -> None:
+    """p of 0.02 alone is a difference; the smallest of forty is not."""
+    names = [f"pair{number}" for number in range(40)]
+    old = [made.bench(name, 0.0, 0.1) for name in names]
+    new = [made.bench(name, 0.0, 0.1) for name in names]
+    shift = 2.4 * math.sqrt(2 * 0.1**2 / 24)
+    new[7]["log"]["mean"] = shift
+    assert {t.verdict for t in both(run, old[7:8], new[7:8]).times} <= {"slower"}
+    assert "slower" not in {t.verdict for t in both(run, old, new).times}
+
+
+def test_noisy_sessions_leave_a_wider_margin() -> None:
+    quiet, noisy = Sample(0.0, 0.01, 24), Sample(0.0, 0.4, 24)
+    assert welch.margin(quiet, quiet) == math.log1p(stats.SMALLEST_MARGIN)
+    assert welch.margin(quiet, noisy) > 0.1
+    assert welch.margin(None, None) == math.log1p(stats.SMALLEST_MARGIN)
+    assert welch.margin(noisy, noisy) > welch.margin(noisy, None)
+
+
+def test_single_blocks_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        welch.difference(Sample(0, 0, 1), Sample(0, 0, 5))
+
+
+# ------------------------------------------------------------------------------------------ forms
+
+
+def test_every_form_tells_the_same(run: Run) -> None:
+    old = [*made.results(6), made.bench("zero1", 0.0, 0.01)]
+    new = made.changed(old, 2, made.figure("traffic", "bytes_sent", "77777"))
+    new[-1] = made.bench("zero1", 0.3, 0.01)
+    found = both(run, old, new)
+    report = tables.report([found], only_changed=True)
+    written = io.StringIO()
+    from rich.console import Console
+
+    formats.text(report, Console(file=written, width=300).print)
+    rows = list(csv.DictReader(io.StringIO(formats.table([found], True))))
+    data = json.loads(formats.document(found.before, [found], True))
+    for told in (written.getvalue(), formats.markdown(report), formats.html(report)):
+        assert "77,777" in told and "slower" in told
+    assert [row["figure"] for row in rows] == ["traffic.bytes_sent", "time"]
+    assert [row["verdict"] for row in rows] == ["worse", "slower"]
+    assert len(list(csv.DictReader(io.StringIO(formats.table([found], False))))) > 50
+    [only] = data["comparisons"][0]["compared"]
+    assert only["changes"][0]["after"] == "77777"
+    assert data["comparisons"][0]["times"][0]["verdict"] == "slower"
+
+
+def test_no_heading_is_empty(run: Run) -> None:
+    old = [*made.results(6), made.bench("zero1", 0.0, 0.01), made.scaling("ddp")]
+    new = made.changed(old, 2, made.figure("traffic", "bytes_sent", "77777"))[1:]
+    new += [made.result(made.case(9), 9)]
+    found = both(run, old, new)
+    for report in (tables.report([found]), hardware.report(found.before, [found])):
+        assert len(report.tables) > 3
+        for table in report.tables:
+            assert table.title and all(table.headings)
+            assert all(len(row) == len(table.headings) for row in table.rows)
+        assert not re.search(r"<(th|h1|h2)[^>]*>\s*</", formats.html(report))
+
+
+def test_the_page_opens_offline_and_escapes_what_it_shows(run: Run) -> None:
+    old = made.results(1)
+    new = made.changed(old, 0, made.figure("traffic", "formula", "<script>alert(1)</script>"))
+    page = formats.html(tables.report([both(run, old, new)]))
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"(?:src|href)=|https?://|url\(", page)
+
+
+def test_tables_group_by_strategy_or_backend(run: Run) -> None:
+    old = made.results(48)
+    found = both(run, old, made.changed(old, 1, made.figure("memory", "bytes_held", 1)))
+    by_strategy = tables.groups(found, "strategy", False)
+    by_backend = tables.groups(found, "backend", False)
+    assert by_strategy is not None and by_backend is not None
+    assert [row[0] for row in by_strategy.rows] == sorted(made.STRATEGIES)
+    assert [row[0] for row in by_backend.rows] == ["gloo", "in_memory"]
+    changed_only = tables.groups(found, "strategy", True)
+    assert changed_only is not None
+    assert [row[0] for row in changed_only.rows] == ["zero1"]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "claimed", "name"),
+    [
+        ("pytorch/pipelining+1f1b", "torch_pipelining", "pipelining"),
+        ("pytorch/pipelining", "", "pipelining"),
+        ("pytorch/tensor_parallel+plain", "torch_tensor_parallel", "tensor_parallel"),
+        ("deepspeed/zero1+owners", "deepspeed_zero1", "zero1"),
+        ("plain", "single", "plain"),
+        ("plain+any_option", "", "plain"),
+        ("my.package:Trainer", "zero1", "zero1"),
+        ("my.package:Trainer", "", "Trainer"),
+    ],
+)
+def test_one_native_has_one_name(implementation: str, claimed: str, name: str) -> None:
+    """Whichever formula its bytes were compared with, also in a baseline that says otherwise."""
+    assert strategy_of(implementation, claimed) == name
+
+
+def test_across_hardware_each_machine_has_a_column_of_its_own_ratios(run: Run) -> None:
+    lines = [*made.results(8), made.bench("zero1", 0.0, 0.02), made.scaling("ddp", -0.05)]
+    other = [*made.results(8), made.bench("zero1", 0.4, 0.02), made.scaling("ddp", -0.05)]
+    gpu = made.MACHINE | {"cpu": "Fast", "gpus": [{"name": "H100"}]}
+    one = run("one", lines)
+    two, three = run("two", other, machine=gpu), run("three", lines, torch="2.11.0+cu128")
+    report = hardware.report(one, [compare(one, two), compare(one, three)])
+    text = formats.markdown(report)
+    told = {table.title: table for table in report.tables}
+    assert told["Machines"].rows[1][0] == "1 x H100, Fast, 2 cores"
+    assert "all" in told["Machines"].rows[1][-1] and "equal" in told["Machines"].rows[1][-1]
+    assert told["Machines"].rows[2][-1] == "not comparable: torch 2.13.0+cpu, now 2.11.0+cu128"
+    [row] = told["Time against DDP"].rows
+    assert row[-2].endswith("slower") and row[-1].endswith("(not comparable)")
+    assert len(told["Scaling"].rows) == 3
+    assert "exposed share" in text
+
+
+def test_digests_stand_for_equal_json_only() -> None:
+    assert exact_figures.digest({"a": 1, "b": [2]}) == exact_figures.digest({"b": [2], "a": 1})
+    assert exact_figures.digest([1, 2]) != exact_figures.digest([2, 1])
+    assert exact_figures.first_difference([1, 2], [1]) == "it has 1 entries, not 2"

@@ -1,0 +1,110 @@
+"""docs/options.md names the options that implementations take, no more and no fewer."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardproof import registry
+from shardproof.contract import ScalerSpec
+from shardproof.impls.deepspeed import json_form
+from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
+from shardproof.impls.pytorch import ddp as pytorch_ddp
+from shardproof.impls.pytorch import (
+    fsdp1,
+    fsdp2,
+    hybrid,
+    pipelining,
+    tensor_parallel,
+    zero_redundancy_optimizer,
+)
+from shardproof.impls.reference import ddp, pipeline, tensor, zero1, zero2, zero3
+from shardproof.impls.reference import hybrid as reference_hybrid
+from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.fsdp import schedule
+from shardproof.impls.reference.units.plan import Wrap
+
+PAGE = (Path(__file__).parents[2] / "docs/options.md").read_text()
+#: Implementation -> what its options become.
+TAKEN: dict[str, Any] = {
+    "reference/ddp": ddp.Options,
+    "reference/zero1": zero1.Options,
+    "reference/zero2": zero2.Options,
+    "reference/zero3": zero3.Options,
+    "reference/fsdp": schedule.Options,
+    "reference/tensor": tensor.Options,
+    "reference/pipeline": pipeline.Options,
+    "reference/hybrid": reference_hybrid.Options,
+    "pytorch/ddp": pytorch_ddp.Options,
+    "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
+    "pytorch/fsdp1": fsdp1.Options,
+    "pytorch/fsdp2": fsdp2.Options,
+    "pytorch/tensor_parallel": tensor_parallel.Options,
+    "pytorch/pipelining": pipelining.Options,
+    "pytorch/hybrid": hybrid.Options,
+    "deepspeed/pipeline": deepspeed_pipeline.Options,
+}
+WITHOUT = {"plain", "reference/naive_ddp"}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the table under the one heading that holds ``heading`` in backticks."""
+    (section,) = [s for s in PAGE.split("\n## ")[1:] if f"`{heading}`" in s.partition("\n")[0]]
+    lines = re.findall(r"^\| (`.+) \|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines]
+
+
+def defaults(found: list[list[str]], column: int) -> dict[str, Any]:
+    """Name -> default, of rows."""
+    return {row[0].strip("`"): yaml.safe_load(row[column].strip("`")) for row in found}
+
+
+def fields(kind: Any) -> dict[str, Any]:
+    """Name -> default, of a dataclass; a mapping's is empty."""
+    found = {field.name: field.default for field in dataclasses.fields(kind)}
+    found |= {name: {} for name, value in found.items() if value is dataclasses.MISSING}
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in found.items()}
+
+
+def test_every_implementation_is_on_the_page() -> None:
+    shown = {*TAKEN, *WITHOUT, *(f"deepspeed/zero{stage}" for stage in range(4))}
+    assert shown == set(registry.names())
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_names_and_defaults_are_those_of_the_options(name: str) -> None:
+    short = name.partition("/")[2]
+    own = [row for row in rows(name) if short in row[1].split(", ")]
+    assert defaults(own, 3) == fields(TAKEN[name])
+
+
+def test_keys_of_deepspeed_and_their_stages() -> None:
+    found = rows("deepspeed/zero0")
+    told = {row[0].strip("`"): tuple(map(int, row[1].split(", "))) for row in found}
+    assert told == {"stage": (0, 1, 2, 3), **json_form.STAGES}
+    meant = fields(json_form.ZeroOptimization)
+    del meant["stage"]
+    sizes = {row[0].strip("`"): row[3].strip("`") for row in found if row[2].startswith("size")}
+    assert {name: float(size) for name, size in sizes.items()} == {
+        name: float(meant.pop(name)) for name in sizes
+    }
+    others = [row for row in found if row[0].strip("`") in meant]
+    assert defaults(others, 3) == meant
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("precision", Precision),
+        ("wrap", Wrap),
+        ("schedule", pipeline.Chosen),
+        ("scaler", ScalerSpec),
+    ],
+)
+def test_keys_of_mappings(heading: str, kind: Any) -> None:
+    assert defaults(rows(heading), 1) == fields(kind)

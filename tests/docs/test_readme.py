@@ -1,0 +1,94 @@
+"""The README tells the truth: its example passes, and fails without its one reducing line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from commands import script, shardproof
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def example() -> str:
+    found = re.search(r"```python\n# mine\.py\n(.*?)```", README, re.DOTALL)
+    assert found, "the README lost its example"
+    return found[1]
+
+
+def judge(folder: Path, *selection: str) -> subprocess.CompletedProcess[str]:
+    command = re.search(r"^ +shardproof (run .*--impl mine:Mine)$", README, re.MULTILINE)
+    assert command, "the README does not say how to judge mine.py"
+    arguments = (*command[1].split(), *selection, "--results", str(folder))
+    return shardproof(*arguments, paths=[folder.parent])
+
+
+def test_the_example_passes_its_proof(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(example())
+    done = judge(tmp_path / "run", "-k", "fp64 and sgd and noclip and (replicate2 or replicate3)")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 xfailed, 0 skipped, 0 left out" in done.stdout + done.stderr
+
+
+def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
+    broken = example().replace("self.comm.all_reduce(parameter.grad)", "pass")
+    assert broken != example()
+    (tmp_path / "mine.py").write_text(broken)
+    done = judge(tmp_path / "run", "-k", "fp64 and sgd and noclip and in_memory and replicate2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "differs from the oracle" in done.stdout + done.stderr
+    assert "rerun: shardproof run" in done.stdout + done.stderr
+
+
+def test_the_proof_from_python_holds(tmp_path: Path) -> None:
+    """Both lines as they stand there, beside the class of the example."""
+    found = re.search(
+        r"^    from shardproof import prove\n    (verdicts = .*)$", README, re.MULTILINE
+    )
+    assert found, "the README lost its example of prove"
+    (tmp_path / "mine.py").write_text(example())
+    (tmp_path / "judge.py").write_text(
+        textwrap.dedent(found[0]) + "\nfor row in verdicts.itertuples():\n"
+        "    print(row.world, row.lane, row.workload, row.verdict, row.reason)\n"
+    )
+    done = script(tmp_path / "judge.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.strip() for line in done.stdout.splitlines()] == [
+        f"{world} {lane} {workload} pass"
+        for world in (2, 3)
+        for lane, workload in (("fp64", "charnames_gpt"), ("dyadic", "dyadic_mlp"))
+    ]
+
+
+def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProcess[str]:
+    """What the README's own schedule comes to, without the action ``leave_out``."""
+    found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", README, re.DOTALL)
+    assert found and re.search(r"^ +shardproof run mine\.yaml$", README, re.MULTILINE)
+    (folder / "mine.yaml").write_text(found[1].replace(leave_out, "") if leave_out else found[1])
+    return shardproof("run", "mine.yaml", "--results", "run", cwd=folder)
+
+
+def test_the_schedule_passes_its_proof(tmp_path: Path) -> None:
+    done = own_schedule(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 judged (2 pass)" in done.stdout
+
+
+def test_without_one_of_its_actions_the_schedule_is_refused(tmp_path: Path) -> None:
+    done = own_schedule(tmp_path, leave_out=", W1@1")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "mine.yaml:8: option 'schedule.orders': rank 1 never does W1@1" in done.stdout
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))
+def test_every_make_target_that_the_readme_names_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
+def test_links_lead_somewhere(link: str) -> None:
+    assert "://" in link or (ROOT / link).exists(), link

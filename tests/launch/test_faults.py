@@ -1,0 +1,78 @@
+"""Whatever one rank does, its case gets the right verdict and a sentence; the others go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.runner import run_cases
+from shardproof.contract import OptimizerSpec
+
+HERE = Path(__file__).parents[1] / "support"
+#: Verdict, and what the sentence says on every backend.  gloo may wait where threads can see that
+#: calls do not match.  On ``in_memory`` a signal or ``os._exit`` takes all ranks along: the process
+#: is named, with each rank's last call.
+EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Raises": ("crash", ("rank 1 raised ValueError", "the learning rate is a fish")),
+    "Exits": ("crash", ("rank 1 exited",)),
+    "ExitsAtOnce": ("crash", ("rank 1 exited",)),
+    "IsKilled": ("crash", ("rank 1 killed",)),
+    "IsStopped": ("hang", ("rank",)),
+    "LoopsForEver": ("hang", ("rank 1",)),
+    "NeverComes": ("hang", ("rank 1",)),
+    "AllocatesWithoutEnd": ("crash", ("memory limit",)),
+    "CallsAnother": ("crash|hang", ("rank 1 calls broadcast", "rank 0 calls all_reduce")),
+    "OtherShape": ("crash", ("rank 1", "float32[5]", "float32[8]")),
+    "OtherDtype": ("crash", ("rank 1", "int32", "float32")),
+    "ReturnsEarly": ("crash", ("rank 1",)),
+    "clean": ("pass", ()),
+}
+BACKENDS = ("in_memory", "gloo")
+
+
+def _case(name: str, backend: str) -> Case:
+    clean = name == "clean"
+    return Case(
+        id=f"fault::{name}::{backend}",
+        scenario="fault",
+        implementation="reference/naive_ddp" if clean else f"faulty_ranks:{name}",
+        backend=backend,
+        mesh={"replicate": 3},
+        workload=WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16}),
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        checks=("equivalence", "replicas"),
+        steps=2,
+        deadline=8.0 if not clean and "hang" in EXPECTED[name][0] else 60.0,  # load is no fault
+        memory_gib=1.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        run_cases([_case(n, b) for n in EXPECTED for b in BACKENDS], 4, found.append)
+    return {result["id"]: result for result in found}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str, backend: str) -> None:
+    verdict, says = EXPECTED[name]
+    result = results[f"fault::{name}::{backend}"]
+    assert result["verdict"] in verdict.split("|"), result["reason"]
+    for text in says:
+        assert text in result["reason"], result["reason"]
+
+
+def test_nothing_is_left(results: dict[str, dict[str, Any]]) -> None:
+    children = psutil.Process().children(recursive=True)
+    assert not [c for c in children if "nursery" in " ".join(c.cmdline())]

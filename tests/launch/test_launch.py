@@ -1,0 +1,497 @@
+"""Whatever a rank does: its outcome says so, in time, blames the right one, and nothing is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardproof import pack
+from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
+from shardproof.launch import heartbeat
+from shardproof.launch.fork_server import Zygote, ZygoteError
+from shardproof.launch.fork_server_main import LAZY_MODULES, TASK_RAISED
+from shardproof.launch.outcome import RankOutcome, of_exception, root_cause, settle
+from shardproof.launch.pool import Pool
+from shardproof.launch.ranks import run_ranks
+
+HERE = str(Path(__file__).parents[1] / "support")
+DEADLINE = 3.0
+#: What a loaded machine may take on top of a deadline.
+SLACK = 6.0
+BACKENDS = ("in_memory", "gloo")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """Leaders find what the parent can import: let that be this folder's programs."""
+    sys.path.insert(0, HERE)
+    yield
+    sys.path.remove(HERE)
+
+
+@pytest.fixture(scope="module")
+def zygote(importable: None) -> Iterator[Zygote]:
+    with Zygote(["launch_programs"]) as zygote:
+        zygote.wait_ready()
+        yield zygote
+        assert not psutil.Process(zygote.pid).children(recursive=True)
+
+
+def await_end(zygote: Zygote, ticket: int, within_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        for ended in zygote.poll(1.0):
+            assert ended.ticket == ticket
+            return ended
+    raise AssertionError(f"no end within {within_s} s")
+
+
+def attempt(zygote: Zygote, workdir: Path, backend: str, fault: str, **more: Any) -> dict[str, Any]:
+    """Run a program of three ranks in a leader; what :func:`launch_programs.trial` found."""
+    payload = {"backend": backend, "fault": fault, "world": 3, "deadline": 30.0, **more}
+    ticket = zygote.submit("launch_programs:trial", {**payload, "workdir": str(workdir)})
+    ended = await_end(zygote, ticket)
+    assert (ended.exit_code, ended.signal) == (0, None), ended.output
+    found: dict[str, Any] = json.loads((workdir / "result.json").read_text())
+    assert found["children"] == 0, "the leader is left with children"
+    assert not psutil.Process(zygote.pid).children(recursive=True), "the zygote is"
+    assert found["meanwhile"] == 1
+    return found
+
+
+# ------------------------------------------------------------------------------------ one case
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_ranks_that_end_well_leave_records(
+    zygote: Zygote, tmp_path: Path, backend: str, world: int
+) -> None:
+    found = attempt(zygote, tmp_path, backend, "none", world=world)
+    assert found["cause"] is None
+    for rank, outcome in enumerate(found["outcomes"]):
+        assert (outcome["rank"], outcome["status"]) == (rank, "ok")
+        record = pack.load(Path(outcome["record"]))
+        # The second all-reduce sums what the first one gave to every rank.
+        assert record["rank"] == rank
+        assert record["total"].item() == world * world * (world + 1) / 2
+        assert outcome["output"] == f"hello from rank {rank}\n"
+        assert "all_reduce" in outcome["last_call"] and outcome["calls"] == 2
+
+
+FAST = {
+    "raise": ("raised", "ValueError", "the guilty rank's own error"),
+    "unpackable": ("raised", "TypeError", "cannot pack object at .value"),
+    "sys_exit": ("exited", "SystemExit", "sys.exit(7)"),
+    "os_exit": ("exited", "", "os._exit(3)"),
+    "daemon": ("exited", "", "os._exit(0)"),
+    "kill_self": ("killed", "SIGKILL", "os.kill(SIGKILL)"),
+    "abort": ("killed", "SIGABRT", "os.abort()"),
+    "segfault": ("killed", "SIGSEGV", "in string_at"),
+    "print": ("killed", "", "printed more than 64 MiB"),
+    "early": ("early", "", "it returned while rank"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", FAST)
+def test_a_failing_rank_is_blamed_and_wakes_the_others(
+    zygote: Zygote, tmp_path: Path, backend: str, fault: str
+) -> None:
+    found = attempt(zygote, tmp_path, backend, fault)
+    status, error_type, message = FAST[fault]
+    guilty = found["outcomes"][1]
+    assert (guilty["status"], guilty["error_type"]) == (status, error_type), guilty
+    assert message in guilty["message"]
+    assert not guilty["consequence"] and not guilty["is_comm_error"]
+    assert "all_reduce" in guilty["last_call"]
+    assert "hello from rank 1" in guilty["output"] or fault == "print"
+    assert found["cause"] == 1
+    assert found["seconds"] < SLACK, "the others must not wait for a deadline"
+    for rank in (0, 2):
+        outcome = found["outcomes"][rank]
+        assert outcome["consequence"] and outcome["status"] != "ok", outcome
+        assert "all_reduce" in outcome["last_call"]
+    assert (guilty["record"] is None) == (status != "early")
+    assert (guilty["signal"] is None) == (status != "killed")
+    if status == "exited":
+        assert guilty["exit_code"] == {"sys_exit": 7, "os_exit": 3, "daemon": 0}[fault]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", ["loop", "sleep", "hold", "stop_self"])
+def test_a_hanging_rank_is_ended_at_the_deadline_and_blamed(
+    zygote: Zygote, tmp_path: Path, backend: str, fault: str
+) -> None:
+    found = attempt(zygote, tmp_path, backend, fault, deadline=DEADLINE)
+    guilty = found["outcomes"][1]
+    assert guilty["status"] == "hung" and not guilty["consequence"], guilty
+    assert found["cause"] == 1, found["sentence"]
+    assert found["seconds"] < DEADLINE + SLACK
+    assert "its last call" in guilty["message"] and "all_reduce" in guilty["last_call"]
+    assert guilty["calls"] == 1
+    if fault == "stop_self":
+        assert "stopped by os.kill(SIGSTOP)" in guilty["message"]
+    else:
+        assert "launch_programs.py" in guilty["message"]
+        assert "launch_programs.py" in guilty["traceback"]
+        assert "suite/launch" not in guilty["traceback"]
+    for rank in (0, 2):
+        outcome = found["outcomes"][rank]
+        assert outcome["consequence"], outcome
+        if outcome["status"] != "hung":
+            assert (outcome["status"], outcome["error_type"]) == ("raised", "PeerTimeout")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_limit(zygote: Zygote, tmp_path: Path, backend: str) -> None:
+    found = attempt(zygote, tmp_path, backend, "eat", memory_bytes=700 << 20)
+    guilty = found["outcomes"][1]
+    assert guilty["status"] == "killed"
+    assert "over its memory limit of 700 MiB" in guilty["message"]
+    if backend == "gloo":
+        assert found["cause"] == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mismatched_calls_are_named(zygote: Zygote, tmp_path: Path, backend: str) -> None:
+    found = attempt(zygote, tmp_path, backend, "mismatch")
+    cause = found["outcomes"][found["cause"]]
+    assert cause["is_comm_error"] or cause["status"] == "killed"  # gloo may abort
+    if cause["is_comm_error"]:
+        assert "float32[4]" in cause["message"] and "float32[5]" in cause["message"]
+
+
+def test_a_traceback_begins_in_the_implementation(zygote: Zygote, tmp_path: Path) -> None:
+    found = attempt(zygote, tmp_path, "in_memory", "raise")
+    trace = found["outcomes"][1]["traceback"]
+    assert trace.startswith("Traceback") and trace.endswith(
+        "ValueError: the guilty rank's own error"
+    )
+    assert "_explode" in trace and "suite/launch" not in trace
+
+
+def test_gloo_without_ledgers(zygote: Zygote, tmp_path: Path) -> None:
+    assert attempt(zygote, tmp_path, "gloo", "none", ledgers=False)["cause"] is None
+
+
+def test_any_object_with_the_right_methods_is_a_backend(zygote: Zygote, tmp_path: Path) -> None:
+    found = attempt(zygote, tmp_path, "fake", "meeting")
+    assert found["cause"] == 1
+    assert [o["error_type"] for o in found["outcomes"]] == [
+        "RankFailed",
+        "ValueError",
+        "RankFailed",
+    ]
+    assert {o["last_call"] for o in found["outcomes"]} == {"meet"}
+
+
+@pytest.mark.parametrize(("backend", "target"), [("in_memory", 0.060), ("gloo", 0.150)])
+def test_an_empty_case_is_cheap(
+    zygote: Zygote, tmp_path: Path, backend: str, target: float
+) -> None:
+    times = []
+    for i in range(5):
+        workdir = tmp_path / str(i)
+        workdir.mkdir()
+        times.append(attempt(zygote, workdir, backend, "empty", world=4)["seconds"])
+    # The target holds at rest; a machine that runs other tests may take six times as long.
+    assert min(times) < 6 * target, f"best of 5: {min(times) * 1000:.0f} ms"
+
+
+@pytest.mark.parametrize(("world", "deadline"), [(0, 1.0), (2, 0.0)])
+def test_impossible_runs_are_refused(tmp_path: Path, world: int, deadline: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        run_ranks("in_memory", world, lambda rank, world: {}, tmp_path, deadline)
+
+
+# ------------------------------------------------------------------------------ cause and effect
+
+
+def raised(rank: int, error: BaseException, ended: float = 1.0, **more: Any) -> RankOutcome:
+    return dataclasses.replace(of_exception(rank, error, ended), **more)
+
+
+def blamed(*outcomes: RankOutcome) -> tuple[int, str] | None:
+    cause = root_cause(settle(outcomes))
+    return None if cause is None else (cause.rank, cause.status)
+
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
+LATE = RuntimeError("[gloo/transport] Timed out waiting 2400ms for recv operation to complete")
+
+
+def test_all_well() -> None:
+    assert blamed(RankOutcome(0, "ok"), RankOutcome(1, "ok")) is None
+
+
+def test_own_errors_come_before_communication_errors_whatever_their_time() -> None:
+    assert blamed(raised(0, CLOSED, 0.5), raised(1, ValueError("x"), 1.0)) == (1, "raised")
+    assert blamed(raised(0, RankFailed("x", 1), 0.5), RankOutcome(1, "killed", ended=2)) == (
+        1,
+        "killed",
+    )
+
+
+def test_the_earliest_own_error_is_the_cause_and_of_equal_ones_the_lowest_rank() -> None:
+    assert blamed(raised(0, KeyError("k"), 2.0), raised(1, ValueError("x"), 1.0))[0] == 1  # type: ignore[index]
+    assert blamed(raised(0, ValueError("x"), 2.0), raised(1, ValueError("x"), 1.0))[0] == 0  # type: ignore[index]
+
+
+def test_an_error_raised_from_a_communication_error_is_a_consequence() -> None:
+    try:
+        try:
+            raise CLOSED
+        except RuntimeError as error:
+            raise AssertionError("the trainer gives up") from error
+    except AssertionError as error:
+        wrapped = raised(0, error, 0.5)
+    assert wrapped.consequence and wrapped.is_comm_error
+    assert blamed(wrapped, raised(1, ValueError("x"))) == (1, "raised")
+
+
+def test_mismatches_are_causes() -> None:
+    outcomes = [raised(0, RankFailed("x", 1)), raised(1, CollectiveMismatch("four and five"))]
+    assert blamed(*outcomes) == (1, "raised")
+
+
+def test_the_hung_rank_is_the_cause_of_timeouts() -> None:
+    hung = RankOutcome(2, "hung", calls=3, ended=9)
+    assert blamed(raised(0, LATE), raised(1, PeerTimeout("x")), hung) == (2, "hung")
+
+
+def test_of_hung_ranks_those_that_wait_are_consequences() -> None:
+    waiting = RankOutcome(0, "hung", is_comm_error=True, calls=5)
+    assert blamed(waiting, RankOutcome(1, "hung", calls=9)) == (1, "hung")
+    assert blamed(waiting, RankOutcome(1, "hung", is_comm_error=True, calls=4)) == (1, "hung")
+
+
+def test_early_ranks() -> None:
+    assert blamed(RankOutcome(0, "ok", ended=0.1), raised(1, CLOSED)) == (0, "early")
+    gone = raised(1, RankEnded("x", 2))
+    assert blamed(RankOutcome(0, "ok", ended=0.1), gone, RankOutcome(2, "ok")) == (2, "early")
+    # Two ranks that wait for each other: the one that ended well has nothing to do with it.
+    well = RankOutcome(0, "ok", ended=0.1)
+    assert blamed(well, raised(1, LATE), raised(2, LATE, 2.0)) == (1, "raised")
+
+
+def test_differing_last_calls_are_named_where_gloo_only_sees_a_closed_connection() -> None:
+    four = RankOutcome(0, "ok", ended=0.1, calls=3, last_call="all_reduce([4]) on (0, 1)")
+    five = raised(1, CLOSED, calls=3, last_call="all_reduce([5]) on (0, 1)")
+    cause = root_cause(settle([four, five]))
+    assert cause is not None and cause.rank == 1
+    assert "rank 0 calls all_reduce([4]), rank 1 calls all_reduce([5])" in cause.message
+
+
+def test_long_tracebacks_are_cut() -> None:
+    def deep(n: int) -> None:
+        if n:
+            (deep if n % 2 else lambda k: deep(k))(n - 1)
+        else:
+            raise ValueError("deep")
+
+    try:
+        deep(100)
+    except ValueError as error:
+        trace = of_exception(0, error, 0.0).traceback
+    assert len(trace.splitlines()) < 60 and "more frames" in trace
+
+
+# ------------------------------------------------------------------------------------ heartbeat
+
+
+def test_heartbeat(tmp_path: Path) -> None:
+    path = tmp_path / "pulse"
+    heartbeat.create(path, 3)
+    pulse = heartbeat.attach(path, 1, thread=True)
+    for i in range(20):
+        heartbeat.note(f"call {i}")
+    pulse.last_words("first")
+    pulse.last_words("second")
+    zero, one, two = heartbeat.read(path)
+    assert zero.state == heartbeat.NEW and not zero.calls and two.sequence == 0
+    assert one.sequence == 20 and one.calls == tuple(f"call {i}" for i in range(12, 20))
+    assert one.last_call == "call 19" and one.last_words == "first"
+    assert one.thread == threading.get_ident() and one.state == heartbeat.RUNNING
+    heartbeat.note("ä" * 500)
+    assert heartbeat.read(path)[1].last_call == "ä" * 111
+    seen: list[Any] = []
+    other = threading.Thread(target=lambda: seen.append(heartbeat.current()))
+    other.start()
+    other.join()
+    assert seen == [None]
+    heartbeat._thread.pulse = None
+
+
+# --------------------------------------------------------------------------------- zygote, pool
+
+
+def test_leaders_are_single_threaded_and_have_the_lazy_modules(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    ticket = zygote.submit("launch_programs:threads", {"file": str(tmp_path / "x")})
+    assert await_end(zygote, ticket).exit_code == 0
+    found = json.loads((tmp_path / "x").read_text())
+    assert found["threads"] == 1
+    assert set(LAZY_MODULES) <= set(found["modules"])
+
+
+def test_a_task_that_raises_or_crashes_or_does_not_exist(zygote: Zygote) -> None:
+    ended = await_end(zygote, zygote.submit("launch_programs:fail", {}))
+    assert ended.exit_code == TASK_RAISED and "ValueError: the task's own error" in ended.output
+    ended = await_end(zygote, zygote.submit("launch_programs:crash", {}))
+    assert ended.signal == signal.SIGSEGV and "Segmentation fault" in ended.output
+    ended = await_end(zygote, zygote.submit("no_such_module:x", {}))
+    assert ended.exit_code == TASK_RAISED and "No module named 'no_such_module'" in ended.output
+    assert not psutil.Process(zygote.pid).children(recursive=True)
+
+
+def test_kill_ends_a_leader_and_what_left_its_group(zygote: Zygote) -> None:
+    ticket = zygote.submit("launch_programs:endless", {})
+    deadline = time.monotonic() + 20
+    while len(psutil.Process(zygote.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    zygote.kill(ticket)
+    assert await_end(zygote, ticket).signal == signal.SIGKILL
+    assert not psutil.Process(zygote.pid).children(recursive=True)
+
+
+def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> None:
+    drawn: list[float] = []
+
+    def items() -> Iterator[tuple[str, dict[str, Any], float]]:
+        for i in range(6):
+            drawn.append(time.monotonic())
+            yield f"short{i}", {"seconds": 0.3}, 30.0
+        yield "late", {"seconds": 1000}, 0.5
+
+    with Pool(2, ["launch_programs"]) as pool:
+        pool.zygote.wait_ready()
+        begin = time.monotonic()
+        ends = list(pool.run("launch_programs:sleep", items()))
+        seconds = time.monotonic() - begin
+        assert not psutil.Process(pool.zygote.pid).children(recursive=True)
+    assert {e.key for e in ends} == {"late", *(f"short{i}" for i in range(6))}
+    for ended in ends:
+        late = ended.key == "late"
+        assert ended.timed_out == late and (ended.signal == signal.SIGKILL) == late
+        assert 0.29 < ended.seconds < 0.5 + SLACK
+    assert sum(e.seconds for e in ends) > 1.3 * seconds, "two at a time"
+    assert drawn[2] - drawn[0] >= 0.29, "drawn only when a leader can start"
+
+
+def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:
+    def items() -> Iterator[tuple[str, dict[str, Any], float]]:
+        yield "short", {"seconds": 0.0}, 30.0
+        while True:
+            yield "long", {"seconds": 1000}, 2000.0
+
+    with Pool(3, ["launch_programs"]) as pool:
+        ends = pool.run("launch_programs:sleep", items())
+        assert next(ends).key == "short"
+        begin = time.monotonic()
+        ends.close()  # type: ignore[attr-defined]
+        assert time.monotonic() - begin < SLACK
+        assert not psutil.Process(pool.zygote.pid).children(recursive=True)
+
+
+def test_a_killed_zygote_is_replaced_and_its_cases_are_told(importable: None) -> None:
+    with Pool(1, ["launch_programs"]) as pool:
+        lost = list(pool.run("launch_programs:kill_zygote", [("a", {}, 30.0)]))
+        assert [(e.key, e.exit_code, e.signal) for e in lost] == [("a", None, None)]
+        assert "the zygote is gone" in lost[0].output
+        well = list(pool.run("launch_programs:sleep", [("b", {"seconds": 0.0}, 30.0)]))
+        assert [(e.key, e.exit_code) for e in well] == [("b", 0)]
+
+
+def test_a_zygote_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Zygote() as zygote, pytest.raises(ZygoteError, match="exit code 1"):
+        zygote.wait_ready()
+
+
+def test_a_preloaded_module_must_not_start_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "threading.Thread(target=time.sleep, args=[99], daemon=True)"
+    code = f"import threading, time\n{thread}.start()"
+    (tmp_path / "starts_a_thread.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = "2 threads after importing starts_a_thread"
+    with Zygote(["starts_a_thread"]) as zygote, pytest.raises(ZygoteError, match=said):
+        await_end(zygote, zygote.submit("starts_a_thread:x", {}))
+
+
+def test_no_jobs() -> None:
+    with pytest.raises(ValueError, match="at least 1 job"):
+        Pool(0)
+
+
+PARENT = """
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    sys.path.insert(0, {here!r})
+    from shardproof.launch.pool import Pool
+    with Pool(2, ["launch_programs"]) as pool:
+        print(pool.zygote.pid, flush=True)
+        items = [(str(i), {{}}, 1000.0) for i in range(2)]
+        for ended in pool.run("launch_programs:endless", items):
+            raise SystemExit("ended")
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_parent(signum: int) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT.format(here=HERE))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert parent.stdout is not None
+        zygote = psutil.Process(int(parent.stdout.readline()))
+        deadline = time.monotonic() + 60
+        while len(zygote.children(recursive=True)) < 4:  # two leaders, each with a child
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        everyone = [zygote, *zygote.children(recursive=True)]
+        os.kill(parent.pid, signum)
+        parent.wait(60)
+        _, alive = psutil.wait_procs(everyone, timeout=10)
+        assert not alive
+        if signum == signal.SIGINT:
+            assert "KeyboardInterrupt" in parent.communicate()[1]
+    finally:
+        if parent.poll() is None:
+            parent.kill()
+        parent.communicate()
+
+
+def test_a_zygote_survives_the_thread_that_started_it(importable: None) -> None:
+    zygote = Zygote(["launch_programs"])
+    starter = threading.Thread(target=zygote.__enter__)
+    starter.start()
+    starter.join()
+    try:
+        zygote.wait_ready()
+        time.sleep(0.2)
+        ticket = zygote.submit("launch_programs:sleep", {"seconds": 0.0})
+        assert await_end(zygote, ticket).exit_code == 0
+    finally:
+        zygote.close()

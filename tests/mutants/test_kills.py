@@ -1,0 +1,140 @@
+"""The suite can fail: planted faults are killed, and a survivor is reported as one.
+
+Here one fault a file and a killer is planted; ``make mutants`` plants all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardproof import registry
+from shardproof.case import Case
+from shardproof.cases import runner
+from shardproof.cases.kills import CHECKS, VERDICT_KILLERS, Kill, judge_kill, pair
+from shardproof.cases.runner import run_mutants
+
+
+def representatives() -> list[Any]:
+    """The first fault of each file of faults, and the first that each check or verdict kills."""
+    met, found = set[str](), list[Any]()
+    for name in registry.mutant_names():
+        mutant = registry.load_mutant(name)
+        if not met.issuperset(shown := {mutant.implementation.__module__, *mutant.killed_by}):
+            met |= shown
+            found.append(mutant)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_planted_faults_are_killed_beside_passing_parents() -> None:
+    kills = run_mutants(representatives(), 1, lambda result: None)
+    assert len(kills) >= 20
+    assert not {kill.name: kill.why_not for kill in kills if not kill.killed}
+
+
+def test_every_check_that_faces_faults_kills_one() -> None:
+    killers = {name for mutant in representatives() for name in mutant.killed_by}
+    assert killers == {*CHECKS, *VERDICT_KILLERS, "relations"}
+
+
+def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:
+    mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
+    assert len(mutants) >= 150
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert mutant.killed_by and mutant.summary, mutant.name
+        assert mutant.parent in registry.names(), mutant.name
+        assert bool(mutant.crash_says) == ("crash" in mutant.killed_by), mutant.name
+
+
+def _result(verdict: str = "pass", **statuses: str) -> dict[str, Any]:
+    checks = [
+        {"check": name, "status": status, "worst": {"error": 2.0, "bound": 0.5}}
+        for name, status in statuses.items()
+    ]
+    return {"verdict": verdict, "reason": "because", "checks": checks, "seconds": 1.0}
+
+
+def _judge(own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+    mutant = registry.load_mutant("ddp_divides_by_world")
+    assert mutant.killed_by == ("equivalence",)
+    return judge_kill(pair(mutant), own, parent)
+
+
+def test_a_kill_needs_the_named_check_and_a_passing_parent() -> None:
+    clean = _result(equivalence="pass", replicas="pass")
+    killed = _judge(_result("fail", equivalence="fail", replicas="pass"), clean)
+    assert killed.killed and killed.margin == 4.0 and killed.failing == ("equivalence",)
+
+
+@pytest.mark.parametrize(
+    ("own", "parent", "says"),
+    [
+        (_result(equivalence="pass"), _result(equivalence="pass"), "survives equivalence"),
+        (
+            _result("fail", replicas="fail", equivalence="pass"),
+            _result(replicas="pass", equivalence="pass"),
+            "survives equivalence; failing: replicas",
+        ),
+        (_result("crash"), _result(equivalence="pass"), "survives equivalence"),
+        (
+            _result("fail", equivalence="fail"),
+            _result("fail", equivalence="fail"),
+            "its parent is fail",
+        ),
+        (
+            _result("fail", equivalence="fail"),
+            _result(equivalence="skip", replicas="pass"),
+            "does not judge the parent here",
+        ),
+        (None, _result(equivalence="pass"), "left out"),
+        (_result("fail", equivalence="fail"), None, "left out"),
+    ],
+)
+def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
+    kill = _judge(own, parent)
+    assert not kill.killed and says in kill.why_not
+
+
+def test_a_crash_counts_only_with_the_words_that_the_mutant_expects() -> None:
+    chosen = pair(registry.load_mutant("hybrid_reduces_after_every_window"))
+    clean, own = _result(equivalence="pass"), _result("crash")
+    own["reason"] = (
+        "rank 0 raised RuntimeError: 'a' received a gradient after its bucket had been sent"
+    )
+    killed = judge_kill(chosen, own, clean)
+    assert killed.killed and killed.crash_says in own["reason"]
+    own["reason"] = "rank 0 raised AttributeError: no 'given'"
+    other = judge_kill(chosen, own, clean)
+    assert not other.killed
+    assert "does not say 'received a gradient" in other.why_not and "no 'given'" in other.why_not
+
+
+def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: Any) -> None:
+    orders: list[list[str]] = []
+
+    def run(cases: list[Case], *rest: Any) -> tuple[list[Any], list[Case]]:
+        orders.append([case.implementation for case in cases])
+        return [], cases
+
+    monkeypatch.setattr(runner, "run_cases", run)
+    mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
+    files = {mutant.implementation.__module__ for mutant in mutants}
+    for stop_after in (None, 60.0):
+        kills = run_mutants(mutants, 1, lambda result: None, stop_after)
+        assert [kill.name for kill in kills] == [mutant.name for mutant in mutants]
+    whole, hurried = ([name for name in order if name.startswith("mutants/")] for order in orders)
+    assert whole == [f"mutants/{mutant.name}" for mutant in mutants] != hurried
+    first = [registry.load_mutant(name).implementation.__module__ for name in hurried[: len(files)]]
+    assert set(first) == files and sorted(hurried) == sorted(whole)
+
+
+def test_mutants_of_one_trigger_share_their_parents_case() -> None:
+    names = ("ddp_waits_after_each_launch", "ddp_reduces_after_backward")
+    first, second = (pair(registry.load_mutant(name)) for name in names)
+    if first.case.workload == second.case.workload and first.case.options == second.case.options:
+        assert first.parent.id == second.parent.id
+    assert first.case.id != second.case.id
+    assert first.parent.implementation == "reference/ddp"

@@ -1,0 +1,103 @@
+"""A user's own implementation is loaded before anything runs, in a process that it may ruin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.errors import SelectionError
+from shardproof.registry import preflight
+
+#: What stands in the module, the name that is asked for, and what is told.
+MODULES = {
+    "no_class": ("class Mine: ...", "Min", "has no 'Min' in no_class; did you mean Mine?"),
+    "no_subclass": ("class Mine: ...", "Mine", "not a subclass of Implementation"),
+    "raising": ("open('/no/such/file')", "Mine", "cannot be imported: FileNotFoundError"),
+    "leaving": ("raise SystemExit('not today')", "Mine", "cannot be imported: SystemExit: not"),
+    "ending": ("import os; print('bye', flush=True); os._exit(3)", "Mine", "(exit code 3): bye"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "Mine", "ended its process (signal 9)"),
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, (text, *_) in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text + "\n")
+    (tmp_path / "hanging.py").write_text("while True: ...\n")
+    (tmp_path / "right.py").write_text(
+        "from shardproof.impls.plain import Plain\nclass Mine(Plain): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_every_fault_is_told_at_once_and_in_one_line(modules: Path) -> None:
+    names = {module: f"{module}:{name}" for module, (_, name, _) in MODULES.items()}
+    with pytest.raises(SelectionError) as refused:
+        preflight.check(["reference/ddp", "right:Mine", *names.values()])
+    told = {problem.what.split("'")[1]: str(problem) for problem in refused.value.problems}
+    assert set(told) == set(names.values())
+    for module, (_, _, says) in MODULES.items():
+        line = told[names[module]]
+        assert says in line and "\n" not in line and "nothing was run" in line, line
+
+
+def test_an_import_that_hangs_is_ended(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SECONDS", 0.5)
+    with pytest.raises(SelectionError, match=r"'hanging:Mine' .* did not end within 0.5 s"):
+        preflight.check(["hanging:Mine"])
+
+
+def test_the_suites_own_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "Pool", None)
+    preflight.check(["reference/ddp", "plain", "mutants/ddp_never_reduces"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("no_class:Min", "has no 'Min'"), ("json:loads", "not a")]
+)
+def test_run_ends_with_code_2_and_writes_nothing(
+    command: Any, modules: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.chdir(modules)
+    before = sorted(modules.iterdir())
+    code, out, err = command("run", "ddp-gpt", "--impl", name)
+    assert (code, out) == (2, ""), out
+    assert says in err and len(err.splitlines()) == 1, err
+    assert err.startswith(f"implementation '{name}'"), "no file names it"
+    assert sorted(set(modules.iterdir()) - {modules / "__pycache__"}) == before
+
+
+@pytest.mark.parametrize("others", [("plain",), ("plain", "--dry-run")])
+def test_bench_does_too(command: Any, modules: Path, others: tuple[str, ...]) -> None:
+    code, out, err = command("bench", "no_class:Min", *others, "--results", str(modules / "run"))
+    assert (code, out) == (2, ""), out
+    assert "has no 'Min'" in err and not (modules / "run").exists()
+
+
+def test_a_scenario_names_the_line(command: Any, modules: Path) -> None:
+    text = """\
+name: own
+about: a class that does not exist
+sees: [nothing]
+workload: {name: charnames_gpt}
+matrix:
+  implementation:
+    - plain
+    - no_class:Min
+  backend: in_memory
+  mesh: {replicate: 1}
+  optimizer: sgd
+checks: [equivalence]
+"""
+    (modules / "own.yaml").write_text(text)
+    code, _, err = command("run", str(modules / "own.yaml"), "--tier", "full", "--dry-run")
+    assert code == 2 and f"{modules / 'own.yaml'}:8: implementation 'no_class:Min'" in err, err
+    (modules / "own.yaml").write_text(
+        text.replace("    - no_class:Min\n", "").replace("sgd\n", "sgd\n  lane: dyadic\n")
+    )
+    code, _, err = command("check-scenario", str(modules / "own.yaml"))
+    assert code == 2 and "own.yaml:11: workload charnames_gpt has no form for lane dyadic" in err
+    assert "workloads that have one: dyadic_mlp" in err

@@ -1,0 +1,217 @@
+"""The page in headless Chromium: no errors, no requests, keyboard, phone, dark mode, labels.
+
+Needs Debian's ``chromium`` (``apt-get install chromium``) and the package ``playwright`` without
+its own browsers.  Skipped only where there is no Chromium and this is not CI.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import FULL, write_run
+
+from shardproof import report
+from shardproof.runs.run_folder import read
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None and os.environ.get("CI") != "true",
+        reason="no chromium here: apt-get install chromium",
+    ),
+]
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+)
+PHONE = {"width": 380, "height": 780}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(
+        tmp_path_factory.mktemp("browser") / "run",
+        **FULL,
+    )
+    target = path / "report.html"
+    target.write_text(report.html(read(path)), encoding="utf-8")
+    return target
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None, "CI must have chromium: see .ci/run"
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page that was opened, what it asked for and what it complained of."""
+
+    def __init__(self, browser: Any, file: Path, **context: Any) -> None:
+        self.context = browser.new_context(**context)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda told: self.complaints.append(told.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(file.as_uri())
+
+    def __enter__(self) -> Any:
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        asked = [url for url in self.requests if not url.startswith(("file:", "data:"))]
+        files = {url.split("#")[0] for url in self.requests if url.startswith("file:")}
+        self.context.close()
+        assert self.complaints == []
+        assert asked == [] and len(files) == 1
+
+
+def test_every_link_leads_somewhere(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        assert page.title().startswith("Shardproof: broke")
+        dead = page.evaluate(
+            """() => [...document.querySelectorAll('a, use')].map((e) => e.getAttribute('href'))
+            .filter((h) => !h.startsWith('#') || !document.getElementById(h.slice(1)))"""
+        )
+        assert dead == []
+        twice = page.evaluate(
+            """() => { const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);
+            return ids.filter((id, at) => ids.indexOf(id) !== at); }"""
+        )
+        assert twice == []
+
+
+def column(page: Any, label: str, number: int) -> list[str]:
+    found: list[str] = page.eval_on_selector_all(
+        f'[aria-label="{label}"] tbody tr',
+        f"(rows) => rows.map((row) => row.cells[{number}].textContent.trim())",
+    )
+    return found
+
+
+def test_tables_are_sorted_by_click_and_by_keyboard(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        head = page.locator('[aria-label="Results"] thead th').nth(6)
+        assert head.get_attribute("aria-sort") is None
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"
+        seconds = [float(text) for text in column(page, "Results", 6)]
+        assert seconds == sorted(seconds) and len(seconds) > 20
+        head.locator("button").focus()
+        page.keyboard.press("Enter")
+        assert head.get_attribute("aria-sort") == "descending"
+        assert [float(text) for text in column(page, "Results", 6)] == sorted(seconds)[::-1]
+        first = page.locator('[aria-label="Results"] thead th').nth(0)
+        first.locator("button").focus()
+        page.keyboard.press("Space")
+        assert first.get_attribute("aria-sort") == "ascending"
+        assert head.get_attribute("aria-sort") is None
+        names = column(page, "Results", 0)
+        assert names == sorted(names)
+
+
+def test_blanks_come_last_whatever_the_order(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        head = page.locator('[aria-label="Scaling"] thead th').nth(5)
+        for order in ("ascending", "descending"):
+            head.locator("button").click()
+            assert head.get_attribute("aria-sort") == order
+            told = column(page, "Scaling", 5)
+            assert told[-1] == "-" and told[0] != "-"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, {"width": 1280, "height": 900}])
+def test_nothing_is_wider_than_the_window(
+    browser: Any, file: Path, scheme: str, size: dict[str, int]
+) -> None:
+    with Visit(browser, file, viewport=size, color_scheme=scheme) as page:
+        page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= size["width"]
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        light = sum(map(int, ground[4:-1].split(","))) > 3 * 128
+        assert light == (scheme == "light")
+        small = page.evaluate(
+            """() => [...document.querySelectorAll('thead button, .cell a')]
+            .map((e) => e.getBoundingClientRect())
+            .filter((r) => r.height < 20 || r.width < 20).length"""
+        )
+        assert small == 0
+
+
+def test_a_place_in_the_matrix_shows_its_cases(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        label = "reference/zero2 on gloo, clipping"
+        link = page.locator(f'a[aria-label^="{label}"]')
+        count = int(link.inner_text().split("/")[-1])
+        link.click()
+        group = page.locator(
+            "details.group", has=page.locator(f"table[id='{link.get_attribute('href')[1:]}']")
+        )
+        assert group.get_attribute("open") is not None
+        assert f"{count} of " in group.locator(".filter").inner_text()
+        shown = group.locator("tbody tr:visible")
+        assert shown.count() == count
+        assert all("::clip::" in text for text in shown.all_inner_texts())
+        group.locator(".filter button").click()
+        assert group.locator("tbody tr:visible").count() > count
+        assert page.evaluate("location.hash") == link.get_attribute("href")
+
+
+def test_it_reads_without_scripts(browser: Any, file: Path) -> None:
+    with Visit(browser, file, java_script_enabled=False) as page:
+        assert page.get_by_text("It did not hold: 30 of").is_visible()
+        assert page.locator("thead button").count() == 0
+        assert page.locator(".broken pre.rerun").first.is_visible()
+        link = page.locator("a[aria-label^='reference/zero2 on gloo, traffic']")
+        link.click()
+        assert page.locator(link.get_attribute("href")).is_visible()
+
+
+def test_names_for_those_who_do_not_see(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        told = page.locator("main").aria_snapshot()
+        assert 'img "Strong scaling of reference/ddp on gloo"' in told
+        assert 'img "Timeline of reference/pipeline+1f1b on gloo' in told
+        assert 'table "Verdicts by implementation, backend and capability"' in told
+        assert 'columnheader "verdicts"' in told
+        unnamed = page.evaluate(
+            """() => [...document.querySelectorAll('svg')].filter((s) =>
+            s.getAttribute('aria-hidden') !== 'true' && !(s.getAttribute('role') === 'img'
+            && s.getAttribute('aria-label') && s.querySelector(':scope > desc').textContent))
+            .length"""
+        )
+        assert unnamed == 0
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip-link"
+        ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert ring == "solid"
+
+
+def test_the_kill_matrix_fits_a_phone(browser: Any, file: Path) -> None:
+    """Headings of checks stand upright: a column is as wide as its mark, a name may fold."""
+    with Visit(browser, file, viewport=PHONE) as page:
+        widths = page.eval_on_selector_all(
+            ".faults thead th.cap", "(heads) => heads.map((h) => h.getBoundingClientRect().width)"
+        )
+        assert len(widths) > 4
+        assert max(widths) < 48
+        name = page.locator(".faults tbody th").first
+        assert name.bounding_box()["width"] < PHONE["width"] / 2
+        head = page.locator(".faults thead th.cap").first
+        head.locator("button").click()
+        assert head.get_attribute("aria-sort") == "ascending"

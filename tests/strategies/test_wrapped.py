@@ -1,0 +1,114 @@
+"""Units that are sharded whole: rounds of one unit, gradients that come too late; and what is left
+of a strategy when it is closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import succeed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardproof import registry, workloads
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Mesh
+from shardproof.contract import OptimizerSpec
+from shardproof.impls.reference import fsdp, zero3
+from shardproof.impls.reference.engine.engine import Engine
+
+SHARDED = pytest.mark.parametrize("strategy", [zero3, fsdp])
+
+
+def stack() -> nn.Sequential:
+    """Two units of ones, whose gradients are known."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    return module
+
+
+@SHARDED
+@pytest.mark.parametrize("busy", [1, 3])
+def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, busy: int) -> None:
+    def body(rank: int, size: int) -> dict[str, float]:
+        comms = {"shard": Mesh({"shard": size}).comm("shard")}
+        handle = strategy.apply(stack(), comms, strategy.Options())
+        rounds = busy if rank == 0 else 0
+        handle.before_step(rounds)
+        for number in range(rounds):
+            handle.accumulate(is_last=number == rounds - 1)
+            handle.module(torch.ones(1, 2)).sum().backward()
+        handle.finish()
+        return {name: float(target.grad.sum()) for name, target in handle.targets()}
+
+    whole: dict[str, float] = {}
+    for part in succeed(body, 2):
+        for name, total in part.items():
+            whole[name] = whole.get(name, 0.0) + total
+    assert whole == {"0.weight": 8.0 * busy, "1.weight": 8.0 * busy}
+
+
+class Reentrant(nn.Sequential):
+    def forward(self, hidden: Tensor) -> Tensor:
+        first, second = self
+        return checkpoint(second, first(hidden), use_reentrant=True)
+
+
+@SHARDED
+def test_gradients_of_a_unit_that_has_no_backward_are_an_error(strategy: Any) -> None:
+    def apply(module: nn.Module) -> Any:
+        comms = {"shard": Mesh({"shard": 1}).comm("shard")}
+        handle = strategy.apply(module, comms, strategy.Options(), ["0", "1"])
+        handle.before_step(1)
+        handle.accumulate(is_last=True)
+        return handle
+
+    def body(rank: int, size: int) -> None:
+        reentrant = apply(Reentrant(*stack()))
+        with pytest.raises(RuntimeError, match=r"'1\.weight' .* use_reentrant=False"):
+            reentrant.module(torch.ones(1, 2)).sum().backward()
+        twice = apply(stack())
+        loss = twice.module(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="one forward and one backward"):
+            loss.backward()
+
+    succeed(body, 1)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hung_up(module: nn.Module) -> list[str]:
+    """Hooks and forwards that the module was not built with."""
+    found = [
+        f"{name or 'root'}.{what}"
+        for name, part in module.named_modules()
+        for what in (*HOOKS, "forward")
+        if vars(part).get(what)
+    ]
+    for name, parameter in module.named_parameters():
+        found += [name] * bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_a_closed_strategy_leaves_the_module_without_hooks(name: str) -> None:
+    work = workloads.make(WorkloadSpec("charnames_gpt", global_batch=4, micro_batches=2))
+    axis = "replicate" if name == "ddp" else "shard"
+
+    def body(rank: int, size: int) -> None:
+        system = registry.load(f"reference/{name}")()
+        assert isinstance(system, Engine)
+        options = {"recompute_every": 2}
+        mesh = Mesh({axis: size})
+        system.setup(work.build_for(rank), work.state(), OptimizerSpec(), mesh, options)
+        system.step(work.batch(0, size)[rank], lambda _: None)
+        assert hung_up(system.module)
+        system.close()
+        assert hung_up(system.module) == []
+        system.close()
+
+    succeed(body, 1)

@@ -1,0 +1,174 @@
+"""Campaigns: every case that is drawn can be run, and can be drawn again from its id."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from shardproof import registry, workloads
+from shardproof.case import Case
+from shardproof.cases.rank_program import describe
+from shardproof.cases.verdict import declared_away, outside_profile
+from shardproof.errors import SelectionError
+from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.units.plan import Wrap, plan_units
+from shardproof.studies import campaign
+from shardproof.studies.campaign import fits
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Case]:
+    return campaign.first_cases(600, 11)
+
+
+def _claims(case: Case) -> dict[str, object]:
+    implementation = registry.load(case.implementation)
+    return describe(implementation, implementation.capabilities(case.options))
+
+
+def test_every_drawn_case_can_be_run(drawn: list[Case]) -> None:
+    for case in drawn:
+        claims = _claims(case)
+        assert not outside_profile(claims), case.id
+        assert not declared_away(case, claims, ""), case.id
+        workloads.check(case.workload)
+        assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+def test_wrap_policies_and_meshes_fit(drawn: list[Case]) -> None:
+    for case in drawn:
+        if "wrap" in case.options:
+            workload = workloads.for_case(case)
+            wrap = parse_options(Wrap, case.options["wrap"])
+            assert len(plan_units(workload.model("meta"), wrap, workload.units)) > 1, case.id
+        k = case.options.get("reshard_after_forward")
+        if k is not None and not isinstance(k, bool):
+            assert case.mesh["shard"] % k == 0, case.id
+
+
+def test_equal_bits_are_asked_for_only_where_they_are_promised(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.lane == "bitwise"]
+    assert found
+    assert all(case.optimizer.clip_norm is None for case in found)
+    for case in found:
+        if case.implementation in ("reference/zero2", "reference/zero3"):
+            assert case.workload.micro_batches == 1
+            assert "unequal_micro_batches" not in case.workload.traits
+
+
+def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.workload.name == campaign.NORMED and case.precision]
+    assert any("buffers" in case.precision for case in found)
+    for case in found:
+        assert case.implementation != "pytorch/fsdp1", case.id
+        assert case.precision.get("buffers") == case.precision.get("parameters"), case.id
+
+
+def test_ids_differ_and_repeat_the_case(drawn: list[Case]) -> None:
+    assert len({case.id for case in drawn}) == len(drawn)
+    chosen = next(case for case in drawn if case.precision and case.options)
+    again = [campaign.by_id(chosen.id)]
+    assert again == [chosen]
+
+
+def test_a_filter_changes_no_case(drawn: list[Case]) -> None:
+    part = campaign.first_cases(10, 11, ["*/fsdp*"])
+    assert part == [case for case in drawn if "/fsdp" in case.implementation][:10]
+
+
+def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -> None:
+    for system in campaign.SYSTEMS:
+        own = [case for case in drawn if case.implementation == system.name]
+        assert own, system.name
+    seen = {json.dumps(pair) for case in drawn for pair in case.options.items()}
+    wanted = set(_values())
+    assert wanted <= seen, wanted - seen
+
+
+def _values() -> Iterator[str]:
+    for system in campaign.SYSTEMS:
+        for name, choices in system.options.items():
+            yield from (json.dumps((name, value)) for value in choices)
+
+
+def test_a_filter_that_matches_no_system_is_refused() -> None:
+    with pytest.raises(SelectionError, match="matches nothing in a campaign"):
+        campaign.first_cases(1, 0, ["reference/zero9"])
+
+
+def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
+    drawn: list[Case],
+) -> None:
+    case = next(c for c in drawn if c.implementation == "pytorch/fsdp1" and c.data_coordinates > 1)
+    most = case.data_coordinates * sum(case.workload.window_sizes(0))
+    small = dataclasses.replace(case.workload, traits=(), global_batch=most - 1)
+    reason = declared_away(dataclasses.replace(case, workload=small), _claims(case), "")
+    assert ("samples do not suffice" in reason) == (small.micro_batches * small.windows > 1)
+
+
+def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:
+    ranks = {math.prod(mesh.values()) for system in campaign.SYSTEMS for mesh in system.meshes}
+    assert max(ranks) == fits.LARGEST_GRID
+    assert campaign.MOST_PROCESSES in ranks
+    many = [case for case in drawn if case.world > campaign.MOST_PROCESSES]
+    assert many
+    assert {case.backend for case in many} == {"in_memory"}
+
+
+def test_stages_have_units_and_windows_have_a_schedule(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.mesh.get("pipe", 1) > 1]
+    assert {case.implementation for case in found} >= {"reference/hybrid", "pytorch/hybrid"}
+    for case in found:
+        kind = registry.load(case.implementation)
+        for share in case.workload.cut(case.data_coordinates):
+            for window in share:
+                schedule = kind.schedule(case.options, case.mesh["pipe"], len(window))
+                assert schedule is not None, case.id
+                assert len(schedule.place) <= case.workload.params["layers"], case.id
+
+
+def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:
+    found = [case for case in drawn if case.mesh.get("tensor", 1) > 1]
+    assert found
+    for case in found:
+        ranks, sizes = case.mesh["tensor"], case.workload.params
+        assert case.workload.name != campaign.NORMED, case.id
+        if case.workload.name == campaign.DYADIC:
+            assert sizes["width"] % ranks == 0, case.id
+            continue
+        assert sizes["heads"] % ranks == 0, case.id
+        native = case.implementation.startswith("pytorch/")
+        assert not sizes["kv_heads"] % ranks or (not native and not ranks % sizes["kv_heads"])
+        if native and case.options["sequence_parallel"]:
+            assert sizes["seq"] % ranks == 0, case.id
+
+
+def test_native_pipelines_get_windows_of_equal_parts(drawn: list[Case]) -> None:
+    found = [
+        case for case in drawn if case.implementation in ("pytorch/pipelining", "pytorch/hybrid")
+    ]
+    for case in found:
+        shares = case.workload.cut(case.data_coordinates)
+        assert all(len(set(window)) == 1 for share in shares for window in share), case.id
+
+
+def test_a_batch_that_goes_with_nothing_is_drawn_again() -> None:
+    asked = []
+
+    def has_schedule(name: str, options: object, mesh: object, micro_batches: int) -> bool:
+        asked.append(name)
+        return name == "plain"
+
+    traits = {
+        workload: [
+            trait for trait, about in workloads.TRAITS.items() if workload in about.applies_to
+        ]
+        for workload in workloads.WORKLOADS
+    }
+    case = campaign.case_of(1, 5, traits, lambda name, options: (), has_schedule)
+    assert case.implementation == "plain"
+    assert len(set(asked)) > 1

@@ -1,0 +1,197 @@
+"""How often comparisons err: what is counted, and ranks that keep to their cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.bench import pinning, session, sides
+from shardproof.commands.verify import verify
+from shardproof.runs import run_folder
+from shardproof.studies import false_alarms
+
+
+def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> Any:
+    slow = kind == "slowed"
+    return {
+        "pair": {
+            "a": {"implementation": false_alarms.SLOWED if slow else false_alarms.PARENT},
+            "b": {"implementation": "pytorch/ddp" if kind == "other" else false_alarms.PARENT},
+        },
+        "problem": None,
+        "verdict": verdict,
+        "ratio": (low * high) ** 0.5,
+        "low": low,
+        "high": high,
+        "half_width": 0.04,
+        "aa": {"low": aa[0], "high": aa[1], "half_width": 0.03},
+    }
+
+
+def test_sessions_give_the_comparisons_that_were_asked_for() -> None:
+    pairs = false_alarms.sessions(alike=100, slowed=30)
+    slowed = [pair for pair in pairs if pair.a.implementation == false_alarms.SLOWED]
+    assert len(slowed) == 30
+    assert 2 * (len(pairs) - len(slowed)) + len(slowed) == 100
+    assert len({pair.id for pair in pairs}) == len(pairs)
+    half = pairs[: len(pairs) // 2]
+    assert abs(sum(pair in slowed for pair in half) - 15) <= 1, "the kinds do not take turns"
+
+
+def test_an_interval_of_alike_code_that_excludes_one_is_an_alarm() -> None:
+    lines = [
+        _line("twin", 0.97, 1.04, (0.95, 1.05), "same"),
+        _line("twin", 1.01, 1.09, (0.95, 1.05), "small difference"),
+        _line("slowed", 1.05, 1.15, (0.90, 0.99), "slower"),
+        _line("slowed", 0.99, 1.15, (0.95, 1.05), "inconclusive"),
+    ]
+    told = false_alarms.count(lines)
+    assert (told["comparisons"], told["alarms"]) == (6, 2)
+    assert (told["slowed"], told["detected"]) == (2, 1)
+    assert told["verdicts"] == {"inconclusive": 1, "slower": 1}
+    low, high = told["alarms_interval"]
+    assert low < 2 / 6 < high
+
+
+def test_of_a_comparison_of_two_systems_only_the_twin_counts() -> None:
+    told = false_alarms.count([_line("other", 1.05, 1.15, (0.90, 0.99), "slower")])
+    assert (told["comparisons"], told["alarms"], told["slowed"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("false", "missed", "expected"), [(9, 3, True), (10, 3, False), (9, 4, False)]
+)
+def test_the_aims_are_those_of_the_issue(false: int, missed: int, expected: bool) -> None:
+    quiet = _line("twin", 0.97, 1.04, (0.95, 1.05), "same")
+    loud = _line("twin", 1.01, 1.09, (0.95, 1.05), "small difference")
+    slow = _line("slowed", 1.05, 1.15, (0.95, 1.05), "slower")
+    unseen = slow | {"verdict": "inconclusive"}
+    lines = [loud] * false + [quiet] * (35 - false) + [slow] * (30 - missed) + [unseen] * missed
+    assert false_alarms.held(false_alarms.count(lines)) is expected
+
+
+def test_too_few_comparisons_hold_nothing() -> None:
+    assert not false_alarms.held(
+        false_alarms.count([_line("slowed", 1.05, 1.15, (0.95, 1.05), "slower")])
+    )
+    assert false_alarms.sentences(false_alarms.count([])) == ["no session has figures yet"]
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_ranks_share_no_core(world: int) -> None:
+    cores = [3, 4, 7, 9, 11]
+    shares = [pinning.share(cores, rank, world) for rank in range(world)]
+    given = [core for own in shares for core in own]
+    assert len(set(given)) == len(given)
+    assert {len(own) for own in shares} == {len(cores) // world}
+
+
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        (2, [[0, 1], [2, 3]]),
+        (3, [[0], [1], [2]]),
+        (4, [[0], [1], [2], [3]]),
+        (5, [[0], [1], [2], [3], [4]]),  # more ranks than cores: these share some
+    ],
+)
+def test_ranks_share_no_core_whose_threads_are_numbered_apart(
+    world: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four cores of two threads, as many machines number them: 4 is the second thread of core 0."""
+    monkeypatch.setattr(pinning, "by_core", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    assert [pinning.pin(rank, world, threads=True) for rank in range(world)] == expected
+
+
+def test_bad_input_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text("no JSON")
+    for where, told in ((tmp_path, "is damaged"), (Path("/dev/null/run"), "Not a directory")):
+        with pytest.raises(SystemExit) as ended:
+            false_alarms.main(["--results", str(where)])
+        assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_rank_of_threads_pins_itself_alone() -> None:
+    before, seen = os.sched_getaffinity(0), []
+
+    def rank() -> None:
+        pinning.pin(0, len(before), threads=True)
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    thread.join()
+    assert seen == [{min(before)}]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_rank_that_is_a_process_takes_its_threads_along() -> None:
+    program = """
+import os, threading
+from shardproof.bench import pinning
+over = threading.Event()
+thread = threading.Thread(target=over.wait)
+thread.start()
+own = pinning.pin(0, os.cpu_count(), threads=False)
+seen = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+over.set()
+assert seen == {tuple(own)}, (seen, own)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class _Clockwork:
+    """A session whose comparisons take a minute each, by a clock of its own."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def __enter__(self) -> _Clockwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def examine(self, pairs: list[sides.Pair]) -> list[session.Measured]:
+        return [session.Measured(pair) for pair in pairs]
+
+    def time(self, measured: session.Measured, tell: Any) -> None:
+        self.clock[0] += 60.0
+        measured.problem = ("precondition", "nothing is timed here")
+
+
+def test_sessions_beyond_the_budget_are_told_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that `verify` misses none of them, and a later invocation may still time them."""
+    clock, run = [0.0], tmp_path / "run"
+    monkeypatch.setattr(false_alarms, "Bench", lambda: _Clockwork(clock))
+    monkeypatch.setattr(false_alarms.time, "monotonic", lambda: clock[0])
+    more = ["--results", str(run), "--alike", "8", "--slowed", "4"]
+    assert false_alarms.main([*more, "--minutes", "2.5"]) == 3
+    found = run_folder.read(run)
+    assert (len(found.benches), len(found.left_out)) == (2, 4)
+    assert {line["reason"] for line in found.left_out} == {"no room in a budget of 2.5 minutes"}
+    assert "left out by the budget: 4 sessions" in capsys.readouterr().out
+    assert not verify(run).problems
+    assert false_alarms.main(more) == 3
+    found = run_folder.read(run)
+    assert (len(found.benches), len(found.left_out)) == (6, 0) and not verify(run).problems
+
+
+def test_a_budget_is_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        false_alarms.main(["--results", str(tmp_path / "run"), "--minutes", "0"])
+    assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,35 @@
+"""Archives as others may make them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from shardproof.runs.bundle import LISTING, Listing, Member
+from shardproof.version import VERSION
+
+#: A file's name, or its whole header, and its content.
+Part = tuple[str | tarfile.TarInfo, bytes]
+
+
+def forge(path: Path, contents: list[Part]) -> Path:
+    """An archive of ``contents``, whatever they are."""
+    with gzip.open(path, "wb") as zipped, tarfile.open(fileobj=zipped, mode="w") as opened:
+        for name, data in contents:
+            info = tarfile.TarInfo(name) if isinstance(name, str) else name
+            if info.isreg():
+                info.size = len(data)
+            opened.addfile(info, io.BytesIO(data))
+    return path
+
+
+def small(path: Path, *more: Part, **fields: Any) -> Path:
+    """An archive of one listed file, changed by ``fields`` of its list, and ``more``."""
+    member = Member("run.json", 2, hashlib.sha256(b"{}").hexdigest())
+    told = json.loads(Listing("r", VERSION, (VERSION,), (member,), ()).text()) | fields
+    return forge(path, [(f"r/{LISTING}", json.dumps(told).encode()), ("r/run.json", b"{}"), *more])

@@ -1,0 +1,62 @@
+"""``shardproof`` in a process of its own, as people start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def shardproof(
+    *arguments: str, cwd: Path = ROOT, paths: Sequence[Path] = (), timeout: float = 150
+) -> subprocess.CompletedProcess[str]:
+    """What the command did; modules in ``paths`` can be imported, too.
+
+    :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
+    """
+    return _done(_command(arguments), cwd, paths, timeout)
+
+
+def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    """What a Python program of a user did that imports the suite."""
+    return _done([sys.executable, str(path)], cwd, (), timeout)
+
+
+def _done(
+    command: Sequence[str], cwd: Path, paths: Sequence[Path], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=_environment(paths),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def started(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    """The command as it runs, with both outputs in ``stdout``."""
+    return subprocess.Popen(
+        _command(arguments),
+        cwd=cwd,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "shardproof", *arguments]
+
+
+def _environment(paths: Sequence[Path] = ()) -> dict[str, str]:
+    """One thread, the suite of this checkout, and a window in which names might be cut."""
+    path = os.pathsep.join(map(str, [*paths, ROOT]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "60"}

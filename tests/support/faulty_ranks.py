@@ -1,0 +1,96 @@
+"""A data-parallel system whose rank 1 misbehaves in step 1 (driven by test_faults)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from shardproof.contract import Batch, Observe, StepResult
+from shardproof.impls.reference.naive_ddp import IMPLEMENTATION as Naive
+
+RANK = STEP = 1
+
+
+class _Faulty(Naive):  # type: ignore[misc, valid-type]
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        if batch.step == STEP:
+            comm = self.mesh.comm("replicate")
+            if self.mesh.rank == RANK:
+                self.misbehave()
+            comm.all_reduce(torch.zeros(8))
+        return super().step(batch, observe)
+
+    def misbehave(self) -> None:
+        raise NotImplementedError
+
+
+class Raises(_Faulty):
+    def misbehave(self) -> None:
+        raise ValueError("the learning rate is a fish")
+
+
+class Exits(_Faulty):
+    def misbehave(self) -> None:
+        sys.exit(3)
+
+
+class ExitsAtOnce(_Faulty):
+    def misbehave(self) -> None:
+        os._exit(3)
+
+
+class IsKilled(_Faulty):
+    def misbehave(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class IsStopped(_Faulty):
+    def misbehave(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class LoopsForEver(_Faulty):
+    def misbehave(self) -> None:
+        while True:
+            pass
+
+
+class NeverComes(_Faulty):
+    def misbehave(self) -> None:
+        time.sleep(1000)
+
+
+class AllocatesWithoutEnd(_Faulty):
+    def misbehave(self) -> None:
+        hoard = []
+        while True:
+            hoard.append(torch.ones(1 << 22))
+            time.sleep(0.01)
+
+
+class CallsAnother(_Faulty):
+    def misbehave(self) -> None:
+        self.mesh.comm("replicate").broadcast(torch.zeros(8))
+
+
+class OtherShape(_Faulty):
+    def misbehave(self) -> None:
+        self.mesh.comm("replicate").all_reduce(torch.zeros(5))
+
+
+class OtherDtype(_Faulty):
+    def misbehave(self) -> None:
+        self.mesh.comm("replicate").all_reduce(torch.zeros(8, dtype=torch.int32))
+
+
+class ReturnsEarly(Naive):  # type: ignore[misc, valid-type]
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        if batch.step == STEP and self.mesh.rank == RANK:
+            observe("gradients_final")
+            observe("after_update")
+            return StepResult(loss=torch.zeros(()))
+        return super().step(batch, observe)

@@ -1,0 +1,237 @@
+"""What the launcher's tests run: rank programs that misbehave, and tasks of leaders."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.backends.errors import RankFailed
+from shardproof.launch import heartbeat, process_control
+from shardproof.launch.rank_process import Plan
+from shardproof.launch.ranks import root_cause, run_ranks
+
+GUILTY = 1
+
+
+class FakeHub:
+    """A barrier that a failing or finished rank breaks."""
+
+    def __init__(self, world: int, timeout_s: float) -> None:
+        self.barrier = threading.Barrier(world)
+        self.timeout_s = timeout_s
+        self.failed: int | None = None
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Wake all."""
+        if self.failed is None:
+            self.failed = rank
+        self.barrier.abort()
+
+    def rank_done(self, rank: int) -> None:
+        """Nothing to do: the barrier's users come equally often."""
+
+
+class FakeLink:
+    """Ranks as threads that can only meet: shows that the launcher needs no torch backend."""
+
+    threads = True
+    _here = threading.local()
+
+    def hub(self, world: int, timeout_s: float) -> FakeHub:
+        """Shared by all ranks."""
+        return FakeHub(world, timeout_s)
+
+    def join(self, rank: int, plan: Plan, hub: FakeHub) -> None:
+        """Remember where this rank meets the others."""
+        self._here.hub = hub
+
+    def leave(self) -> None:
+        """Forget it."""
+        del self._here.hub
+
+    @classmethod
+    def meet(cls) -> None:
+        """Wait for all ranks."""
+        heartbeat.note("meet")
+        try:
+            cls._here.hub.barrier.wait(cls._here.hub.timeout_s)
+        except threading.BrokenBarrierError:
+            failed = cls._here.hub.failed
+            raise RankFailed(f"rank {failed} failed", rank=failed) from None
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _explode() -> None:
+    raise ValueError("the guilty rank's own error")
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)  # a thread may run on for a moment while the signal reaches its process
+
+
+def _hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _leave_a_daemon_and_die() -> None:
+    subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+    )
+    os._exit(0)
+
+
+def _print_without_end() -> None:
+    while True:
+        sys.stdout.write("x" * 100_000 + "\n")
+
+
+def _eat() -> None:
+    eaten = []
+    while True:
+        eaten.append(torch.ones(1 << 20))
+        time.sleep(0.001)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "raise": _explode,
+    "sys_exit": lambda: sys.exit(7),
+    "os_exit": lambda: os._exit(3),
+    "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop_self": _stop,
+    "abort": lambda: os.abort(),  # looked up when called, as rank programs do
+    "segfault": lambda: ctypes.string_at(1),
+    "loop": _loop,
+    "sleep": lambda: ctypes.CDLL(None).sleep(1000),
+    "hold": _hold_the_interpreter,
+    "daemon": _leave_a_daemon_and_die,
+    "print": _print_without_end,
+    "eat": _eat,
+}
+
+
+def program(fault: str) -> Callable[[int, int], dict[str, Any]]:
+    """Two all-reduces with the fault of rank 1 between them."""
+
+    def run(rank: int, world: int) -> dict[str, Any]:
+        print(f"hello from rank {rank}")
+        total = torch.tensor([float(rank + 1)])
+        dist.all_reduce(total)
+        if rank == GUILTY:
+            if fault == "early":
+                return {"total": total}
+            if fault == "unpackable":
+                return {"value": object()}
+            if fault != "none":
+                FAULTS[fault]()
+        dist.all_reduce(total)
+        return {"rank": rank, "total": total}
+
+    return run
+
+
+def mismatched(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 reduces another number of elements."""
+    dist.all_reduce(torch.ones(5 if rank == GUILTY else 4))
+    return {}
+
+
+def meeting(rank: int, world: int) -> dict[str, Any]:
+    """For the fake link."""
+    FakeLink.meet()
+    if rank == GUILTY:
+        _explode()
+    FakeLink.meet()
+    return {}
+
+
+def empty(rank: int, world: int) -> dict[str, Any]:
+    """Nothing at all."""
+    return {}
+
+
+def trial(payload: dict[str, Any]) -> None:
+    """Leader's task: run the ranks and write what became of them."""
+    workdir = Path(payload["workdir"])
+    backend: Any = payload["backend"]
+    fault = payload["fault"]
+    chosen = {"mismatch": mismatched, "meeting": meeting, "empty": empty}.get(fault)
+    began = time.monotonic()
+    seen: list[int] = []
+    outcomes = run_ranks(
+        FakeLink() if backend == "fake" else backend,
+        payload["world"],
+        chosen or program(fault),
+        workdir,
+        payload["deadline"],
+        payload.get("ledgers", True),
+        memory_bytes=payload.get("memory_bytes"),
+        meanwhile=lambda: seen.append(1),
+    )
+    cause = root_cause(outcomes)
+    result = {
+        "outcomes": [
+            {**dataclasses.asdict(o), "record": o.record and str(o.record)} for o in outcomes
+        ],
+        "cause": None if cause is None else cause.rank,
+        "sentence": None if cause is None else cause.sentence(),
+        "seconds": time.monotonic() - began,
+        "children": len(process_control.children()),
+        "meanwhile": len(seen),
+    }
+    (workdir / "result.json").write_text(json.dumps(result))
+
+
+def threads(payload: dict[str, Any]) -> None:
+    """Leader's task: how many threads a leader starts with, and which modules it finds."""
+    found = {"threads": process_control.thread_count(), "modules": sorted(sys.modules)}
+    Path(payload["file"]).write_text(json.dumps(found))
+
+
+def sleep(payload: dict[str, Any]) -> None:
+    """Leader's task: be busy."""
+    time.sleep(payload["seconds"])
+
+
+def endless(payload: dict[str, Any]) -> None:
+    """Leader's task: with a child in another session, for ever."""
+    subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+    )
+    time.sleep(1000)
+
+
+def crash(payload: dict[str, Any]) -> None:
+    """Leader's task: die, leaving a child in another session."""
+    subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+    )
+    ctypes.string_at(1)
+
+
+def fail(payload: dict[str, Any]) -> None:
+    """Leader's task: raise."""
+    raise ValueError("the task's own error")
+
+
+def kill_zygote(payload: dict[str, Any]) -> None:
+    """Leader's task: take the zygote along."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)

@@ -1,0 +1,279 @@
+"""Runs that were never run: folders with as many realistic results as a test wants."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.case import Case, WorkloadSpec
+from shardproof.compare import baseline
+from shardproof.compare.snapshot import Snapshot
+from shardproof.contract import OptimizerSpec
+from shardproof.runs.records import Manifest
+from shardproof.version import VERSION
+
+Line = dict[str, Any]
+
+MACHINE = {
+    "cpu": "Synthetic 9000",
+    "cores": 2,
+    "memory_bytes": 2**34,
+    "system": "Linux",
+    "machine": "x86_64",
+    "gpus": [],
+}
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "pipeline", "tensor", "hybrid")
+CLASSES = ("activations", "all", "communication", "gradients", "optimizer_state", "parameters")
+
+
+def case(number: int, world: int = 0, **fields: Any) -> Case:
+    """The case of that number; ids do not repeat."""
+    strategy = STRATEGIES[number % len(STRATEGIES)]
+    family = ("reference", "pytorch", "deepspeed")[number // 8 % 3]
+    backend = ("in_memory", "gloo")[number // 24 % 2]
+    world = world or 2 + number % 4
+    scenario = f"{strategy}-gpt{number // 48}"
+    name = f"{scenario}::{family}/{strategy}::{backend}::shard{world}::adamw::noclip::fp64::quick"
+    values: dict[str, Any] = {
+        "id": name,
+        "scenario": scenario,
+        "implementation": f"{family}/{strategy}",
+        "backend": backend,
+        "mesh": {"shard": world},
+        "workload": WorkloadSpec("charnames_gpt", seed=number // 500),
+        "optimizer": OptimizerSpec(),
+        "lane": "fp64",
+        "checks": ("equivalence", "replicas", "norm", "traffic", "memory", "overlap"),
+        "source": f"scenarios/conformance/{scenario}.yaml:{7 + number % 9}",
+    }
+    return Case(**(values | fields))
+
+
+def result(of: Case, number: int = 0, verdict: str = "pass", **more: Any) -> Line:
+    """A line of ``cases.jsonl`` as long as those of real runs."""
+    strategy = of.implementation.split("/")[-1]
+    sent = 1000 * (number + 1)
+    peaks = {
+        str(rank): {
+            phase: {kind: 100 * number + 7 * rank + len(kind) for kind in CLASSES}
+            for phase in ("forward", "backward", "update")
+        }
+        for rank in range(of.world)
+    }
+    figures: dict[str, Line] = {
+        "equivalence": {"compared": 1339, "not_tested": [f"layer.{n}.step" for n in range(15)]},
+        "replicas": {"compared": 960, "different": 0},
+        "norm": {},
+        "traffic": {
+            "formula": f"{strategy}.payload_bytes",
+            "bytes_sent": str(sent),
+            "calls_per_step": 4,
+            "setup_bytes": str(sent // 2),
+            "control_bytes": "592",
+            "source": "a paper, section V-A" * 8,
+            "flows": [{"axis": "shard", "operation": "all_reduce", "calls": 3, "bytes": str(sent)}],
+            "bytes_expected": str(sent),
+        },
+        "memory": {
+            "strategy": strategy,
+            "source": "a paper, section V-A" * 8,
+            "accounting": "A32",
+            "bytes_held": 69724 + number,
+            "bytes_promised": 69724 + number,
+            "bytes_whole": 163704,
+            "not_judged": {},
+            "ratio_measured": "40926/17431",
+            "ratio_limit": None,
+            "resident": {rank: {"device": told["update"]} for rank, told in peaks.items()},
+            "peaks": peaks,
+        },
+        "overlap": {"reductions": 15, "issued_inside_backward": 15, "hidden": 10},
+    }
+    checks = [
+        {
+            "check": name,
+            "status": "skip" if name == "norm" else "pass",
+            "message": "",
+            "worst": None,
+            "figures": told,
+        }
+        for name, told in figures.items()
+    ]
+    line = {
+        "kind": "case",
+        "id": of.id,
+        "case": of.to_dict(),
+        "verdict": verdict,
+        "reason": "" if verdict == "pass" else "because",
+        "checks": checks,
+        "seconds": 0.25,
+        "worst_error": 9.2e-16,
+        "bound": 1e-12,
+        "bytes_sent": str(sent),
+        "bytes_expected": str(sent),
+        "rerun": f"shardproof run {of.scenario} -k '{of.id}'",
+        "record": f"records/{number}.parquet",
+        "data": "ab" * 32,
+    }
+    copied: Line = json.loads(json.dumps(line | more))
+    return copied
+
+
+def bench(name: str, mean: float = 0.02, sd: float = 0.05, blocks: int = 24, **more: Any) -> Line:
+    """A line of a comparison; ``mean`` and ``sd`` are those of the blocks' log ratios."""
+    import math
+
+    side = {"options": {}, "mesh": {}}
+    line = {
+        "kind": "bench",
+        "id": f"bench::{name}::reference/{name} v pytorch/ddp::gloo::2::charnames_gpt+20m",
+        "pair": {
+            "name": name,
+            "a": {"implementation": f"reference/{name}", **side},
+            "b": {"implementation": "pytorch/ddp", **side},
+            "backend": "gloo",
+            "world": 2,
+            "workload": {"name": "charnames_gpt", "traits": [], "params": {}},
+            "optimizer": {"name": "adamw", "lr": 0.001},
+            "dtype": "float32",
+            "size": "20m",
+            "goal": None,
+            "blocks": blocks,
+            "launches": 3,
+        },
+        "meshes": {"a": {"shard": 2}, "b": {"replicate": 2}, "twin": {"shard": 2}},
+        "seconds": 50.0,
+        "memory": {"kind": "ledger", "a": 1000, "b": 2000, "ratio": 0.5},
+        "problem": None,
+        "verdict": "same",
+        "reason": "",
+        "ratio": math.exp(mean),
+        "aa": {"ratio": 1.0, "low": 0.99, "high": 1.01, "sd": sd, "blocks": blocks},
+        "median_seconds": {"a": 1.0, "b": 1.0},
+        "log": {
+            "blocks": blocks,
+            "mean": mean,
+            "low": mean - sd,
+            "high": mean + sd,
+            "sd": sd,
+            "p": 0.5,
+            "exact": True,
+        },
+    }
+    return line | more
+
+
+def scaling(name: str, mean: float = -0.1, sd: float = 0.03, world: int = 2, **more: Any) -> Line:
+    """A line of a scaling scenario; ``mean`` is that of the log efficiency."""
+    told = {"log": {"mean": mean, "sd": sd, "blocks": 12}}
+    workload = {"name": "charnames_gpt", "traits": [], "params": {}, "global_batch": 32}
+    line = {
+        "kind": "scaling",
+        "id": f"scaling::strong::reference/{name}::gloo::{world}::charnames_gpt+1m",
+        "mode": "strong",
+        "implementation": f"reference/{name}",
+        "backend": "gloo",
+        "world": world,
+        "target": 0.8,
+        "cell": {
+            "system": {"implementation": f"reference/{name}", "options": {}, "mesh": {}},
+            "workload": workload,
+            "base": workload,
+            "optimizer": {"name": "adamw"},
+            "dtype": "float32",
+            "size": "1m",
+            "mode": "strong",
+            "label": "",
+        },
+        "verdict": "holds",
+        "reason": "",
+        "efficiency": {"plain": told, "wrapped": told},
+        "wrapping": told,
+        "modelled": {"efficiency": 0.88, "compute_seconds": 0.1},
+        "scorecard": {"achieved_over_predicted": 1.05, "exposed_share": 0.2},
+    }
+    return line | more
+
+
+def kill(name: str, killed: bool = True) -> Line:
+    """A line of a planted fault."""
+    return {"kind": "kill", "name": name, "killed": killed, "verdict": "fail"}
+
+
+def write(
+    folder: Path,
+    lines: Sequence[Mapping[str, Any]],
+    torch: str = "2.13.0+cpu",
+    suite: str = VERSION,
+    machine: Mapping[str, Any] = MACHINE,
+    key: str = "one",
+) -> Path:
+    """A run's folder that holds ``lines``, as one invocation leaves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = [line["id"] for line in lines if "id" in line]
+    invocation = {
+        "command": ["shardproof", "run"],
+        "started": "2026-11-22T02:00:00+00:00",
+        "ended": "2026-11-22T02:05:00+00:00",
+        "exit_code": 0,
+        "suite": suite,
+        "commit": "0123456789abcdef",
+        "python": "3.11.7",
+        "packages": {"torch": torch, "numpy": "2.4.6"},
+        "fingerprint": dict(machine),
+        "planned": planned,
+        "key": {"suite": suite, "scenarios": key, "data": key},
+    }
+    header = {"format": 1, "id": folder.name, "invocations": [invocation]}
+    (folder / "run.json").write_text(json.dumps(header))
+    told = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "cases.jsonl").write_text(told)
+    seal(folder)
+    return folder
+
+
+def seal(folder: Path) -> None:
+    """The manifest of what `write` wrote, as it is now."""
+    lines = (folder / "cases.jsonl").read_bytes().splitlines()
+    parts: list[tuple[str, int | None, bytes]] = [
+        ("cases.jsonl", number, line) for number, line in enumerate(lines, 1)
+    ]
+    parts.append(("run.json", None, (folder / "run.json").read_bytes()))
+    entries, last = [], b""
+    for file, number, content in parts:
+        digest, before = (hashlib.sha256(part).hexdigest() for part in (content, last))
+        entry = {"file": file, "line": number, "sha256": digest, "before": before}
+        last = json.dumps(entry).encode()
+        entries.append(last + b"\n")
+    (folder / Manifest.NAME).write_bytes(b"".join(entries))
+
+
+def results(count: int) -> list[Line]:
+    """That many results, of every strategy."""
+    return [result(case(number), number) for number in range(count)]
+
+
+def changed(lines: Sequence[Line], number: int, change: Callable[[Line], None]) -> list[Line]:
+    """A copy of ``lines`` in which ``change`` was done to one."""
+    copied = copy.deepcopy(list(lines))
+    change(copied[number])
+    return copied
+
+
+def figure(check: str, key: str, value: Any) -> Callable[[Line], None]:
+    """Sets one figure of a check."""
+
+    def change(line: Line) -> None:
+        told = next(c for c in line["checks"] if c["check"] == check)
+        told["figures"][key] = value
+
+    return change
+
+
+def snapshot(folder: Path, lines: Sequence[Mapping[str, Any]], **more: Any) -> Snapshot:
+    """`lines` written as a run, and read as it is compared."""
+    return baseline.load(str(write(folder, lines, **more)))
