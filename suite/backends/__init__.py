@@ -10,11 +10,20 @@ from torch.distributed import Store
 
 from shardproof.backends import gloo, in_memory, nccl
 from shardproof.backends.base import listen
-from shardproof.backends.disturbances import Weather, weather_of
+from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory import Hub
 from shardproof.ledgers import program_order, traffic
 
-__all__ = ["BACKENDS", "Backend", "Hub", "join", "leave", "listen", "Weather", "weather_of"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Hub",
+    "join",
+    "leave",
+    "listen",
+    "Disturbances",
+    "disturbances_of",
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def join(
     timeout_s: float,
     ledgers: bool,
     hub: Hub | None = None,
-    weather: Weather | None = None,
+    disturbances: Disturbances | None = None,
 ) -> None:
     """Initialise the default process group for this rank (a thread or a process).
 
@@ -65,10 +74,10 @@ def join(
         raise ValueError(f"{chosen.name} needs the hub that its {world} ranks share")
     _ledgers(chosen, ledgers)
     if chosen.threads and hub is not None:
-        in_memory.join(rank, hub, weather)
+        in_memory.join(rank, hub, disturbances)
     else:
         native = nccl if chosen.name == "nccl" else gloo
-        native.join(rank, world, rendezvous, timeout_s, ledgers, weather)
+        native.join(rank, world, rendezvous, timeout_s, ledgers, disturbances)
 
 
 def leave() -> None:

@@ -1,4 +1,4 @@
-"""Bad weather on request: late results, poisoned buffers, ranks out of step.
+"""Bad disturbances on request: late results, poisoned buffers, ranks out of step.
 
 Correct programs are not affected: they look at a result only after waiting for it, and never rely
 on who comes first.  Each kind makes a race show every time instead of one time in a thousand.
@@ -18,7 +18,7 @@ from shardproof.backends.request import Request
 
 
 @dataclass(frozen=True)
-class Weather:
+class Disturbances:
     """What to do to every call.
 
     ``delay``: results appear only where the program waits for them (``in_memory``).  ``poison``:
@@ -46,20 +46,20 @@ class Weather:
         return sleep
 
 
-#: Traits of a workload that are about the weather, not about the model.
-TRAITS: dict[str, Weather] = {
-    "late_results": Weather(delay=True),
-    "poisoned_buffers": Weather(delay=True, poison=True),
-    "skewed_ranks": Weather(skew_s=0.005),
+#: Traits of a workload that are about the disturbances, not about the model.
+TRAITS: dict[str, Disturbances] = {
+    "late_results": Disturbances(delay=True),
+    "poisoned_buffers": Disturbances(delay=True, poison=True),
+    "skewed_ranks": Disturbances(skew_s=0.005),
 }
 
 
-def weather_of(traits: Iterable[str]) -> Weather | None:
-    """The weather that ``traits`` ask for together; ``None`` if none of them does."""
+def disturbances_of(traits: Iterable[str]) -> Disturbances | None:
+    """The disturbances that ``traits`` ask for together; ``None`` if none of them does."""
     asked = [TRAITS[name] for name in traits if name in TRAITS]
     if not asked:
         return None
-    return Weather(
+    return Disturbances(
         delay=any(w.delay for w in asked),
         poison=any(w.poison for w in asked),
         skew_s=max(w.skew_s for w in asked),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends import logged
-from shardproof.backends.disturbances import Weather
+from shardproof.backends.disturbances import Disturbances
 
 _NAME = "ProcessGroupGloo"
 _NATIVE: Any = getattr(c10d, _NAME, None)
@@ -50,13 +50,13 @@ def join(
     rendezvous: Path | dist.Store,
     timeout_s: float,
     ledgers: bool,
-    weather: Weather | None = None,
+    disturbances: Disturbances | None = None,
 ) -> None:
     """Join the default group of ``world`` processes that meet in the file or store ``rendezvous``.
 
-    Weather needs the wrapper, hence the ledgers; without them it is calm.
+    Disturbances needs the wrapper, hence the ledgers; without them it is calm.
     """
-    LoggedGloo.weather = weather
+    LoggedGloo.disturbances = disturbances
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     chosen = (_NAME, LoggedGloo if ledgers else _NATIVE)
     logged.initialise("gloo", rank, world, rendezvous, timeout_s, chosen)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import arithmetic, world
 from shardproof.backends.base import GroupBase, Handle
-from shardproof.backends.disturbances import Weather, poison
+from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.hub import Hub, Pending
 from shardproof.backends.request import Request
 
@@ -178,8 +178,8 @@ class InMemoryGroup(GroupBase):
         if hub.transform is not None:
             change = hub.transform
             self.transform = lambda request: change(global_rank, request)
-        elif _RANK.weather is not None:
-            self.transform = _RANK.weather.skew(global_rank)
+        elif _RANK.disturbances is not None:
+            self.transform = _RANK.disturbances.skew(global_rank)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -211,13 +211,13 @@ def _create(options: Any, _: Any) -> InMemoryGroup:
     return InMemoryGroup(hub, _RANK.rank, ranks, str(options.group_id), options.timeout)
 
 
-def join(rank: int, hub: Hub, weather: Weather | None = None) -> None:
+def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
     """Make the calling thread rank ``rank`` of ``hub`` and initialise its default group."""
     world.install()
-    if weather is not None:
-        hub.delay, hub.poison = weather.delay or weather.poison, weather.poison
+    if disturbances is not None:
+        hub.delay, hub.poison = disturbances.delay or disturbances.poison, disturbances.poison
     world.enter()
-    _RANK.hub, _RANK.rank, _RANK.made, _RANK.weather = hub, rank, {}, weather
+    _RANK.hub, _RANK.rank, _RANK.made, _RANK.disturbances = hub, rank, {}, disturbances
     # Backward hooks must run on this thread; that is torch's default on CPU only.
     _RANK.autograd = torch.autograd.set_multithreading_enabled(False)
     with _SETUP:

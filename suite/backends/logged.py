@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends.base import GroupBase, Handle
-from shardproof.backends.disturbances import Weather, poison
+from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.request import OLD_NAMES, Request
 
 
@@ -56,7 +56,7 @@ class Logged(GroupBase):
     #: The backend's name in torch, and torch's number for it.
     torch_name: ClassVar[str]
     kind: ClassVar[Any]
-    weather: ClassVar[Weather | None] = None
+    disturbances: ClassVar[Disturbances | None] = None
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: Any) -> None:
         super().__init__(rank, size, timeout)
@@ -66,8 +66,8 @@ class Logged(GroupBase):
         self.native._set_default_backend(self.kind)
         for device in dist.Backend.backend_capability[self.torch_name]:
             self.native._register_backend(torch.device(device), self.kind, self.backend)
-        if self.weather is not None:
-            self.transform = self.weather.skew(rank)
+        if self.disturbances is not None:
+            self.transform = self.disturbances.skew(rank)
 
     @property
     def options(self) -> Any:
@@ -80,7 +80,7 @@ class Logged(GroupBase):
         return ranks or tuple(range(self._size))
 
     def _start(self, request: Request) -> Handle:
-        if self.weather is not None and self.weather.poison:
+        if self.disturbances is not None and self.disturbances.poison:
             poison(request, self._rank, keep_inputs=False)
         method = getattr(self.native, request.method, None)
         if method is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends import logged
-from shardproof.backends.disturbances import Weather
+from shardproof.backends.disturbances import Disturbances
 
 _NAME = "ProcessGroupNCCL"
 _NATIVE: Any = getattr(c10d, _NAME, None)
@@ -59,10 +59,10 @@ def join(
     rendezvous: Path | dist.Store,
     timeout_s: float,
     ledgers: bool,
-    weather: Weather | None = None,
+    disturbances: Disturbances | None = None,
 ) -> None:
     """Take GPU ``rank`` and join the default group; see :func:`shardproof.backends.gloo.join`."""
-    LoggedNccl.weather = weather
+    LoggedNccl.disturbances = disturbances
     torch.cuda.set_device(rank)
     chosen = (_NAME, LoggedNccl if ledgers else _NATIVE)
     logged.initialise("nccl", rank, world, rendezvous, timeout_s, chosen)

@@ -21,7 +21,7 @@ VERDICT_KILLERS = ("crash", "hang")
 #: relation faces ``relations``, too.
 CHECKS = (
     *("equivalence", "replicas", "norm", "loss_scale"),
-    *("traffic", "memory", "overlap", "engagement", "schedule"),
+    *("traffic", "memory", "overlap", "active", "schedule"),
 )
 
 

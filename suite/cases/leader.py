@@ -90,13 +90,13 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         account.broken = str(error)
         return None
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
-        account.misfit = str(error)
+        account.cannot_fit = str(error)
         return None
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
-    account.misfit = _misfit(case, schedules, workload)
-    account.misclaimed = schedule.misclaimed(case, implementation.strategy, schedules)
-    if account.misfit or account.misclaimed:
+    account.cannot_fit = _misfit(case, schedules, workload)
+    account.unsound_schedules = schedule.unsound_schedules(case, implementation.strategy, schedules)
+    if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
     twice = "relations" in case.checks
@@ -107,7 +107,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         workdir,
         case.deadline / 2 if twice else case.deadline,
         case.ledgers,
-        weather=backends.weather_of(case.workload.traits),
+        disturbances=backends.disturbances_of(case.workload.traits),
         memory_bytes=int(case.memory_gib * 2**30),
     )
     account.timings["ranks"] = time.monotonic() - began
@@ -115,8 +115,8 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     if "refuses" in case.expect or root_cause(outcomes) is not None:
         return None
     if capabilities.oracle == "plain":
-        account.untold = training.untold(workload, case.precision)
-        if account.untold:
+        account.no_oracle_because = training.no_oracle_because(workload, case.precision)
+        if account.no_oracle_because:
             return None
     records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
     began = time.monotonic()
@@ -146,7 +146,7 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.misfit(facts_of(case).plan)):
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).plan)):
         return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)
@@ -171,21 +171,23 @@ def _lacking(packages: Sequence[str]) -> str:
 def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     """Run the case that a relation derives from this one, and put its records beside them."""
     if run is not run_ranks:
-        evidence.unrelated = "these ranks were started elsewhere: they cannot run a second time"
+        evidence.no_derived_run_because = (
+            "these ranks were started elsewhere: they cannot run a second time"
+        )
         return
     try:
-        case, evidence.unrelated = relations.derive(evidence)
+        case, evidence.no_derived_run_because = relations.derive(evidence)
         if case is None:
             return
         implementation = registry.load(case.implementation)
         capabilities = implementation.capabilities(case.options)
     except (Refused, registry.BrokenImplementation) as error:
-        evidence.related = f"the second run cannot be made: {error}"
+        evidence.derived_run = f"the second run cannot be made: {error}"
         return
     missing = _lacking(capabilities.packages)
     reason = declared_away(case, describe(implementation, capabilities), missing)
     if reason:
-        evidence.unrelated = f"{case.implementation} {reason}"
+        evidence.no_derived_run_because = f"{case.implementation} {reason}"
         return
     workload = workloads.for_case(case)
     folder = workdir / "derived"
@@ -197,18 +199,18 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         folder,
         case.deadline / 2,
         case.ledgers,
-        weather=backends.weather_of(case.workload.traits),
+        disturbances=backends.disturbances_of(case.workload.traits),
     )
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "CannotReload":
-        evidence.unrelated = f"{case.implementation} {cause.message}"
+        evidence.no_derived_run_because = f"{case.implementation} {cause.message}"
         return
     if cause is not None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
-        evidence.related = f"in the second run rank {cause.rank} {what}: {cause.message}"
+        evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
     records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
-    evidence.related = Evidence(case, records, {}, evidence.workload, {})
+    evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
 
 
 def _truth(

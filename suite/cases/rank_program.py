@@ -38,7 +38,7 @@ from shardproof.contract import (
 )
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
-from shardproof.ledgers.memory import MemoryLedger, summary, weighable
+from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.workloads import Workload
 
@@ -333,7 +333,7 @@ class _Rank:
 def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
     """The rank's memory ledger, where ``case`` asks for it and it can be had."""
     log = program_order.current()
-    if log is None or not weighable(case, capabilities.backends):
+    if log is None or not memory_is_measurable(case, capabilities.backends):
         return None
     return MemoryLedger(lambda: log.phase)
 

@@ -1,7 +1,7 @@
 """Cases in, results out: plans nothing itself, but keeps every core busy and loses no result.
 
-Each case runs in a leader process forked from the zygote; results are written as they end, so that
-a kill loses at most the running cases.
+Each case runs in a leader process forked from the fork server; results are written as they end,
+so that a kill loses at most the running cases.
 """
 
 from __future__ import annotations

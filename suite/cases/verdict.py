@@ -54,23 +54,23 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
     if reason:
         return _result(case, "skip", reason)
     outcomes = [RankOutcome(**outcome) for outcome in account.outcomes]
-    if account.misfit:
-        error = RankOutcome(0, status="raised", error_type="Misfit", message=account.misfit)
+    if account.cannot_fit:
+        error = RankOutcome(0, status="raised", error_type="Misfit", message=account.cannot_fit)
         if "refuses" not in case.expect:
-            return _expected(case, "refused", account.misfit)
+            return _expected(case, "refused", account.cannot_fit)
         outcomes = [error]
     if "refuses" in case.expect:
         return _refused(case, outcomes)
-    if account.misclaimed:
-        found = [schedule.not_run(account.misclaimed)]
+    if account.unsound_schedules:
+        found = [schedule.not_run(account.unsound_schedules)]
         return _expected(case, *verdict_of(found), found)
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _expected(case, "refused", cause.message)
     if cause is not None:
         return _expected(case, *_broken(cause, outcomes))
-    if account.untold:
-        return _expected(case, "precondition", account.untold)
+    if account.no_oracle_because:
+        return _expected(case, "precondition", account.no_oracle_because)
     if figures is None:
         assert account.figures is not None
         figures = restore(case, account.figures)

@@ -31,7 +31,7 @@ CHECKS: dict[str, str] = {
         "traffic",
         "memory",
         "overlap",
-        "engagement",
+        "active",
         "schedule",
         "refusals",
         "relations",

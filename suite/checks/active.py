@@ -24,7 +24,7 @@ from shardproof.checks import Outcome
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
-from shardproof.costs import promise_of
+from shardproof.costs import cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
@@ -35,11 +35,11 @@ def decide(evidence: Figures) -> Outcome:
     strategy = evidence.capabilities["strategy"]
     if strategy not in PROFILES:
         known = ", ".join(sorted(PROFILES))
-        return Outcome("engagement", "fail", f"unknown strategy {strategy!r}; known: {known}")
+        return Outcome("active", "fail", f"unknown strategy {strategy!r}; known: {known}")
     missing = PROFILES[strategy] - set(evidence.capabilities["features"])
     if missing:
         lacks = ", ".join(sorted(missing))
-        return Outcome("engagement", "fail", f"claims {strategy!r} but lacks: {lacks}")
+        return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
     names = {
         row["name"]
         for row in evidence.tensors
@@ -48,12 +48,12 @@ def decide(evidence: Figures) -> Outcome:
     expected = set(evidence.workload["parameter_names"])
     if names != expected:
         changed = ", ".join(sorted(names ^ expected)[:4])
-        return Outcome("engagement", "fail", f"parameter names did not survive setup: {changed}")
+        return Outcome("active", "fail", f"parameter names did not survive setup: {changed}")
     problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
     if problem:
-        return Outcome("engagement", "fail", problem)
+        return Outcome("active", "fail", problem)
     if not evidence.case.ledgers:
-        return Outcome("engagement", "skip", "ledgers are off")
+        return Outcome("active", "skip", "ledgers are off")
     figures: dict[str, object] = {}
     for problem in (
         _silent_accumulation(evidence),
@@ -61,8 +61,8 @@ def decide(evidence: Figures) -> Outcome:
         _buckets(evidence, figures),
     ):
         if problem:
-            return Outcome("engagement", "fail", problem, None, figures)
-    return Outcome("engagement", "pass", "", None, figures)
+            return Outcome("active", "fail", problem, None, figures)
+    return Outcome("active", "pass", "", None, figures)
 
 
 #: Kind of state -> the observation point at which its sizes are compared, and the promise's field.
@@ -80,14 +80,14 @@ def _sizes(evidence: Figures) -> str:
     """
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
     strategy = evidence.capabilities["strategy"]
-    promise = promise_of(strategy, plan)
-    if promise is None or evidence.case.membership:
+    cost_model = cost_model_of(strategy, plan)
+    if cost_model is None or evidence.case.membership:
         return ""
     for record in evidence.records:
         told = record["steps"][-1]
         if any(step["metrics"].get("skipped") for step in record["steps"]):
             return ""
-        local = promise.local(record["rank"])
+        local = cost_model.local(record["rank"])
         for kind, point, field in _SIZES:
             held = told.get("held", {}).get(point, {}).get(kind)
             if held is None:

@@ -24,13 +24,13 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof.checks import Outcome, Worst
-from shardproof.costs import Promise, promise_of, whole_bytes
+from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
-from shardproof.ledgers.memory import weighable
+from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
 #: (step, place) -> tier -> class -> bytes.
@@ -42,25 +42,25 @@ def decide(evidence: Figures) -> Outcome:
     case, strategy = evidence.case, evidence.capabilities["strategy"]
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")
-    if not weighable(case, evidence.capabilities["backends"]):
+    if not memory_is_measurable(case, evidence.capabilities["backends"]):
         return Outcome("memory", "skip", f"{case.backend} frees late: weighed on in_memory")
     if case.membership:
         return Outcome("memory", "skip", "members change: no promise")
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    promise = promise_of(strategy, plan)
-    if promise is None:
+    cost_model = cost_model_of(strategy, plan)
+    if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
-    if promise.unweighed():
-        return Outcome("memory", "skip", promise.unweighed())
-    accounting = accounting_of(promise.plan)
-    figures = _figures(evidence, promise, accounting)
+    if cost_model.why_not_measured():
+        return Outcome("memory", "skip", cost_model.why_not_measured())
+    accounting = accounting_of(cost_model.plan)
+    figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
         marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
-            *_resident(evidence, promise, record, marks),
-            *_peaks(evidence, promise, record["rank"], peaks),
-            *_moved(evidence, promise, record),
-            *_apart(promise, record, figures),
+            *_resident(evidence, cost_model, record, marks),
+            *_peaks(evidence, cost_model, record["rank"], peaks),
+            *_moved(evidence, cost_model, record),
+            *_apart(cost_model, record, figures),
         ):
             if low <= held <= high:
                 continue
@@ -82,10 +82,10 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 
 def _resident(
-    evidence: Figures, promise: Promise, record: Mapping[str, Any], marks: Weights
+    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any], marks: Weights
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
-    rank, updated, unjudged = record["rank"], -1, promise.unjudged()
+    rank, updated, unjudged = record["rank"], -1, cost_model.unjudged()
     for step in evidence.steps:
         told = record["steps"][step]
         for point in told["observed"]:
@@ -95,9 +95,10 @@ def _resident(
             for tier, promised in (
                 (
                     "device",
-                    promise.resident(rank, step, updated) | promise.passing(rank, point, updated),
+                    cost_model.resident(rank, step, updated)
+                    | cost_model.at_point(rank, point, updated),
                 ),
-                ("host", promise.host(rank, step, updated)),
+                ("host", cost_model.host(rank, step, updated)),
             ):
                 what = "held" if tier == "device" else "held on the host tier"
                 for kind, size in promised.items():
@@ -105,18 +106,20 @@ def _resident(
                         continue
                     held = found.get(tier, {}).get(kind, 0)
                     yield what, step, point, kind, held, size, size
-            limit = promise.at_rest(rank, step)
+            limit = cost_model.communication_at_rest(rank, step)
             if limit is not None:
                 held = found.get("device", {}).get("communication", 0)
                 yield "held", step, point, "communication", held, 0, limit
-            limit = promise.left_over(rank, step)
+            limit = cost_model.unclassified_limit(rank, step)
             if limit is not None:
                 device = found.get("device", {})
                 held = sum(device.get(kind, 0) for kind in ("activations", "temporary"))
                 yield "held", step, point, "activations and temporaries", held, 0, limit
 
 
-def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> Iterator[Comparison]:
+def _moved(
+    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
+) -> Iterator[Comparison]:
     """Bytes copied between the tiers in every step; they are no network traffic."""
     updated, found = -1, Counter[tuple[int, str]]()
     for row in record["memory"]:
@@ -124,28 +127,30 @@ def _moved(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> It
             found[row["step"], row["kind"]] += row["bytes"]
     for step in evidence.steps:
         updated = updated if record["steps"][step]["metrics"].get("skipped") else step
-        for way, size in promise.moved(record["rank"], step, updated).items():
+        for way, size in cost_model.host_traffic(record["rank"], step, updated).items():
             yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
 
 
 def _apart(
-    promise: Promise, record: Mapping[str, Any], figures: dict[str, Any]
+    cost_model: CostModel, record: Mapping[str, Any], figures: dict[str, Any]
 ) -> Iterator[Comparison]:
     """Bytes of parameters after the last update, by how they lie on the ranks."""
     told, last = record["steps"][-1], len(record["steps"]) - 1
     held = told.get("held", {}).get("after_update", {}).get("parameters", {})
-    plan = promise.plan
+    plan = cost_model.plan
     sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
-    for kind, wanted in promise.apart(record["rank"]).items():
+    for kind, wanted in cost_model.by_layout(record["rank"]).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
         found = sum(held.get(name, 0) * sizes[name] for name in wanted)
         figures.setdefault(f"{kind}_bytes", {})[str(record["rank"])] = found
         yield "held", last, "after_update", f"{kind} parameters", found, size, size
 
 
-def _peaks(evidence: Figures, promise: Promise, rank: int, peaks: Weights) -> Iterator[Comparison]:
+def _peaks(
+    evidence: Figures, cost_model: CostModel, rank: int, peaks: Weights
+) -> Iterator[Comparison]:
     for step, phase in peaks:
-        for kind, bound in promise.peaks(rank, phase, step).items():
+        for kind, bound in cost_model.peaks(rank, phase, step).items():
             held = peaks[step, phase].get("device", {}).get(kind, 0)
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
@@ -164,7 +169,7 @@ def _weights(evidence: Figures, record: Mapping[str, Any], moment: str) -> Weigh
     return found
 
 
-def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dict[str, Any]:
+def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> dict[str, Any]:
     """Bytes by class and rank after the last update, peaks by phase, and the reduction ratio."""
     last = evidence.steps[-1]
     resident, peaks, totals = {}, {}, []
@@ -179,16 +184,16 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
             for (step, place), tiers in _weights(evidence, record, "peak").items()
             if step == last
         }
-    whole, unjudged = whole_bytes(promise), promise.unjudged()
-    promised = None if unjudged else promise.total()
-    shards = promise.plan.size("shard")
-    limit = accounting.ratio(type(promise), None) if shards > 1 else Fraction(1)
+    whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
+    promised = None if unjudged else cost_model.total()
+    shards = cost_model.plan.size("shard")
+    limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
-    whole_layers = all(promise.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
-    theory = accounting.ratio(type(promise), shards) if whole_layers else None
+    whole_layers = all(cost_model.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
+    theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
     return {
-        "strategy": promise.strategy,
-        "source": promise.source,
+        "strategy": cost_model.strategy,
+        "source": cost_model.source,
         "accounting": accounting.id,
         "bytes_held": max(totals),
         "bytes_promised": promised,
@@ -198,20 +203,24 @@ def _figures(evidence: Figures, promise: Promise, accounting: Accounting) -> dic
         "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
         "ratio_theory": None if theory is None else str(theory),
         "ratio_limit": None if limit is None else str(limit),
-        "promised": {str(r["rank"]): _promised(evidence, promise, r) for r in evidence.records},
+        "promised": {str(r["rank"]): _promised(evidence, cost_model, r) for r in evidence.records},
         "resident": resident,
         "peaks": peaks,
     }
 
 
-def _promised(evidence: Figures, promise: Promise, record: Mapping[str, Any]) -> dict[str, Any]:
+def _promised(
+    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
+) -> dict[str, Any]:
     """Bytes by tier and class that ``record``'s rank should hold after its last update."""
     rank, last = record["rank"], evidence.steps[-1]
     done = [s for s in evidence.steps if not record["steps"][s]["metrics"].get("skipped")]
     updated = done[-1] if done else -1
-    device = promise.resident(rank, last, updated) | promise.passing(rank, "after_update", updated)
-    tiers = {"device": device, "host": promise.host(rank, last, updated)}
-    skip = promise.unjudged()
+    device = cost_model.resident(rank, last, updated) | cost_model.at_point(
+        rank, "after_update", updated
+    )
+    tiers = {"device": device, "host": cost_model.host(rank, last, updated)}
+    skip = cost_model.unjudged()
     return {
         tier: {kind: size for kind, size in classes.items() if size and kind not in skip}
         for tier, classes in tiers.items()

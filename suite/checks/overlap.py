@@ -21,7 +21,7 @@ from typing import Any
 
 from shardproof.checks import Outcome
 from shardproof.checks.traffic import step_calls
-from shardproof.costs import promise_of
+from shardproof.costs import cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.assembled import Figures
 
@@ -38,11 +38,11 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
     if "overlap" not in evidence.capabilities["features"]:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
-    promise = promise_of(
+    cost_model = cost_model_of(
         evidence.capabilities["strategy"],
         evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None,
     )
-    ahead = promise.ahead() if promise is not None else None
+    ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:
         return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
@@ -73,7 +73,7 @@ def decide(evidence: Figures) -> Outcome:
             waits = False
             if ahead is not None:
                 rounds = _forwards(record, first, last)
-                idle = promise.plan.rounds - rounds if promise is not None else 0
+                idle = cost_model.plan.rounds - rounds if cost_model is not None else 0
                 allowed = ahead.after_backward(rounds, idle)
                 waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)

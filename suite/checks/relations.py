@@ -59,7 +59,7 @@ from shardproof.checks.numbers import (
     take,
 )
 from shardproof.evidence.assembled import Assembled, Evidence, Figures, Row
-from shardproof.ledgers.memory.summary import weighable
+from shardproof.ledgers.memory.summary import memory_is_measurable
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
@@ -122,7 +122,7 @@ def _scale(case: Case, _: Figures) -> Case:
 def _recompute(case: Case, evidence: Figures) -> Case:
     """Without, and weighed if this run is: what is computed again must not be kept as well."""
     options = {**case.options, "recompute_every": 0}
-    if not weighable(evidence.case, evidence.capabilities["backends"]):
+    if not memory_is_measurable(evidence.case, evidence.capabilities["backends"]):
         return dataclasses.replace(case, options=options)
     return dataclasses.replace(case, options=options, checks=("memory",), ledgers=True)
 
@@ -224,9 +224,9 @@ def _shares(evidence: Figures) -> int:
 
 def measure(evidence: Evidence) -> list[Row]:
     """Compare the two runs, tensor by tensor and replica by replica, up to the first problem."""
-    other = evidence.related
+    other = evidence.derived_run
     if other is None:
-        return [{"skip": evidence.unrelated or "there was no second run"}]
+        return [{"skip": evidence.no_derived_run_because or "there was no second run"}]
     if isinstance(other, str):
         return [{"problem": other}]
     case = evidence.case

@@ -45,11 +45,11 @@ from shardproof.case import Case
 from shardproof.checks import Outcome, Worst
 from shardproof.contract import Implementation, Refused
 from shardproof.costs.expression import CaseFacts
-from shardproof.costs.model_facts import Plan, shape_key
+from shardproof.costs.model_facts import ModelFacts, shape_key
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import CHUNKS, place_of, schedule_name, split_units
 from shardproof.evidence.assembled import Figures, Row
-from shardproof.ledgers.memory import weighable
+from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def decide(evidence: Figures) -> Outcome:
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
     figures: dict[str, Any] = {}
-    wrong = misclaimed(case, evidence.capabilities["strategy"], evidence.schedules)
+    wrong = unsound_schedules(case, evidence.capabilities["strategy"], evidence.schedules)
     if wrong:
         return not_run(wrong)
     for size, schedule in evidence.schedules.items():
@@ -98,7 +98,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("schedule", "skip", _unclaimed(evidence), None, figures)
     figures["measured"] = measured(evidence, evidence.steps[-1])
     told = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
-    why_not = unweighed(evidence)
+    why_not = why_not_measured(evidence)
     if why_not:
         figures["activations"] = f"not judged: {why_not}"
         return Outcome("schedule", "pass", told, None, figures)
@@ -131,7 +131,7 @@ def claimed(
     return found
 
 
-def misclaimed(
+def unsound_schedules(
     case: Case, strategy: str, schedules: Mapping[int, Schedule]
 ) -> dict[str, list[str]]:
     """What is wrong with what is claimed, by size of the window; empty: it can be run."""
@@ -145,7 +145,7 @@ def misclaimed(
 
 
 def not_run(told: Mapping[str, Sequence[str]]) -> Outcome:
-    """The outcome of a case that is not run because of what :func:`misclaimed` found."""
+    """The outcome of a case that is not run because of what :func:`unsound_schedules` found."""
     size, found = next(iter(told.items()))
     return Outcome("schedule", "fail", f"window of {size}: {'; '.join(found)} (not run)")
 
@@ -441,17 +441,17 @@ def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
     return told
 
 
-def _plan(evidence: Figures) -> Plan | None:
+def _plan(evidence: Figures) -> ModelFacts | None:
     return evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
 
 
 # ------------------------------------------------------------------------------------ the memory
 
 
-def unweighed(evidence: Figures) -> str:
+def why_not_measured(evidence: Figures) -> str:
     """Why activations are not judged here; empty: they are."""
     case, plan = evidence.case, _plan(evidence)
-    if not weighable(case, evidence.capabilities["backends"]):
+    if not memory_is_measurable(case, evidence.capabilities["backends"]):
         return "no memory ledger"
     if plan is None or not evidence.schedules or not plan.inputs:
         return "no schedule or no plan"
@@ -476,7 +476,7 @@ def measure(evidence: Evidence) -> Iterator[Row]:
     ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
     ``input``: what is received for it.
     """
-    if "pipe" not in evidence.case.mesh or unweighed(evidence):
+    if "pipe" not in evidence.case.mesh or why_not_measured(evidence):
         return
     from shardproof.checks.stage_bytes import stage_bytes
 

@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof.checks import Outcome, Worst
-from shardproof.costs import PROMISES, Flow, Promise, Unpromised, promise_of
+from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import CaseFacts, evaluate
 from shardproof.evidence.assembled import Figures
 
@@ -29,7 +29,7 @@ CONTROL_BYTES_A_NAME = 64
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare each step's floating-point payload with the promise, or the scenario's formula."""
+    """Compare each step's floating-point payload with the cost_model, or the scenario's formula."""
     case, strategy = evidence.case, evidence.capabilities["strategy"]
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
@@ -45,19 +45,19 @@ def decide(evidence: Figures) -> Outcome:
         "setup_bytes": str(_setup_bytes(evidence)),
         "control_bytes": str(_control_bytes(evidence)),
     }
-    for step, (value, promise) in enumerate(zip(sent, promises, strict=True)):
-        if own or promise is None:
+    for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
+        if own or cost_model is None:
             expected = evaluate(formula, evidence.facts)
             message = _sum_differs(step, value, formula, expected)
         else:
             try:
-                expected = promise.payload()
-            except Unpromised as error:
+                expected = cost_model.payload()
+            except NoCostModel as error:
                 return Outcome("traffic", "skip", str(error), None, figures)
-            figures["source"], figures["flows"] = promise.source, _rows(promise.flows())
-            figures |= _against_textbook(promise)
+            figures["source"], figures["flows"] = cost_model.source, _rows(cost_model.flows())
+            figures |= _against_textbook(cost_model)
             found = flows_of(evidence, step)
-            message = _flow_differs(step, strategy, found, promise.flows())
+            message = _flow_differs(step, strategy, found, cost_model.flows())
         figures["bytes_expected"] = str(expected)
         if message:
             distance = float(abs(value - expected))
@@ -99,7 +99,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
     return "+".join(reversed(found))
 
 
-def _promise(evidence: Figures, step: int) -> Promise | None:
+def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The promise for ``step``: a skipped update clips nothing."""
     plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
     if plan is not None and any(
@@ -108,15 +108,15 @@ def _promise(evidence: Figures, step: int) -> Promise | None:
         plan = dataclasses.replace(plan, clipped=False, skipped=True)
     if plan is not None and plan.inputs:
         plan = dataclasses.replace(plan, step=step)
-    return promise_of(evidence.capabilities["strategy"], plan)
+    return cost_model_of(evidence.capabilities["strategy"], plan)
 
 
-def _against_textbook(promise: Promise) -> dict[str, str]:
+def _against_textbook(cost_model: CostModel) -> dict[str, str]:
     """What the strategy that a native system carries out would send, by its own formula."""
-    textbook = promise_of(promise.textbook, promise.plan)
+    textbook = cost_model_of(cost_model.textbook, cost_model.plan)
     try:
         total = 0 if textbook is None else textbook.payload()
-    except Unpromised:  # the textbook's promise ends before this one's: there is no ratio
+    except NoCostModel:  # the textbook's promise ends before this one's: there is no ratio
         total = 0
     if textbook is None or not total:
         return {}
@@ -193,7 +193,7 @@ def _payload(evidence: Figures, step: int) -> Fraction:
 
 def _too_much_control(evidence: Figures) -> str:
     """A few integers per parameter, buffer and rank are agreed on, not some per element."""
-    if evidence.capabilities["strategy"] not in PROMISES:
+    if evidence.capabilities["strategy"] not in COST_MODELS:
         return ""
     names = {row["name"] for row in evidence.tensors if row["kind"] in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))

@@ -83,11 +83,11 @@ def bundle(
     """
     from shardproof.commands import execution
     from shardproof.runs import bundle as bundles
-    from shardproof.runs.integrity import blamed
+    from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run
 
     folder = find_run(run, execution.RESULTS)
-    with blamed(folder):
+    with damage_is_bad_input(folder):
         reports = _reports(folder)
     packed = bundles.pack(folder, output, reports, force)
     listing = packed.listing
@@ -139,11 +139,11 @@ def badges(
     from shardproof.commands import execution
     from shardproof.report import badges as drawing
     from shardproof.runs.bundle import open_run
-    from shardproof.runs.integrity import insist
+    from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 
     with open_run(run, execution.RESULTS) as folder:
-        insist(folder)
+        require_unchanged(folder)
         names = drawing.write(read(folder), output)
     typer.echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 

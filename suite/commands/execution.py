@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import report, verdicts
 from shardproof.commands.progress import Progress
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.runs.integrity import blamed
+from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import RecordError
 from shardproof.runs.run_folder import Durations, RunFolder, read
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardproof.case import Case
-    from shardproof.scenarios.budget import Plan
+    from shardproof.scenarios.budget import CaseSchedule
 
 RESULTS = Path("results")
 
@@ -48,7 +48,7 @@ def open_folder(path: Path | None) -> RunFolder:
 
 def execute(
     folder: RunFolder,
-    plan: Plan,
+    plan: CaseSchedule,
     jobs: int,
     budget: float | None,
     durations: Durations,
@@ -181,7 +181,7 @@ def guarded(
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
     code = verdicts.INTERRUPTED
-    with Interrupts() as interrupts, blamed(folder.path):
+    with Interrupts() as interrupts, damage_is_bad_input(folder.path):
         try:
             try:
                 code = body(interrupts)

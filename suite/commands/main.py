@@ -228,7 +228,7 @@ def run(
     else:
         selection = _selection(scenarios, impl, backend, world, expression, tier, seed)
         if resume or rerun_failed:
-            from shardproof.runs.integrity import blamed
+            from shardproof.runs.integrity import damage_is_bad_input
             from shardproof.runs.resume import split
             from shardproof.runs.run_folder import find_run
 
@@ -236,7 +236,7 @@ def run(
             if source is not None and source.name == "DEFAULT":
                 selection = replace(selection, tier="")
             results = find_run(str(results) if results is not None else None, execution.RESULTS)
-            with blamed(results):
+            with damage_is_bad_input(results):
                 cases, kept = split(results, selection.within, rerun_failed)
         else:
             from shardproof.scenarios.vocabulary import installed
@@ -458,12 +458,12 @@ def report(
     """
     from shardproof.commands import execution
     from shardproof.runs.bundle import open_run
-    from shardproof.runs.integrity import blamed, insist
+    from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
     from shardproof.runs.run_folder import read
 
-    with open_run(run, execution.RESULTS) as path, blamed(path):
+    with open_run(run, execution.RESULTS) as path, damage_is_bad_input(path):
         if into is not None:
-            insist(path)
+            require_unchanged(path)
         _report(read(path), form, into)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardproof.contract import Implementation
 
 #: Each skips what it has no promise for; memory is weighed on ``in_memory``.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
 #: The dtype of each lane.
 DTYPES: Mapping[str, str] = {
     "bitwise": "float32",

@@ -1,7 +1,7 @@
 """What every strategy costs, in closed form, from shapes, options, mesh, optimizer and precision.
 
 A promise is never asked of the implementation that is judged: it is computed from a
-``costs.model_facts.Plan``.  ``base`` has the words, ``layout`` the arithmetic of buckets
+``costs.model_facts.ModelFacts``.  ``base`` has the words, ``layout`` the arithmetic of buckets
 and units, ``replicated``, ``sharded``, ``fsdp``, ``native`` and
 ``deepspeed`` and ``pipeline`` the strategies, ``stages`` what lies where on the pipe axis,
 ``schedules`` the closed forms of schedules, ``accounting`` the ids.
@@ -15,8 +15,8 @@ from fractions import Fraction
 from shardproof.costs.ddp import DDP, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
-from shardproof.costs.model import Bound, Flow, Local, Promise, Unpromised
-from shardproof.costs.model_facts import Plan
+from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel
+from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline
 from shardproof.costs.tensor import TensorParallel
@@ -33,9 +33,9 @@ from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
 from shardproof.costs.zero import Zero1, Zero2, Zero3
 
 #: Strategy -> its promise.
-PROMISES: dict[str, type[Promise]] = {
-    promise.strategy: promise
-    for promise in (
+COST_MODELS: dict[str, type[CostModel]] = {
+    cost_model.strategy: cost_model
+    for cost_model in (
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),
@@ -45,34 +45,34 @@ PROMISES: dict[str, type[Promise]] = {
 }
 
 __all__ = [
-    "PROMISES",
+    "COST_MODELS",
     "Bound",
     "Flow",
     "Local",
-    "Plan",
-    "Promise",
-    "Unpromised",
+    "ModelFacts",
+    "CostModel",
+    "NoCostModel",
     "memory_ratio",
-    "promise_of",
+    "cost_model_of",
     "whole_bytes",
 ]
 
 
-def promise_of(strategy: str, plan: Plan | None) -> Promise | None:
+def cost_model_of(strategy: str, plan: ModelFacts | None) -> CostModel | None:
     """The promise of ``strategy`` for ``plan``; ``None`` where there is none."""
-    if plan is None or strategy not in PROMISES:
+    if plan is None or strategy not in COST_MODELS:
         return None
-    return offloaded(PROMISES[strategy], plan)(plan)
+    return offloaded(COST_MODELS[strategy], plan)(plan)
 
 
-def memory_ratio(promise: Promise) -> Fraction:
+def memory_ratio(cost_model: CostModel) -> Fraction:
     """How many times less ``promise`` holds than whole copies of the same model do.
 
     Judged classes once all state exists; the rank that holds most counts.
     """
-    return Fraction(whole_bytes(promise), promise.total() or 1)
+    return Fraction(whole_bytes(cost_model), cost_model.total() or 1)
 
 
-def whole_bytes(promise: Promise) -> int:
+def whole_bytes(cost_model: CostModel) -> int:
     """What whole copies of the same model hold on every rank, same options."""
-    return DDP(replace(promise.plan, axes={"replicate": promise.plan.world})).total()
+    return DDP(replace(cost_model.plan, axes={"replicate": cost_model.plan.world})).total()

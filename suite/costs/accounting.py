@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardproof.costs.model import Promise
-from shardproof.costs.model_facts import ITEMSIZE, Plan, slots
+from shardproof.costs.model import CostModel
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, slots
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Accounting:
         """All three."""
         return self.parameters + self.gradients + self.optimizer
 
-    def ratio(self, promise: type[Promise], ranks: int | None) -> Fraction | None:
+    def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:
         """How many times less ``promise`` holds than whole copies do, padding aside.
 
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).
         """
         each = (self.parameters, self.gradients, self.optimizer)
-        if promise.rests_as_built:
+        if cost_model.rests_as_built:
             masters = self.built if self.parameters != self.built else 0
             each = (self.built, self.built, self.optimizer - masters)
         share = Fraction(0) if ranks is None else Fraction(1, ranks)
         held = sum(
-            (b * (share if cut else 1) for b, cut in zip(each, promise.divided, strict=True)),
+            (b * (share if cut else 1) for b, cut in zip(each, cost_model.divided, strict=True)),
             Fraction(0),
         )
         return Fraction(self.total) / held if held else None
@@ -62,7 +62,7 @@ KNOWN = {
 }
 
 
-def accounting_of(plan: Plan) -> Accounting:
+def accounting_of(plan: ModelFacts) -> Accounting:
     """The accounting of a plan: one of the known ones, or ``p+g+o`` spelt out.
 
     Step counters (4 bytes a parameter tensor) are no bytes an element and left out.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shardproof.costs.model import Bytes, Flow, Local, Promise, flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, TensorPlan, slots, used, used_by
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, slots, used, used_by
 
 _ALL_REDUCE = (
     "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
@@ -13,7 +13,7 @@ _ALL_REDUCE = (
 )
 
 
-class Single(Promise):
+class Single(CostModel):
     """Everything once, nothing sent: (P + G + O) Psi."""
 
     strategy: ClassVar[str] = "single"
@@ -38,11 +38,11 @@ class Single(Promise):
         """Gradients exist for what is used in ``step``."""
         return sum(t.numel * ITEMSIZE[self.plan.compute(t.dtype)] for t in self.now(step))
 
-    def now(self, step: int) -> list[TensorPlan]:
+    def now(self, step: int) -> list[TensorFacts]:
         """Tensors that have a gradient in ``step``."""
         return used(self.plan.parameters, step)
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """What the optimizer of ``rank`` works on."""
         return [(t, t.numel) for t in self.plan.trainable]
 
@@ -93,7 +93,7 @@ class DDP(Single):
             *(_between(f, kinds * plan.world) for f in copies),
         ]
 
-    def unweighed(self) -> str:
+    def why_not_measured(self) -> str:
         """A bucket holds no gradients if all in it goes unused; which do is not promised."""
         idle = [t.name for t in self.plan.trainable if not t.always_used]
         return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""

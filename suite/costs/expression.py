@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from shardproof.costs import PROMISES, Promise, memory_ratio
-from shardproof.costs.model_facts import ITEMSIZE, Plan, plan_of
+from shardproof.costs import COST_MODELS, CostModel, memory_ratio
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, plan_of
 from shardproof.errors import nearest, shorten
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ FACTS: dict[str, str] = {
 class CaseFacts(dict[str, int | Fraction]):
     """The facts of a case, and the plan that the named formulas are computed from."""
 
-    def __init__(self, numbers: Mapping[str, int | Fraction], plan: Plan) -> None:
+    def __init__(self, numbers: Mapping[str, int | Fraction], plan: ModelFacts) -> None:
         super().__init__(numbers)
         self.plan = plan
 
@@ -88,7 +88,7 @@ class Formula:
     source: str
 
 
-def plan_in(facts: Facts) -> Plan:
+def plan_in(facts: Facts) -> ModelFacts:
     """The plan that ``facts`` were taken from.
 
     :raises KeyError: numbers without a plan.
@@ -98,29 +98,31 @@ def plan_in(facts: Facts) -> Plan:
     return facts.plan
 
 
-def _promised(name: str, promise: type[Promise], ask: Callable[[Promise], int | Fraction]) -> Term:
-    return lambda facts: Fraction(ask(promise(plan_in(facts))))
+def _promised(
+    name: str, cost_model: type[CostModel], ask: Callable[[CostModel], int | Fraction]
+) -> Term:
+    return lambda facts: Fraction(ask(cost_model(plan_in(facts))))
 
 
 _PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
 _PER_RANK = "bytes on the rank that holds most, once all state exists"
 #: What can be asked of every strategy: suffix -> (unit, question).
-_QUESTIONS: dict[str, tuple[str, Callable[[Promise], int | Fraction]]] = {
-    "payload_bytes": (_PER_STEP, lambda promise: promise.payload()),
-    "parameter_bytes": (_PER_RANK, lambda promise: promise.held("parameters")),
-    "master_bytes": (_PER_RANK, lambda promise: promise.held("masters")),
-    "gradient_bytes": (_PER_RANK, lambda promise: promise.held("gradients")),
-    "optimizer_bytes": (_PER_RANK, lambda promise: promise.held("optimizer_state")),
-    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", Promise.total),
+_QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
+    "payload_bytes": (_PER_STEP, lambda cost_model: cost_model.payload()),
+    "parameter_bytes": (_PER_RANK, lambda cost_model: cost_model.held("parameters")),
+    "master_bytes": (_PER_RANK, lambda cost_model: cost_model.held("masters")),
+    "gradient_bytes": (_PER_RANK, lambda cost_model: cost_model.held("gradients")),
+    "optimizer_bytes": (_PER_RANK, lambda cost_model: cost_model.held("optimizer_state")),
+    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", CostModel.total),
     "memory_ratio": ("times less than whole copies, same options", memory_ratio),
 }
 
 #: Named formulas: every question to every strategy that makes a promise.
 FORMULAS: dict[str, Formula] = {
     f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _promised(strategy, promise, ask), unit, promise.source
+        f"{strategy}.{suffix}", _promised(strategy, cost_model, ask), unit, cost_model.source
     )
-    for strategy, promise in PROMISES.items()
+    for strategy, cost_model in COST_MODELS.items()
     for suffix, (unit, ask) in _QUESTIONS.items()
 }
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from shardproof.costs.layout import Unit
-from shardproof.costs.model import Ahead, Bound, Flow, flow, norm_flow
+from shardproof.costs.model import Bound, Flow, Prefetch, flow, norm_flow
 from shardproof.costs.zero import Zero3
 
 
@@ -58,7 +58,7 @@ class FSDP(Zero3):
         rounds = self.plan.rounds
         return min(rounds, 1) if self.is_silent and self.reshards is False else rounds
 
-    def lifts(self, unit: Unit) -> int:
+    def gathers_per_step(self, unit: Unit) -> int:
         """Before forward; before backward as well where the unit was freed, not kept or cut."""
         if not self.plan.called(unit.name):
             return 0
@@ -97,7 +97,7 @@ class FSDP(Zero3):
         total = Fraction((k - 1) * sum(sizes) * (plan.world // k) * times)
         return [Flow("shard", "all_gather", total, len(sizes) * times * plan.world)]
 
-    def ahead(self) -> Ahead:
+    def prefetch(self) -> Prefetch:
         """Prefetched units in both directions; a late unit is late on its way over the replicas,
         too, and so is the one before it, which goes there when the next is reduced.
         """
@@ -109,7 +109,7 @@ class FSDP(Zero3):
             gathers += count if follows else 0
             gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
         scatters, crosses = (self.plan.size(axis) > 1 for axis in ("shard", "replicate"))
-        found = super().ahead()
+        found = super().prefetch()
         kept = {"backward": (0, 0)} if found.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(

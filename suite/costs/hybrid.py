@@ -13,23 +13,23 @@ from typing import Any, ClassVar
 
 from shardproof.costs.ddp import DDP
 from shardproof.costs.fsdp import FSDP
-from shardproof.costs.model import Bound, Bytes, Flow, Local, Promise, flow
-from shardproof.costs.model_facts import Plan, TensorPlan
+from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, flow
+from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
 from shardproof.costs.zero import Zero1, Zero2, Zero3
 
-_DATA: dict[str, type[Promise]] = {
-    promise.strategy: promise for promise in (DDP, Zero1, Zero2, Zero3, FSDP)
+_DATA: dict[str, type[CostModel]] = {
+    cost_model.strategy: cost_model for cost_model in (DDP, Zero1, Zero2, Zero3, FSDP)
 }
 _AXES = ("replicate", "shard")
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
 
 
-class Hybrid(Promise):
+class Hybrid(CostModel):
     """The sum over stages and tensor ranks; under sequence parallelism stages hand on 1/T."""
 
     strategy: ClassVar[str] = "hybrid"
@@ -38,7 +38,7 @@ class Hybrid(Promise):
         "what the others leave; in a pipeline shards are gathered and reduced once a step"
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelFacts) -> None:
         super().__init__(plan)
         sent = tuple(replace(t, dtype=plan.compute(t.dtype)) for t in plan.parameters)
         options = {"sum_each_backward": True, **plan.options}
@@ -54,7 +54,7 @@ class Hybrid(Promise):
 
     # ------------------------------------------------------------------- what the data axes see
 
-    def _models(self, pipe: int, tensor: int) -> list[Promise]:
+    def _models(self, pipe: int, tensor: int) -> list[CostModel]:
         """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
         if not self.is_cut:
             return [self.model(self.plan.parameters, self.plan.buffers, tensor)]
@@ -67,17 +67,17 @@ class Hybrid(Promise):
             found.append(self.model(own, buffers, tensor))
         return found + [self.model([t], [], tensor, tied=True) for t in tied]
 
-    def is_tied(self, tensor: TensorPlan) -> bool:
+    def is_tied(self, tensor: TensorFacts) -> bool:
         """Whether several stages use ``tensor``."""
         return len(self.stages.homes(tensor)) > 1
 
     def model(
         self,
-        parameters: Sequence[TensorPlan],
-        buffers: Sequence[TensorPlan],
+        parameters: Sequence[TensorFacts],
+        buffers: Sequence[TensorFacts],
         tensor: int,
         tied: bool = False,
-    ) -> Promise:
+    ) -> CostModel:
         """The strategy of the data axes on these tensors, as rank ``tensor`` has them."""
         plan = self.plan
         local = tuple(self.local_part(t, tensor) for t in parameters)
@@ -111,7 +111,7 @@ class Hybrid(Promise):
         )
         return offloaded(strategy, inner)(inner)
 
-    def local_part(self, tensor: TensorPlan, rank: int) -> TensorPlan:
+    def local_part(self, tensor: TensorFacts, rank: int) -> TensorFacts:
         """``tensor`` as rank ``rank`` of the tensor axis has it."""
         elements = self.layers.elements(tensor, rank)
         return tensor if elements == tensor.numel else replace(tensor, shape=(elements,))
@@ -125,7 +125,7 @@ class Hybrid(Promise):
             return sizes or {"shard": 1}
         return {"replicate": plan.size("replicate") * plan.size("shard")}
 
-    def of(self, rank: int) -> tuple[list[Promise], int]:
+    def of(self, rank: int) -> tuple[list[CostModel], int]:
         """The models of global ``rank``, and its number on the data axes."""
         at = dict.fromkeys(("pipe", *_AXES, "tensor"), 0) | self.plan.coordinate(rank)
         number = at["replicate"] * self.plan.size("shard") + at["shard"]
@@ -183,29 +183,29 @@ class Hybrid(Promise):
         """Of all models of ``rank``."""
         return self.added(rank, lambda model, number: model.resident(number, step, updated))
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.passing(number, point, updated))
+        return self.added(rank, lambda model, number: model.at_point(number, point, updated))
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Of all models of ``rank``."""
         return self.added(rank, lambda model, number: model.host(number, step, updated))
 
-    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+    def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.moved(number, step, updated))
+        return self.added(rank, lambda model, number: model.host_traffic(number, step, updated))
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """What the models keep there; every message has been sent and used by then."""
         models, number = self.of(rank)
-        return _SCALARS + sum(model.at_rest(number, step) or 0 for model in models)
+        return _SCALARS + sum(model.communication_at_rest(number, step) or 0 for model in models)
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, norms and factors, and what the models leave; no part of a
         layer, of a stage or of a shard beyond those that are held.
         """
         models, number = self.of(rank)
-        left = sum(model.left_over(number, step) or 0 for model in models)
+        left = sum(model.unclassified_limit(number, step) or 0 for model in models)
         return _SCALARS + 8 * self.plan.rounds + left
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
@@ -224,7 +224,7 @@ class Hybrid(Promise):
             low, high = low + (rests if is_tied else bound.low), high + bound.high
         return {"parameters": Bound(low, high)} if models else {}
 
-    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+    def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
         """Elements of parameters of ``rank``: of layers that the tensor axis splits, and of those
         that each of its ranks has.
         """
@@ -235,7 +235,7 @@ class Hybrid(Promise):
             "replicated": {name: n for name, n in held.items() if name not in split},
         }
 
-    def added(self, rank: int, told: Callable[[Promise, int], dict[str, int]]) -> dict[str, int]:
+    def added(self, rank: int, told: Callable[[CostModel, int], dict[str, int]]) -> dict[str, int]:
         """The sum, key by key, of what is ``told`` of the models of ``rank``."""
         models, number = self.of(rank)
         total: dict[str, int] = {}
@@ -244,10 +244,10 @@ class Hybrid(Promise):
                 total[key] = total.get(key, 0) + count
         return total
 
-    def unweighed(self) -> str:
+    def why_not_measured(self) -> str:
         """What any of the models says."""
         every = range(self.plan.world)
-        told = (model.unweighed() for rank in every for model in self.of(rank)[0])
+        told = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
         return next((text for text in told if text), "")
 
     def local(self, rank: int) -> Local:

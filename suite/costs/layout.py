@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
@@ -24,7 +24,7 @@ class Flat:
     section 3.2.1).
     """
 
-    members: tuple[TensorPlan, ...]
+    members: tuple[TensorFacts, ...]
     shards: int
 
     @property
@@ -60,7 +60,7 @@ class Flat:
         ends = [0, *itertools.accumulate(t.numel for t in self.members)]
         return list(itertools.pairwise(ends))
 
-    def parts(self, shard: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what one shard holds; a tensor of none lies where it starts."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         found = []
@@ -80,7 +80,7 @@ class Unit:
     flats: tuple[Flat, ...]
 
     @property
-    def members(self) -> tuple[TensorPlan, ...]:
+    def members(self) -> tuple[TensorFacts, ...]:
         """All tensors of the unit."""
         return tuple(t for flat in self.flats for t in flat.members)
 
@@ -90,21 +90,21 @@ class Unit:
         return tuple(f for f in self.flats if f.members[0].trainable)
 
 
-def layouts(tensors: Iterable[TensorPlan], shards: int) -> tuple[Flat, ...]:
+def layouts(tensors: Iterable[TensorFacts], shards: int) -> tuple[Flat, ...]:
     """One layout per dtype, trained and frozen apart, in order of first appearance."""
-    groups: dict[tuple[str, bool], list[TensorPlan]] = {}
+    groups: dict[tuple[str, bool], list[TensorFacts]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.trainable), []).append(tensor)
     return tuple(Flat(tuple(members), shards) for members in groups.values())
 
 
-def buckets(tensors: Sequence[TensorPlan], limit: int, shards: int) -> list[Flat]:
+def buckets(tensors: Sequence[TensorFacts], limit: int, shards: int) -> list[Flat]:
     """``tensors`` in their order, packed into buckets of one dtype and at most ``limit`` bytes.
 
     A tensor over the limit has a bucket of its own.
     """
-    filling: dict[str, list[TensorPlan]] = {}
-    found: list[list[TensorPlan]] = []
+    filling: dict[str, list[TensorFacts]] = {}
+    found: list[list[TensorFacts]] = []
     for tensor in tensors:
         now = filling.setdefault(tensor.dtype, [])
         if now and sum(t.nbytes for t in now) + tensor.nbytes > limit:
@@ -114,21 +114,21 @@ def buckets(tensors: Sequence[TensorPlan], limit: int, shards: int) -> list[Flat
     return [Flat(tuple(members), shards) for members in [*found, *filling.values()]]
 
 
-def units(plan: Plan, shards: int) -> list[Unit]:
+def units(plan: ModelFacts, shards: int) -> list[Unit]:
     """The units of the option ``wrap``, in order of registration; the root unit first.
 
     A tensor belongs to the innermost unit that holds every module it is registered in; what no
     unit holds, tied parameters over units among it, belongs to the root.
     """
     chosen = unit_names(plan)
-    members: dict[str, list[TensorPlan]] = {name: [] for name in ("", *chosen)}
+    members: dict[str, list[TensorFacts]] = {name: [] for name in ("", *chosen)}
     for tensor in plan.parameters:
         homes = {_innermost(owner, chosen) for owner in tensor.owners}
         members[homes.pop() if len(homes) == 1 else ""].append(tensor)
     return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
 
 
-def unit_names(plan: Plan) -> list[str]:
+def unit_names(plan: ModelFacts) -> list[str]:
     """Modules that the option ``wrap`` makes units, in order of registration.
 
     Containers are never called, so they are no units.
@@ -146,7 +146,7 @@ def unit_names(plan: Plan) -> list[str]:
     return list(plan.units)
 
 
-def _of_size(plan: Plan, names: Sequence[str], least: int) -> list[str]:
+def _of_size(plan: ModelFacts, names: Sequence[str], least: int) -> list[str]:
     """Modules with at least ``least`` elements that no unit inside them holds, inner ones first."""
     free = {t.name: t for t in plan.parameters}
     chosen = set()

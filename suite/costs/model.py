@@ -1,7 +1,7 @@
 """The words of a promise: flows of bytes, bytes by class, and their bounds.
 
-A :class:`Promise` answers from a ``costs.model_facts.Plan`` alone.  What it does not
-promise it leaves ``None``, and the checks then say so instead of passing.
+A :class:`CostModel` answers from a ``costs.model_facts.ModelFacts`` alone.  What it does not
+promise it leaves ``None``, and the checks then say so instead of at_point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, counter_bytes, slots, used_by
+from shardproof.costs.model_facts import (
+    ITEMSIZE,
+    ModelFacts,
+    TensorFacts,
+    counter_bytes,
+    slots,
+    used_by,
+)
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send", "recv"
@@ -25,7 +32,7 @@ JUDGED = ("parameters", "masters", "gradients", "optimizer_state")
 Bytes = dict[str, int]
 
 
-class Unpromised(ValueError):
+class NoCostModel(ValueError):
     """No formula for these options; the message says which and what would be promised."""
 
 
@@ -72,7 +79,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Prefetch:
     """Program order on one rank.
 
     ``gathers``: at least so many are issued while another unit computes, and waited for later, in
@@ -102,7 +109,7 @@ class Ahead:
         return self.late * rounds + self.idle * idle + (self.last_idle if idle else self.last)
 
 
-class Promise(ABC):
+class CostModel(ABC):
     """What a strategy costs for one plan.  ``source`` says where the formulas are published."""
 
     strategy: ClassVar[str]
@@ -115,7 +122,7 @@ class Promise(ABC):
     #: The strategy that a native system carries out: what it sends is told as a multiple of it.
     textbook: ClassVar[str] = ""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelFacts) -> None:
         self.plan = plan
 
     @abstractmethod
@@ -129,7 +136,7 @@ class Promise(ABC):
         ``updated`` is the last step whose update has been made (-1: none yet).
         """
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Bytes by judged class where they differ between points; put over :meth:`resident`."""
         return {}
 
@@ -141,23 +148,23 @@ class Promise(ABC):
         """Bounds of the largest bytes of a class (or ``communication``) in a phase of ``step``."""
         return {}
 
-    def unweighed(self) -> str:
+    def why_not_measured(self) -> str:
         """Why no bytes are promised for this plan (``""``: they are)."""
         return ""
 
-    def at_rest(self, rank: int, step: int) -> int | None:
+    def communication_at_rest(self, rank: int, step: int) -> int | None:
         """Most bytes of class ``communication`` at the observation points of ``step``, where
         nothing is in flight; ``None``: not promised.
         """
         return None
 
-    def left_over(self, rank: int, step: int) -> int | None:
+    def unclassified_limit(self, rank: int, step: int) -> int | None:
         """Most bytes at the observation points that are neither state nor buffers of any kind:
         activations and temporaries, which are over by then.  ``None``: not promised.
         """
         return None
 
-    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+    def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
         """Elements of parameters on ``rank`` by name, told apart by how they lie on the ranks;
         nothing where there is only one way.
         """
@@ -167,11 +174,11 @@ class Promise(ABC):
         """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
         return {}
 
-    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+    def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Floating-point bytes that ``rank`` copies between the tiers in ``step``, by direction."""
         return {"down": 0, "up": 0}
 
-    def ahead(self) -> Ahead | None:
+    def prefetch(self) -> Prefetch | None:
         """What overlaps, once the order of the units is known; ``None``: not promised."""
         return None
 
@@ -195,11 +202,11 @@ class Promise(ABC):
 
     def _complete(self, rank: int) -> Bytes:
         last = self.plan.steps - 1
-        return self.resident(rank, last, last) | self.passing(rank, "after_update", last)
+        return self.resident(rank, last, last) | self.at_point(rank, "after_update", last)
 
 
 def flow(
-    plan: Plan, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
+    plan: ModelFacts, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
 ) -> list[Flow]:
     """The flow of one call per payload (bytes), made ``times`` times by every rank.
 
@@ -214,13 +221,13 @@ def flow(
     return [Flow(axis, operation, total, len(sizes) * times * plan.world)]
 
 
-def norm_flow(plan: Plan, axis: str) -> list[Flow]:
+def norm_flow(plan: ModelFacts, axis: str) -> list[Flow]:
     """The global norm's float64 scalar, where gradients are clipped and lie in shards."""
     return flow(plan, axis, "all_reduce", [8] if plan.clipped else [])
 
 
 def state_bytes(
-    plan: Plan, parts: Iterable[tuple[TensorPlan, int]], step: int, dtype: str | None = None
+    plan: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int, dtype: str | None = None
 ) -> int:
     """Bytes of an element-wise optimizer's state over ``(tensor, elements)`` after ``step``.
 

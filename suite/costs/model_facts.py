@@ -1,7 +1,7 @@
 """What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
 
-A :class:`Plan` is made from the case and the workload's own model, never from the implementation
-that is judged; it travels with the facts of a case, so that a stored run is judged
+A :class:`ModelFacts` is made from the case and the workload's own model, never from the
+implementation that is judged; it travels with the facts of a case, so that a stored run is judged
 from the same numbers.
 """
 
@@ -27,7 +27,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorFacts:
     """A parameter or buffer; tied parameters once, under their first name.
 
     ``owners`` are the modules that it is registered in, ``first_use`` the first step in which some
@@ -69,7 +69,7 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelFacts:
     """One case, as far as its costs depend on it.
 
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
@@ -87,8 +87,8 @@ class Plan:
 
     axes: Mapping[str, int]
     options: Mapping[str, Any]
-    parameters: tuple[TensorPlan, ...]
-    buffers: tuple[TensorPlan, ...] = ()
+    parameters: tuple[TensorFacts, ...]
+    buffers: tuple[TensorFacts, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
     units: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = (1,)
@@ -136,7 +136,7 @@ class Plan:
     # --------------------------------------------------------------------------- the tensors
 
     @property
-    def trainable(self) -> tuple[TensorPlan, ...]:
+    def trainable(self) -> tuple[TensorFacts, ...]:
         """Parameters that are trained, in registration order."""
         return tuple(p for p in self.parameters if p.trainable)
 
@@ -146,7 +146,7 @@ class Plan:
         return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
 
     @property
-    def grouped(self) -> list[list[TensorPlan]]:
+    def grouped(self) -> list[list[TensorFacts]]:
         """Trained parameters by parameter group, in the order in which an optimizer has them."""
         if not self.groups:
             return [list(self.trainable)]
@@ -181,7 +181,7 @@ class Plan:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelFacts:
         """The plan that :meth:`to_dict` described."""
         fields = dict(data)
         for name in ("parameters", "buffers"):
@@ -195,18 +195,18 @@ class Plan:
         return cls(**fields)
 
 
-def _tensor(row: Mapping[str, Any]) -> TensorPlan:
+def _tensor(row: Mapping[str, Any]) -> TensorFacts:
     fields = dict(row)
     for name in ("shape", "owners", "units"):
         fields[name] = tuple(fields.get(name, ()))
-    return TensorPlan(**fields)
+    return TensorFacts(**fields)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
+def plan_of(case: Case, workload: Workload, model: nn.Module) -> ModelFacts:
     """The plan of ``case``, whose model on the meta device is ``model``."""
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -215,11 +215,11 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
     homes = _homes(workload, model) if piped else {}
     inputs = _inputs(case, workload) if piped or "tensor" in case.mesh else ()
     form = workload.family.cross_entropy(workload.params)
-    return Plan(
+    return ModelFacts(
         axes=dict(case.mesh),
         options=dict(case.options),
         parameters=tuple(
-            TensorPlan(
+            TensorFacts(
                 name,
                 tuple(p.shape),
                 _dtype(p.dtype),
@@ -233,7 +233,7 @@ def plan_of(case: Case, workload: Workload, model: nn.Module) -> Plan:
             for name, p in model.named_parameters()
         ),
         buffers=tuple(
-            TensorPlan(name, tuple(b.shape), _dtype(b.dtype), False, units=homes.get(id(b), ()))
+            TensorFacts(name, tuple(b.shape), _dtype(b.dtype), False, units=homes.get(id(b), ()))
             for name, b in model.named_buffers()
         ),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
@@ -295,7 +295,7 @@ def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def shape_key(shape: Iterable[int]) -> str:
-    """The name of a shape in :attr:`Plan.hidden`."""
+    """The name of a shape in :attr:`ModelFacts.hidden`."""
     return "x".join(map(str, shape))
 
 
@@ -330,24 +330,24 @@ def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any
     sizes[name] = output.numel()
 
 
-def slots(plan: Plan) -> int:
+def slots(plan: ModelFacts) -> int:
     """State tensors of the optimizer that have their parameter's shape."""
     if plan.optimizer == "adamw":
         return 2
     return int(plan.momentum != 0)
 
 
-def counter_bytes(plan: Plan) -> int:
+def counter_bytes(plan: ModelFacts) -> int:
     """Bytes of an optimizer's step counter, one a parameter (or part): fp32 in torch's AdamW."""
     return 4 if plan.optimizer == "adamw" else 0
 
 
-def used(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+def used(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:
     """Those that have a gradient in ``step``."""
     return [t for t in used_by(tensors, step) if t.last_use is None or step <= t.last_use]
 
 
-def used_by(tensors: Iterable[TensorPlan], step: int) -> list[TensorPlan]:
+def used_by(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:
     """Those that had a gradient in ``step`` or before: the optimizer has state of them."""
     return [t for t in tensors if t.trainable and t.first_use is not None and t.first_use <= step]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-from shardproof.costs.model import Ahead, Bound, Bytes, Flow, Local, Promise
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, used, used_by
+from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 from shardproof.costs.zero import Zero1, Zero3, votes
 
 OPTION = "offload"
 
 
-def offloaded(kind: type[Promise], plan: Plan) -> type[Promise]:
+def offloaded(kind: type[CostModel], plan: ModelFacts) -> type[CostModel]:
     """The promise of ``kind`` under the offload that ``plan`` asks for (``kind`` for none)."""
     if plan.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
         return kind
@@ -31,7 +31,7 @@ def offloaded(kind: type[Promise], plan: Plan) -> type[Promise]:
     return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
 
 
-class Offloaded(Promise):
+class Offloaded(CostModel):
     """A strategy of which a part rests on the host tier; the network sees no difference."""
 
     whole: ClassVar[type[Zero1 | Zero3]]
@@ -58,13 +58,13 @@ class Offloaded(Promise):
         """As without."""
         return self.inner.local(rank)
 
-    def ahead(self) -> Ahead | None:
+    def prefetch(self) -> Prefetch | None:
         """As without."""
-        return self.inner.ahead()
+        return self.inner.prefetch()
 
-    def left_over(self, rank: int, step: int) -> int | None:
+    def unclassified_limit(self, rank: int, step: int) -> int | None:
         """As without."""
-        return self.inner.left_over(rank, step)
+        return self.inner.unclassified_limit(rank, step)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""
@@ -83,7 +83,7 @@ class Offloaded(Promise):
         masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
         return {"masters": masters, "optimizer_state": found["optimizer_state"]}
 
-    def moved(self, rank: int, step: int, updated: int) -> dict[str, int]:
+    def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Gradients down, parameters up; in a step whose update is skipped only what is computed
         with.
         """
@@ -101,9 +101,13 @@ class Offloaded(Promise):
                 up += count * ITEMSIZE[self._travels_up(tensor)]
         return {"down": down, "up": up}
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """As without; what rests on the host leaves only votes on the device."""
-        return votes(self.plan) if self.shards_rest_there else self.inner.at_rest(rank, step)
+        return (
+            votes(self.plan)
+            if self.shards_rest_there
+            else self.inner.communication_at_rest(rank, step)
+        )
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """As without, less the shards that are on the host."""
@@ -113,26 +117,26 @@ class Offloaded(Promise):
         bound, away = found["parameters"], self.inner.resident(rank, step, step)["parameters"]
         return found | {"parameters": Bound(bound.low - away, bound.high - away)}
 
-    def trained(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def trained(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
 
     def _moved_shards(self, inner: Zero3) -> dict[str, int]:
         lifted = sum(
-            inner.lifts(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
+            inner.gathers_per_step(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
             for unit in inner.units
             for flat in unit.flats
         )
         reduced = sum(flat.shard_bytes() for flat in inner.reduced)
         return {"down": reduced, "up": lifted}
 
-    def _travels_down(self, tensor: TensorPlan) -> str:
+    def _travels_down(self, tensor: TensorFacts) -> str:
         """Whole parameters have gradients as summed, shards have them as built."""
         if isinstance(self.inner, Zero3):
             return tensor.dtype
         return self.plan.reduction(tensor.dtype)
 
-    def _travels_up(self, tensor: TensorPlan) -> str:
+    def _travels_up(self, tensor: TensorFacts) -> str:
         if isinstance(self.inner, Zero3):
             return tensor.dtype
         return self.plan.compute(tensor.dtype)

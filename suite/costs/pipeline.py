@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Bytes, Flow, Local, norm_flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, TensorPlan, shape_key, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, shape_key, slots, used, used_by
 from shardproof.costs.stages import Stages, stages_of
 
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
@@ -69,18 +69,18 @@ class Pipeline(Single):
             copies = plan.world // plan.size("pipe")
             yield from (tensor.numel * self.gradient_item(tensor),) * ranks * (ranks - 1) * copies
 
-    def gradient_item(self, tensor: TensorPlan) -> int:
+    def gradient_item(self, tensor: TensorFacts) -> int:
         """Bytes of an element of the gradient of ``tensor``."""
         return ITEMSIZE[self.plan.compute(tensor.dtype)]
 
     # -------------------------------------------------------------------------------- memory
 
-    def held_by(self, rank: int) -> list[TensorPlan]:
+    def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
         mine = self.plan.coordinate(rank).get("pipe", 0)
         return [t for t in self.plan.parameters if mine in self.stages.ranks(t)]
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """What the optimizer of ``rank`` works on."""
         return [(t, t.numel) for t in self.held_by(rank) if t.trainable]
 
@@ -95,11 +95,11 @@ class Pipeline(Single):
             "optimizer_state": state_bytes(plan, self.parts(rank), updated),
         }
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Every message has been sent and used by then."""
         return _SCALARS
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, no activation."""
         return _SCALARS + 8 * self.plan.rounds
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.costs.model_facts import Plan, TensorPlan
+from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.schedules import Action
 
 DEFAULT = "1f1b"
@@ -32,11 +32,11 @@ class Stages:
         """The stages on ``rank`` of the pipe axis."""
         return [stage for stage, owner in enumerate(self.place) if owner == rank]
 
-    def homes(self, tensor: TensorPlan) -> list[int]:
+    def homes(self, tensor: TensorFacts) -> list[int]:
         """The stages that hold ``tensor``: several where it is tied over them."""
         return [s for s, units in enumerate(self.units) if any(u in units for u in tensor.units)]
 
-    def ranks(self, tensor: TensorPlan) -> list[int]:
+    def ranks(self, tensor: TensorFacts) -> list[int]:
         """The ranks of the pipe axis that hold ``tensor``, in the order of its stages."""
         return list(dict.fromkeys(self.place[stage] for stage in self.homes(tensor)))
 
@@ -88,7 +88,7 @@ def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[ra
     return tuple(found)
 
 
-def stages_of(plan: Plan) -> Stages:
+def stages_of(plan: ModelFacts) -> Stages:
     """The stages of ``plan``."""
     place = place_of(plan.options, plan.size("pipe"))
     return Stages(place, split_units(plan.options, len(plan.units), len(place)))

@@ -9,16 +9,16 @@ from typing import ClassVar
 
 from shardproof.costs.model import (
     Bytes,
+    CostModel,
     Flow,
     Local,
+    NoCostModel,
     Operation,
-    Promise,
-    Unpromised,
     flow,
     norm_flow,
     state_bytes,
 )
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
 from shardproof.costs.stages import comes_apart
 
 #: Layers of a unit whose output features are split, and whose input features are.
@@ -30,7 +30,7 @@ _SCALARS = 256
 _VOCABULARY = ("embed.token", "head")
 
 
-class TensorParallel(Promise):
+class TensorParallel(CostModel):
     """(P + G + O)(Psi_split / t + Psi_whole)."""
 
     strategy: ClassVar[str] = "tensor"
@@ -44,7 +44,7 @@ class TensorParallel(Promise):
         "split, of KV heads that several ranks have) once a step"
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelFacts) -> None:
         super().__init__(plan)
         self.ranks = plan.size("tensor")
         self.is_sequence = bool(plan.option("sequence_parallel", False)) and self.ranks > 1
@@ -69,7 +69,7 @@ class TensorParallel(Promise):
         """Query and KV heads of the attention that ``layer`` is part of."""
         return self.plan.heads[layer.rpartition(".")[0]]
 
-    def elements(self, tensor: TensorPlan, rank: int) -> int:
+    def elements(self, tensor: TensorFacts, rank: int) -> int:
         """Of ``tensor`` on ``rank``."""
         layer = tensor.name.rpartition(".")[0]
         if self.ranks == 1 or not self.is_split(tensor):
@@ -85,19 +85,19 @@ class TensorParallel(Promise):
         rows = tensor.numel // (queries + 2 * kv)  # elements of a head
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
-    def is_split(self, tensor: TensorPlan) -> bool:
+    def is_split(self, tensor: TensorFacts) -> bool:
         """Whether the ranks have different parts of ``tensor``."""
         layer = tensor.name.rpartition(".")[0]
         if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
             return True
         return self.is_split_by_columns(tensor)
 
-    def is_split_by_columns(self, tensor: TensorPlan) -> bool:
+    def is_split_by_columns(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` is the weight of a row-parallel layer."""
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "weight" and self.in_unit(layer, ROWS)
 
-    def terms(self) -> list[tuple[TensorPlan, int]]:
+    def terms(self) -> list[tuple[TensorFacts, int]]:
         """Trained tensors of which each rank has one term of the gradient, and how many elements
         are summed.
         """
@@ -126,7 +126,7 @@ class TensorParallel(Promise):
         ]
 
     @property
-    def table(self) -> TensorPlan:
+    def table(self) -> TensorFacts:
         """The embedding of positions."""
         return next(t for t in self.plan.parameters if t.name == "embed.position.weight")
 
@@ -201,7 +201,7 @@ class TensorParallel(Promise):
             return flow(plan, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise Unpromised(f"{idle!r} goes unused: sums in each backward are not promised")
+            raise NoCostModel(f"{idle!r} goes unused: sums in each backward are not promised")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:
@@ -210,19 +210,19 @@ class TensorParallel(Promise):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Every tensor, and how many of its elements ``rank`` holds."""
         return [(t, self.elements(t, rank)) for t in self.plan.parameters]
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """What was gathered or summed has become a gradient, or gone; the norm may stay."""
         return _SCALARS
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors."""
         return _SCALARS
 
-    def apart(self, rank: int) -> Mapping[str, Mapping[str, int]]:
+    def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
         """Elements of parameters that are split, and of those that every rank has whole."""
         own = self.parts(rank)
         return {
@@ -251,9 +251,9 @@ class TensorParallel(Promise):
         return Local(own, now, ever if slots(plan) else {})
 
 
-def misfit(plan: Plan) -> str:
+def cannot_fit(plan: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
-    promise, ranks = TensorParallel(plan), plan.size("tensor")
+    cost_model, ranks = TensorParallel(plan), plan.size("tensor")
 
     def told(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
         valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
@@ -271,7 +271,7 @@ def misfit(plan: Plan) -> str:
         if leaf != "weight" or layer.endswith("attention.qkv"):
             continue
         for names, dim, what in ((_COLUMNS, 0, "output"), (ROWS, 1, "input")):
-            size = tensor.shape[dim] if promise.in_unit(layer, names) else 0
+            size = tensor.shape[dim] if cost_model.in_unit(layer, names) else 0
             if size % ranks:
                 return told(layer, f"{size} {what} features", partial(_divides, size), size)
     return ""

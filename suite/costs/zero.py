@@ -11,18 +11,18 @@ from typing import ClassVar
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import (
     VOTE_BYTES,
-    Ahead,
     Bound,
     Bytes,
+    CostModel,
     Flow,
     Local,
-    Promise,
-    Unpromised,
+    NoCostModel,
+    Prefetch,
     flow,
     norm_flow,
     state_bytes,
 )
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Bytes of the single numbers that ranks exchange in a step: counts of rounds, norms, overflows.
@@ -31,7 +31,7 @@ _SCALARS = 64
 BUCKET_BYTES = 25 * 2**20
 
 
-class Zero1(Promise):
+class Zero1(CostModel):
     """Optimizer state sharded: (P + G) Psi + O Psi / N.
 
     Gradients lie in flat buckets, each reduced and scattered once a step, whatever the number of
@@ -68,7 +68,7 @@ class Zero1(Promise):
             *norm_flow(plan, "shard"),
         ]
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
         shard = self.plan.coordinate(rank).get("shard", 0)
         return [part for flat in self.flats for part in flat.parts(shard)]
@@ -81,13 +81,15 @@ class Zero1(Promise):
         return {
             "parameters": self.parameter_bytes(),
             # What the optimizer updates: copies, or a layout that only lies beside parameters.
-            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts) if narrow else self.beside,
+            "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts)
+            if narrow
+            else self.strided_copies,
             "gradients": self.gradient_bytes(rank),
             "optimizer_state": state_bytes(plan, parts, updated),
         }
 
     @property
-    def beside(self) -> int:
+    def strided_copies(self) -> int:
         """Bytes of layouts that hold nothing but copies of tensors with strides of their own."""
         flats = [flat for flat in self.flats if all(t.strided for t in flat.members)]
         return sum(flat.padded_bytes(self.plan.compute(flat.dtype)) for flat in flats)
@@ -103,7 +105,7 @@ class Zero1(Promise):
             if t.strided or not t.trainable
         )
         whole = sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
-        return own + whole - self.beside
+        return own + whole - self.strided_copies
 
     def gradient_bytes(self, rank: int) -> int:
         """Those that this rank owns a part of, from the first step on."""
@@ -113,24 +115,24 @@ class Zero1(Promise):
         """Whole gradients, in the flat layouts that they are reduced from."""
         return flat.padded_bytes(self.plan.reduction(flat.dtype))
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
         where the optimizer updates copies of them on the host.
         """
         buffers = sum(map(self.kept_bytes, self.flats))
         offloaded = self.plan.option("offload", "none") != "none"
-        copies = self.beside if offloaded else 0
+        copies = self.strided_copies if offloaded else 0
         return buffers - self.gradient_bytes(rank) + copies + votes(self.plan)
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
-        return self.at_rest(rank, step)
+        return self.communication_at_rest(rank, step)
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Both collectives work in place: in backward no more than the buffers of gradients, in the
         update no more than they and what is agreed on and summed there (the norm).
         """
-        buffers = Bound(0, self.at_rest(rank, step) + _SCALARS)
+        buffers = Bound(0, self.communication_at_rest(rank, step) + _SCALARS)
         if phase == "update":
             return {"communication": buffers}
         if phase != "backward":
@@ -179,11 +181,11 @@ class Zero2(Zero1):
         sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
-        high = sum(whole) + shard + self.at_rest(rank, step)
+        high = sum(whole) + shard + self.communication_at_rest(rank, step)
         return found | {"communication": Bound(0, high)}
 
 
-class Zero3(Promise):
+class Zero3(CostModel):
     """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
 
     A unit is gathered before its forward (every one, if it is called again) and again before its
@@ -226,7 +228,7 @@ class Zero3(Promise):
         self.refuse_uncalled()
         for unit in self.units:
             gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(plan, "shard", "all_gather", gathered, self.lifts(unit))
+            found += flow(plan, "shard", "all_gather", gathered, self.gathers_per_step(unit))
         reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *found,
@@ -253,16 +255,16 @@ class Zero3(Promise):
         """Raise where some unit is not called by every micro-batch."""
         for name in self.uncalled:
             text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
-            raise Unpromised(text)
+            raise NoCostModel(text)
 
-    def lifts(self, unit: Unit) -> int:
+    def gathers_per_step(self, unit: Unit) -> int:
         """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
         from the host where they rest there.
         """
         forwards = self.plan.called(unit.name)
         return (forwards + 1) * self.plan.rounds if forwards else 0
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
         return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
 
@@ -280,21 +282,21 @@ class Zero3(Promise):
             "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
         }
 
-    def gradient_bytes(self, rank: int, tensors: Iterable[TensorPlan]) -> int:
+    def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
         """Shards in which ``rank`` owns a part of some of ``tensors``."""
         mine, names = self.shard_of(rank), {t.name for t in tensors}
         owned = (f for f in self.trained if any(t.name in names for t, _ in f.parts(mine)))
         return sum(f.shard_bytes() for f in owned)
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Shards that hold nothing but padding, or gradients of what no rank used."""
         shards = sum(f.shard_bytes() for f in (*self.flats, *self.trained))
         held = self.resident(rank, step, step)
         return shards - held["parameters"] - held["gradients"] + votes(self.plan)
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
-        return self.at_rest(rank, step)
+        return self.communication_at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
@@ -303,7 +305,7 @@ class Zero3(Promise):
             own[tensor.name] += count
         return _local(self.plan, dict(own), self.parts(rank))
 
-    def ahead(self) -> Ahead:
+    def prefetch(self) -> Prefetch:
         """The next unit is gathered while one computes, in both directions; what ends with the
         whole backward is reduced late where that may end without some gradient.
         """
@@ -315,7 +317,7 @@ class Zero3(Promise):
         depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
         if not self.has_one_order:
             depth = {}
-        return Ahead(gathers, late, len(self.trained), watched=watched, depth=depth)
+        return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
 
     @property
     def has_one_order(self) -> bool:
@@ -397,7 +399,7 @@ class Zero3(Promise):
         ]
         gathers = 2 + max(self._prefetched("backward"), self._recomputed())
         reading = sum(sorted(sent, reverse=True)[:gathers])
-        return sum(whole) + arriving + reading + self.at_rest(rank, step) + _SCALARS
+        return sum(whole) + arriving + reading + self.communication_at_rest(rank, step) + _SCALARS
 
     @property
     def adds_up(self) -> bool:
@@ -453,12 +455,12 @@ def _may_go_unused(unit: Unit) -> bool:
     return not all(tensor.in_every_backward for tensor in unit.members)
 
 
-def votes(plan: Plan) -> int:
+def votes(plan: ModelFacts) -> int:
     """Bytes of the integers by which ranks agree on what was used."""
     return VOTE_BYTES * (1 + len(plan.parameters))
 
 
-def owned(plan: Plan, flats: Iterable[Flat], rank: int) -> list[Flat]:
+def owned(plan: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
     """Layouts of which ``rank`` owns a part that has a gradient in some step.
 
     Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
@@ -470,7 +472,7 @@ def owned(plan: Plan, flats: Iterable[Flat], rank: int) -> list[Flat]:
 
 
 def _local(
-    plan: Plan, parameters: dict[str, int], parts: Sequence[tuple[TensorPlan, int]]
+    plan: ModelFacts, parameters: dict[str, int], parts: Sequence[tuple[TensorFacts, int]]
 ) -> Local:
     """Of ``parts`` gradients where the last step gave some, state where any step did."""
     now, ever = (

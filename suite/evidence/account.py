@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.costs import Plan
+from shardproof.costs import ModelFacts
 from shardproof.costs.expression import CaseFacts
 from shardproof.schedules import Schedule
 
@@ -35,9 +35,11 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``misfit``: why what it claims cannot be done to this model, or on
-    this mesh; ``misclaimed``: what is wrong with the schedules that it claims, by size of the
-    window; ``missing``: why the backend cannot be had here; ``untold``: why no oracle can tell what
+    ``[error type, message]``; ``cannot_fit``: why what it claims cannot be done to this model, or
+    on this mesh; ``unsound_schedules``: what is wrong with the schedules that it claims, by size of
+    the
+    window; ``missing``: why the backend cannot be had here; ``no_oracle_because``: why no oracle
+    can tell what
     is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
     left nothing else.
     """
@@ -46,10 +48,10 @@ class Account:
     claims: dict[str, Any] | None = None
     broken: str = ""
     refused: list[str] | None = None
-    misfit: str = ""
-    misclaimed: dict[str, list[str]] = field(default_factory=dict)
+    cannot_fit: str = ""
+    unsound_schedules: dict[str, list[str]] = field(default_factory=dict)
     missing: str = ""
-    untold: str = ""
+    no_oracle_because: str = ""
     fault: str = ""
     leader: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +96,7 @@ def restore(case: Case, stripped: Mapping[str, Any]) -> Figures:
         stripped["records"],
         stripped["oracle"],
         stripped["workload"],
-        numbers if plan is None else CaseFacts(numbers, Plan.from_dict(plan)),
+        numbers if plan is None else CaseFacts(numbers, ModelFacts.from_dict(plan)),
         compared=stripped["compared"],
         schedules={
             int(n): Schedule.from_dict(told) for n, told in stripped.get("schedules", {}).items()

@@ -215,8 +215,8 @@ class Evidence(Figures):
         super().__init__(case, records, oracle, workload, facts, schedules=schedules)
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
         #: The second run of a relation, or what went wrong in it; ``unrelated``: why there is none.
-        self.related: Evidence | str | None = None
-        self.unrelated = ""
+        self.derived_run: Evidence | str | None = None
+        self.no_derived_run_because = ""
 
     def initial(self, kind: str) -> Assembled:
         """State of ``kind`` right after ``setup``."""

@@ -1,1 +1,1 @@
-"""From a case to running ranks: zygote, leaders, rank processes and what is left when they end."""
+"""From a case to running ranks: fork server, leaders, rank processes, and how each ended."""

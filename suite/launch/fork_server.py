@@ -7,9 +7,9 @@ never computes; that it has one thread is checked before it says that it is read
 
 The parent talks to it over a socket, one JSON message with a length before it::
 
-    parent to zygote    {"task": "package.module:function", "payload": ..., "ticket": n}
+    parent to fork server    {"task": "package.module:function", "payload": ..., "ticket": n}
                         {"kill": n}   {"preload": "package.module"}
-    zygote to parent    {"ready": pid}   {"failed": text}
+    fork_server to parent    {"ready": pid}   {"failed": text}
                         {"ticket", "pid", "exit_code", "signal", "seconds", "output"}
 
 It ends, and with it everything that it started, when the parent closes the socket or dies.
@@ -43,8 +43,8 @@ END_SECONDS = 5.0
 _TAIL = 4000
 
 
-class ZygoteError(RuntimeError):
-    """The zygote could not start, or is gone."""
+class ForkServerError(RuntimeError):
+    """The fork server could not start, or is gone."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ended:
     output: str
 
 
-class Zygote:
+class ForkServer:
     """The parent's end.  Not for use by several threads at once.
 
     ``preload`` names modules to import once for all leaders (the judge's, never those under test).
@@ -71,7 +71,7 @@ class Zygote:
         self._tickets = 0
         self._waiting: deque[Ended] = deque()
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> ForkServer:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._inbox = messages.Inbox(ours)
@@ -109,9 +109,9 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """The zygote's pid."""
+        """The fork server's pid."""
         if self._process is None:
-            raise ZygoteError("the zygote is not running")
+            raise ForkServerError("the fork server is not running")
         return self._process.pid
 
     def wait_ready(self) -> None:
@@ -150,7 +150,7 @@ class Zygote:
                 return found
 
     def close(self) -> None:
-        """End the zygote and everything that it started."""
+        """End the fork server and everything that it started."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -169,20 +169,20 @@ class Zygote:
         try:
             messages.send(self._socket, message)
         except OSError as error:
-            raise ZygoteError(f"the zygote is gone: {self._last_output()}") from error
+            raise ForkServerError(f"the fork server is gone: {self._last_output()}") from error
 
     def _receive(self, timeout_s: float) -> None:
         for message in self._inbox.receive(timeout_s):
             if "ready" in message:
                 self._ready = True
             elif "failed" in message:
-                raise ZygoteError(f"the zygote could not start: {message['failed']}")
+                raise ForkServerError(f"the fork server could not start: {message['failed']}")
             else:
                 self._waiting.append(Ended(**message))
         if self._inbox.closed and not self._waiting:
-            raise ZygoteError(f"the zygote is gone: {self._last_output()}")
+            raise ForkServerError(f"the fork server is gone: {self._last_output()}")
         if not self._ready and time.monotonic() - self._began > START_SECONDS:
-            raise ZygoteError(f"the zygote did not start in {START_SECONDS:.0f} s")
+            raise ForkServerError(f"the fork server did not start in {START_SECONDS:.0f} s")
 
     def _last_output(self) -> str:
         code = None

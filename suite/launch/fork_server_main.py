@@ -1,6 +1,6 @@
-"""Inside the zygote: import once, stay single-threaded, fork leaders, collect them.
+"""Inside the fork server: import once, stay single-threaded, fork leaders, collect them.
 
-Run as ``python -m shardproof.launch.fork_server_main``; ``launch.fork_server.Zygote`` is the
+Run as ``python -m shardproof.launch.fork_server_main``; ``launch.fork_server.ForkServer`` is the
 other end and documents the messages.
 """
 
@@ -53,7 +53,7 @@ class _Leader:
 
 
 class _Server:
-    """The loop inside the zygote."""
+    """The loop inside the fork server."""
 
     def __init__(self, connection: socket.socket, parent: int) -> None:
         self._connection = connection

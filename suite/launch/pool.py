@@ -8,9 +8,9 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.launch.fork_server import Zygote, ZygoteError
+from shardproof.launch.fork_server import ForkServer, ForkServerError
 
-#: A zygote that dies is replaced this often in one run, with the loss of its leaders.
+#: A fork server that dies is replaced this often in one run, with the loss of its leaders.
 RESTARTS = 3
 
 _LONGEST_POLL = 1.0
@@ -22,7 +22,8 @@ Item = tuple[str, dict[str, Any], float]
 class Ended:
     """The end of one item.
 
-    Either ``exit_code`` or ``signal`` is set, unless the zygote died with the leader (neither).
+    Either ``exit_code`` or ``signal`` is set, unless the fork server died with the leader
+    (neither).
     ``timed_out``: the pool ended it at its deadline.  ``output`` is the tail of what the leader
     itself printed (a traceback, if its task raised); ``seconds`` are wall-clock, from fork to end.
     """
@@ -46,7 +47,7 @@ class _Running:
 
 
 class Pool:
-    """Runs tasks in leaders forked from one zygote.
+    """Runs tasks in leaders forked from one fork server.
 
     A context manager: leaving it, also by Ctrl-C, ends everything that it started.  ``preload``
     names modules that leaders should find imported.
@@ -57,19 +58,19 @@ class Pool:
             raise ValueError(f"a pool needs at least 1 job, not {jobs}")
         self._jobs = jobs
         self._preload = list(preload)
-        self._zygote = Zygote(self._preload)
+        self._fork_server = ForkServer(self._preload)
 
     def __enter__(self) -> Pool:
-        self._zygote.__enter__()
+        self._fork_server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._zygote.close()
+        self._fork_server.close()
 
     @property
-    def zygote(self) -> Zygote:
-        """The zygote that leaders are forked from at the moment."""
-        return self._zygote
+    def fork_server(self) -> ForkServer:
+        """The fork server that leaders are forked from at the moment."""
+        return self._fork_server
 
     def run(self, task: str, items: Iterable[Item]) -> Generator[Ended, None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
@@ -80,8 +81,8 @@ class Pool:
         module = task.partition(":")[0]
         if module not in self._preload:
             self._preload.append(module)
-            self._zygote.preload(module)
-        self._zygote.wait_ready()  # so that no case's time is spent on the zygote's imports
+            self._fork_server.preload(module)
+        self._fork_server.wait_ready()  # so that its imports cost no case any time
         running: dict[int, _Running] = {}
         rest = iter(items)
         restarts, exhausted = 0, False
@@ -95,7 +96,7 @@ class Pool:
                     continue
                 try:
                     found = self._advance(running)
-                except ZygoteError as error:
+                except ForkServerError as error:
                     restarts += 1
                     if restarts > RESTARTS:
                         raise
@@ -110,8 +111,8 @@ class Pool:
         key, payload, deadline_s = item
         now = time.monotonic()
         try:
-            ticket = self._zygote.submit(task, payload)
-        except ZygoteError:
+            ticket = self._fork_server.submit(task, payload)
+        except ForkServerError:
             ticket = 0  # it died while idle: the next look at it tells, and this item is lost
         running[ticket] = _Running(key, payload, now, now + deadline_s)
 
@@ -121,10 +122,10 @@ class Pool:
         for ticket, item in running.items():
             if now >= item.deadline and not item.timed_out:
                 item.timed_out = True
-                self._zygote.kill(ticket)
+                self._fork_server.kill(ticket)
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
         found = []
-        for ended in self._zygote.poll(min(_LONGEST_POLL, max(0.0, due - now))):
+        for ended in self._fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
             item = running.pop(ended.ticket)
             found.append(
                 Ended(
@@ -140,20 +141,20 @@ class Pool:
         return found
 
     def _kill(self, running: dict[int, _Running]) -> None:
-        """End what still runs when the caller stops early; a dead zygote has done so already."""
+        """End what still runs when the caller stops early; a dead fork server has done so."""
         deadline = time.monotonic() + 5.0
-        with contextlib.suppress(ZygoteError):
+        with contextlib.suppress(ForkServerError):
             for ticket in running:
-                self._zygote.kill(ticket)
+                self._fork_server.kill(ticket)
             while running and time.monotonic() < deadline:
-                for ended in self._zygote.poll(0.1):
+                for ended in self._fork_server.poll(0.1):
                     running.pop(ended.ticket, None)
 
     def _restart(self) -> None:
-        self._zygote.close()
-        self._zygote = Zygote(self._preload)
-        self._zygote.__enter__()
-        self._zygote.wait_ready()
+        self._fork_server.close()
+        self._fork_server = ForkServer(self._preload)
+        self._fork_server.__enter__()
+        self._fork_server.wait_ready()
 
 
 def _lost(item: _Running, why: str) -> Ended:

@@ -73,7 +73,7 @@ class Plan:
     workdir: Path
     timeout_s: float
     ledgers: bool
-    weather: Any
+    disturbances: Any
     began: float
 
     @property

@@ -1,7 +1,8 @@
 """Start the ranks of one case, watch them, end them in time, and tell how each ended.
 
 Called in a leader.  Ranks are forked, so the calling process must not have native threads running
-(leaders come from the zygote, which has none).  Four things end a rank that does not end itself:
+(leaders come from the fork server, which has none).  Four things end a rank that does not end
+itself:
 its deadline, a peer's failure (after a grace period), its memory limit, and too much output.
 """
 
@@ -43,7 +44,7 @@ def run_ranks(
     deadline_s: float,
     ledgers: bool = True,
     *,
-    weather: Any = None,
+    disturbances: Any = None,
     memory_bytes: int | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[RankOutcome]:
@@ -57,7 +58,9 @@ def run_ranks(
     no process of the ranks is left.
     """
     link = _SuiteLink(backend) if isinstance(backend, str) else backend
-    with Ranks(link, world, program, workdir, deadline_s, ledgers, weather, memory_bytes) as ranks:
+    with Ranks(
+        link, world, program, workdir, deadline_s, ledgers, disturbances, memory_bytes
+    ) as ranks:
         if meanwhile is not None:
             meanwhile()
         return ranks.wait()
@@ -84,7 +87,7 @@ class _SuiteLink:
         from shardproof import backends
 
         backends.listen(heartbeat.note)
-        extra = {} if plan.weather is None else {"weather": plan.weather}
+        extra = {} if plan.disturbances is None else {"disturbances": plan.disturbances}
         backends.join(
             self.name,
             rank,
@@ -113,7 +116,7 @@ class Ranks:
         workdir: Path,
         deadline_s: float,
         ledgers: bool,
-        weather: Any = None,
+        disturbances: Any = None,
         memory_bytes: int | None = None,
     ) -> None:
         if world < 1 or deadline_s <= 0:
@@ -125,7 +128,7 @@ class Ranks:
             workdir,
             timeout_s=deadline_s * PATIENCE,
             ledgers=ledgers,
-            weather=weather,
+            disturbances=disturbances,
             began=time.monotonic(),
         )
         self._deadline_s = deadline_s

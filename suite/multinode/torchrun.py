@@ -178,7 +178,7 @@ def _one(
             dist.PrefixStore(f"case{number}", store),
             case.deadline * PATIENCE,
             case.ledgers,
-            weather=backends.weather_of(case.workload.traits),
+            disturbances=backends.disturbances_of(case.workload.traits),
         )
         record = run_rank(case, workload, place.rank)
         if whole:

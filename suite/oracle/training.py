@@ -209,7 +209,7 @@ class _Device:
         return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def untold(workload: Workload, precision: Mapping[str, str]) -> str:
+def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
     """Why one device cannot compute under ``precision`` (empty: it can).
 
     torch's batch norms want weights and running statistics of one dtype.  A system may leave its

@@ -90,4 +90,4 @@ def _fault(ended: Ended, told: Path) -> str:
 def _end(ended: Ended) -> str:
     if ended.signal is not None:
         return f"signal {ended.signal}"
-    return "with its zygote" if ended.exit_code is None else f"exit code {ended.exit_code}"
+    return "with its fork server" if ended.exit_code is None else f"exit code {ended.exit_code}"

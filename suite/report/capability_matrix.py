@@ -31,7 +31,7 @@ CAPABILITIES: dict[str, str] = {
     "numbers": "loss, gradients, parameters and state equal one process's; replicas are equal",
     "traffic": "the bytes and calls are those of the formulas",
     "memory": "every rank holds the bytes of the formulas",
-    "engagement": "what the strategy claims is really on",
+    "active": "what the strategy claims is really on",
     "overlap": "communication is issued before the compute that hides it",
     "schedule": "the pipeline runs the schedule that it said",
     "clipping": "the gradient norm is clipped",
@@ -57,7 +57,7 @@ CAPABILITIES: dict[str, str] = {
 #: Capabilities that take the outcome of checks; the worst of them counts.
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
-    **{name: (name,) for name in ("traffic", "memory", "engagement", "overlap", "schedule")},
+    **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
     "refusals": ("refusals",),
 }
 

@@ -63,7 +63,7 @@ def _id(line: bytes) -> str:
         return "unreadable"
 
 
-def insist(path: Path) -> None:
+def require_unchanged(path: Path) -> None:
     """For what is shown outside of the run: nothing is made of one that was changed.
 
     :raises SelectionError: the files and lines that are not what the manifest says.
@@ -75,7 +75,7 @@ def insist(path: Path) -> None:
 
 
 @contextmanager
-def blamed(path: Path) -> Iterator[None]:
+def damage_is_bad_input(path: Path) -> Iterator[None]:
     """What is inside reads the run in ``path``; what damaged evidence raises becomes bad input.
 
     Of a run that is as its manifest says, an error is the suite's own and stays as it is.

@@ -23,7 +23,7 @@ START_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class CaseSchedule:
     """``chosen`` in the order to run; ``seconds`` is the estimated wall-clock time."""
 
     chosen: list[Case]
@@ -31,12 +31,14 @@ class Plan:
     seconds: float
 
 
-def plan(cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None) -> Plan:
+def plan(
+    cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None
+) -> CaseSchedule:
     """Choose from ``cases`` what ``jobs`` workers can run in ``minutes`` (``None``: all)."""
     estimates = _estimates(cases, durations)
     if minutes is None:
         used = START_SECONDS + sum(estimates.values()) / jobs
-        return Plan(list(cases), [], used if cases else 0.0)
+        return CaseSchedule(list(cases), [], used if cases else 0.0)
     chosen: list[Case] = []
     left_out: list[Case] = []
     used = START_SECONDS
@@ -47,7 +49,7 @@ def plan(cases: Sequence[Case], durations: Durations, jobs: int, minutes: float 
             chosen.append(case)
         else:
             left_out.append(case)
-    return Plan(chosen, left_out, used if chosen else 0.0)
+    return CaseSchedule(chosen, left_out, used if chosen else 0.0)
 
 
 def _estimates(cases: Sequence[Case], durations: Durations) -> dict[str, float]:

@@ -5,7 +5,7 @@ to the hidden state, at one of four places: ``front`` (after the embedding; regi
 ``inner`` (inside the middle block, hence inside a unit), ``final`` (between norm and head) and
 ``tail`` (after the blocks; registered last).  The others change how the batch is made or suggest
 parameter groups.  Place ``backend`` changes neither model nor data: such a trait asks for bad
-weather on the wire (``shardproof.backends.disturbances``).
+disturbances on the wire (``shardproof.backends.disturbances``).
 
 *Conditional* branches must depend on the data, not on the rank, or no single process could repeat
 the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,

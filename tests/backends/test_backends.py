@@ -288,14 +288,14 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
         backends.join("in_memory", 0, 2, Path(), 1.0, False, Hub(3, 1.0))
 
 
-# ---------------------------------------------------------------------------------- weather
+# ---------------------------------------------------------------------------------- disturbances
 
 
 @pytest.mark.parametrize("trait", ["late_results", "poisoned_buffers", "skewed_ranks"])
 def test_correct_programs_do_not_notice_the_weather(trait: str) -> None:
-    weather = backends.weather_of(("tied", trait))
+    disturbances = backends.disturbances_of(("tied", trait))
     for name in (*NEUTRAL, *STRICTER):
-        succeed({**NEUTRAL, **STRICTER}[name], 3, weather=weather)
+        succeed({**NEUTRAL, **STRICTER}[name], 3, disturbances=disturbances)
 
 
 def test_a_missing_wait_shows_every_time() -> None:
@@ -309,14 +309,14 @@ def test_a_missing_wait_shows_every_time() -> None:
 
     total = sum(data(r, 1).item() for r in range(3))
     assert succeed(body, 3) == [(total, total)] * 3  # luck: the barrier came later
-    late = succeed(body, 3, weather=backends.Weather(delay=True))
+    late = succeed(body, 3, disturbances=backends.Disturbances(delay=True))
     assert late == [(data(r, 1).item(), total) for r in range(3)]
-    poisoned = succeed(body, 3, weather=backends.Weather(poison=True))
+    poisoned = succeed(body, 3, disturbances=backends.Disturbances(poison=True))
     assert all(before != before and after == total for before, after in poisoned)
 
 
 def test_no_weather_is_asked_for() -> None:
-    assert backends.weather_of(("tied", "frozen")) is None
+    assert backends.disturbances_of(("tied", "frozen")) is None
 
 
 # --------------------------------------------------------------------------- threads as ranks

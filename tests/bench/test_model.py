@@ -15,9 +15,9 @@ from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
 from shardproof.bench.model.curve import Compute
 from shardproof.bench.model.step_time import Call, predict
-from shardproof.costs import PROMISES, Plan
-from shardproof.costs.model import Unpromised
-from shardproof.costs.model_facts import TensorPlan
+from shardproof.costs import COST_MODELS, ModelFacts
+from shardproof.costs.model import NoCostModel
+from shardproof.costs.model_facts import TensorFacts
 from shardproof.errors import SelectionError
 
 MIB = 2**20
@@ -200,11 +200,11 @@ def test_what_was_not_probed_is_said() -> None:
 # ------------------------------------------------------------------------------ calls by formula
 
 
-def tensor(name: str, *shape: int) -> TensorPlan:
-    return TensorPlan(name, shape, "float32", owners=(name.rpartition(".")[0],))
+def tensor(name: str, *shape: int) -> TensorFacts:
+    return TensorFacts(name, shape, "float32", owners=(name.rpartition(".")[0],))
 
 
-def plan(axis: str, ranks: int, **more: Any) -> Plan:
+def plan(axis: str, ranks: int, **more: Any) -> ModelFacts:
     fields: dict[str, Any] = {
         "axes": {axis: ranks},
         "options": {},
@@ -213,21 +213,21 @@ def plan(axis: str, ranks: int, **more: Any) -> Plan:
         "units": ("a", "b", "c"),
         "optimizer": "adamw",
     }
-    return Plan(**fields | more)
+    return ModelFacts(**fields | more)
 
 
 def test_calls_of_ddp_by_formula() -> None:
-    one = step_time.promised(PROMISES["ddp"](plan("replicate", 4)))
+    one = step_time.promised(COST_MODELS["ddp"](plan("replicate", 4)))
     assert one == [Call("all_reduce", 4, 4 * 1524, 1)]
     small = plan("replicate", 4, options={"first_bucket_bytes": 90, "bucket_bytes": 3000})
-    three = step_time.promised(PROMISES["ddp"](small))
+    three = step_time.promised(COST_MODELS["ddp"](small))
     assert three == [Call("all_reduce", 4, pytest.approx(4 * 1524 / 3), 3)]
-    assert step_time.promised(PROMISES["ddp"](plan("replicate", 1))) == []
+    assert step_time.promised(COST_MODELS["ddp"](plan("replicate", 1))) == []
 
 
 def test_what_no_formula_tells_comes_from_the_ledger() -> None:
     known = [Call("all_reduce", 2, 3048, 2), Call("all_reduce", 2, 40, 1, floating=False)]
-    calls = step_time.promised(PROMISES["ddp"](plan("replicate", 64)), known, 2)
+    calls = step_time.promised(COST_MODELS["ddp"](plan("replicate", 64)), known, 2)
     assert calls == [
         Call("all_reduce", 64, pytest.approx(3048), 2),
         Call("all_reduce", 64, 40, 1, floating=False),
@@ -235,7 +235,7 @@ def test_what_no_formula_tells_comes_from_the_ledger() -> None:
 
 
 def test_calls_of_zero_by_formula() -> None:
-    calls = step_time.promised(PROMISES["zero1"](plan("shard", 8)))
+    calls = step_time.promised(COST_MODELS["zero1"](plan("shard", 8)))
     assert [(c.operation, c.ranks, c.count) for c in calls] == [
         ("reduce_scatter", 8, 1),
         ("all_gather", 8, 1),
@@ -297,7 +297,7 @@ def test_sharding_divides_the_update() -> None:
     (four,) = points
     assert four.prediction is not None
     assert four.prediction.compute_seconds == pytest.approx(0.016 + 0.016)
-    assert curve.update_share(PROMISES["ddp"](plan("replicate", 4))) == 1.0
+    assert curve.update_share(COST_MODELS["ddp"](plan("replicate", 4))) == 1.0
 
 
 def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
@@ -333,7 +333,7 @@ def test_a_pipeline_is_as_long_as_its_bubble() -> None:
     eight = plan("pipe", 3, micro_batches=(8,), options={"schedule": "1f1b"})
     assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
     assert curve.pipeline_stretch(plan("replicate", 3)) == 1.0
-    with pytest.raises(Unpromised, match="3 units cannot fill the stages of 4 ranks"):
+    with pytest.raises(NoCostModel, match="3 units cannot fill the stages of 4 ranks"):
         curve.plan_at(eight, "pipe", 4)
 
 

@@ -16,7 +16,7 @@ from local_ranks import succeed
 
 from shardproof.bench import sides
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
-from shardproof.costs import promise_of
+from shardproof.costs import cost_model_of
 from shardproof.ledgers import traffic
 from shardproof.studies import model_check
 
@@ -67,12 +67,12 @@ def test_promised_calls_are_those_that_the_ledger_sees(
     told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), world, ledgers=True)
     seen = step_time.seen(told[0]["calls"])
     base = curve.plan_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
-    promise = promise_of(strategy, curve.plan_at(base, axis, world))
-    assert promise is not None
-    expected = totals(step_time.promised(promise))
+    cost_model = cost_model_of(strategy, curve.plan_at(base, axis, world))
+    assert cost_model is not None
+    expected = totals(step_time.promised(cost_model))
     assert expected and totals(seen) == expected
     # With what the ledger saw at this world nothing changes, and control calls come along.
-    completed = step_time.promised(promise, seen, world)
+    completed = step_time.promised(cost_model, seen, world)
     assert totals(completed) == expected
     control = [call for call in seen if not call.floating]
     assert [call for call in completed if not call.floating] == control
@@ -81,9 +81,9 @@ def test_promised_calls_are_those_that_the_ledger_sees(
 def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
     given, axes = pair("reference/tensor", 2), {"tensor": 2}
     told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
-    promise = promise_of("tensor", curve.plan_of_side(given, "a", axes))
-    assert promise is not None
-    assert totals(step_time.seen(told[0]["calls"])) == totals(step_time.promised(promise))
+    cost_model = cost_model_of("tensor", curve.plan_of_side(given, "a", axes))
+    assert cost_model is not None
+    assert totals(step_time.seen(told[0]["calls"])) == totals(step_time.promised(cost_model))
 
 
 def test_flops_of_a_gpt_by_hand() -> None:

@@ -47,7 +47,7 @@ def results() -> dict[str, dict[str, Any]]:
             workload=WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16}),
             optimizer=OptimizerSpec(),
             lane="fp64",
-            checks=("equivalence", "replicas", "engagement"),
+            checks=("equivalence", "replicas", "active"),
             steps=2,
         )
         for name in EXPECTED

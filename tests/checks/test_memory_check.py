@@ -12,7 +12,7 @@ import torch
 from test_costs import plan
 
 from shardproof.checks import Outcome, active, memory, overlap, traffic
-from shardproof.costs import PROMISES, Promise, Unpromised
+from shardproof.costs import COST_MODELS, CostModel, NoCostModel
 from shardproof.costs.expression import CaseFacts
 from shardproof.ledgers.memory import MemoryLedger, summary
 from shardproof.report.memory import MEASURED, memory_rows
@@ -21,16 +21,16 @@ STEPS = 3
 POINTS = ("gradients_final", "after_update")
 
 
-def weigh(promise: Promise, rank: int) -> list[dict[str, Any]]:
+def weigh(cost_model: CostModel, rank: int) -> list[dict[str, Any]]:
     """The rows of a rank that holds what is promised."""
     rows = []
     for step in range(STEPS):
         for point in POINTS:
             updated = step if point == "after_update" else step - 1
-            for kind, size in promise.resident(rank, step, updated).items():
+            for kind, size in cost_model.resident(rank, step, updated).items():
                 rows.append(row("mark", step, point, kind, size))
         for phase in ("forward", "backward"):
-            for kind, bound in promise.peaks(rank, phase, step).items():
+            for kind, bound in cost_model.peaks(rank, phase, step).items():
                 rows.append(row("peak", step, phase, kind, bound.low))
     return rows
 
@@ -40,11 +40,11 @@ def row(moment: str, step: int, where: str, kind: str, size: int) -> dict[str, A
     return fields | {"bytes": size}
 
 
-def calls(promise: Promise, world: int) -> list[list[dict[str, Any]]]:
+def calls(cost_model: CostModel, world: int) -> list[list[dict[str, Any]]]:
     """Calls of one step on each rank as promised: gathers fly while their unit begins."""
     ranks: list[list[dict[str, Any]]] = [[] for _ in range(world)]
-    gathers = [int(promise.strategy == "fsdp")] * world  # its root is gathered once
-    for flow in promise.flows():
+    gathers = [int(cost_model.strategy == "fsdp")] * world  # its root is gathered once
+    for flow in cost_model.flows():
         assert isinstance(flow.calls, int)
         for rank in range(world):
             for _ in range(flow.calls // world):
@@ -73,17 +73,17 @@ def calls(promise: Promise, world: int) -> list[list[dict[str, Any]]]:
 
 
 def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
-    promise = PROMISES[strategy](
+    cost_model = COST_MODELS[strategy](
         plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
     )
     units = [
         [100 * way + 10 * number, phase, unit]
         for way, phase in enumerate(("forward", "backward"), 1)
-        for number, unit in enumerate(("", *promise.plan.units))
+        for number, unit in enumerate(("", *cost_model.plan.units))
     ]
     records = []
-    for rank, sent in enumerate(calls(promise, world)):
-        local = promise.local(rank)
+    for rank, sent in enumerate(calls(cost_model, world)):
+        local = cost_model.local(rank)
         held = {
             "gradients_final": {"gradients": dict(local.gradients)},
             "after_update": {
@@ -101,7 +101,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         records.append(
             {
                 "rank": rank,
-                "memory": weigh(promise, rank),
+                "memory": weigh(cost_model, rank),
                 "unmatched": [],
                 "traffic": sent,
                 "events": units,
@@ -118,10 +118,10 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         expect={},
         precision={},
         dtype="float32",
-        mesh=promise.plan.axes,
+        mesh=cost_model.plan.axes,
         world=world,
     )
-    names = [t.name for t in promise.plan.parameters]
+    names = [t.name for t in cost_model.plan.parameters]
     return SimpleNamespace(
         case=case,
         capabilities={
@@ -129,7 +129,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
             "backends": ["in_memory"],
             "features": sorted(PROFILES[strategy]),
         },
-        facts=CaseFacts({}, promise.plan),
+        facts=CaseFacts({}, cost_model.plan),
         steps=range(STEPS),
         records=records,
         workload={
@@ -277,12 +277,12 @@ def test_there_is_no_ratio_where_the_textbook_promises_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def silent(_: Any) -> Any:
-        raise Unpromised("not here")
+        raise NoCostModel("not here")
 
     found = figures("zero3")
-    monkeypatch.setattr(PROMISES["zero3"], "textbook", "zero1")
+    monkeypatch.setattr(COST_MODELS["zero3"], "textbook", "zero1")
     assert traffic.decide(found).figures["textbook"] == "zero1"
-    monkeypatch.setattr(PROMISES["zero1"], "payload", silent)
+    monkeypatch.setattr(COST_MODELS["zero1"], "payload", silent)
     outcome = traffic.decide(found)
     assert outcome.status == "pass" and "textbook" not in outcome.figures
 
@@ -351,13 +351,13 @@ def test_another_depth_of_prefetch_fails() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
 def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
     found = figures(strategy)
-    promise = PROMISES[strategy](found.facts.plan)
+    cost_model = COST_MODELS[strategy](found.facts.plan)
     peak = next(
         r
         for r in found.records[0]["memory"]
         if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "communication")
     )
-    peak["bytes"] = promise.peaks(0, "backward", 0)["communication"].high
+    peak["bytes"] = cost_model.peaks(0, "backward", 0)["communication"].high
     assert memory.decide(found).status == "pass"
     peak["bytes"] += 1
     assert "backward: communication" in memory.decide(found).message

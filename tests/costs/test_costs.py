@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from shardproof.costs import PROMISES, Bound, Plan, memory_ratio
+from shardproof.costs import COST_MODELS, Bound, ModelFacts, memory_ratio
 from shardproof.costs.accounting import KNOWN, accounting_of
 from shardproof.costs.layout import Flat, buckets, units
-from shardproof.costs.model import Flow, Unpromised
-from shardproof.costs.model_facts import TensorPlan
+from shardproof.costs.model import Flow, NoCostModel
+from shardproof.costs.model_facts import TensorFacts
 from shardproof.costs.zero import Zero3
 
 
-def tensor(name: str, *shape: int, **more: Any) -> TensorPlan:
+def tensor(name: str, *shape: int, **more: Any) -> TensorFacts:
     fields = {"dtype": "float32", "owners": (name.rpartition(".")[0],)} | more
-    return TensorPlan(name, shape, **fields)
+    return TensorFacts(name, shape, **fields)
 
 
 #: 7 + 5 + 3 elements: padding shows at 2, 4 and 8 ranks.
@@ -27,7 +27,7 @@ MODEL = (tensor("head.w", 7), tensor("b.0.w", 5), tensor("b.1.w", 3))
 MODULES = {"": "M", "head": "L", "b": "ModuleList", "b.0": "B", "b.1": "B"}
 
 
-def plan(strategy: str = "zero3", ranks: int = 2, **more: Any) -> Plan:
+def plan(strategy: str = "zero3", ranks: int = 2, **more: Any) -> ModelFacts:
     axis = "replicate" if strategy in ("ddp", "naive_ddp", "single") else "shard"
     fields: dict[str, Any] = {
         "axes": {axis: ranks},
@@ -37,7 +37,7 @@ def plan(strategy: str = "zero3", ranks: int = 2, **more: Any) -> Plan:
         "units": ("b.0", "b.1"),
         "optimizer": "adamw",
     }
-    return Plan(**fields | more)
+    return ModelFacts(**fields | more)
 
 
 def sums(flows: list[Flow]) -> dict[tuple[str, str], tuple[int, Fraction]]:
@@ -111,18 +111,18 @@ RESIDENT = {
 
 @pytest.mark.parametrize("strategy", RESIDENT)
 def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
-    promise = PROMISES[strategy](plan(strategy))
+    cost_model = COST_MODELS[strategy](plan(strategy))
     parameters, gradients, elements = RESIDENT[strategy]
     for rank in range(2):
-        before = promise.resident(rank, 0, -1)
+        before = cost_model.resident(rank, 0, -1)
         assert before["optimizer_state"] == 0
-        after = promise.resident(rank, 0, 0)
+        after = cost_model.resident(rank, 0, 0)
         assert after["parameters"] == parameters
         assert after["gradients"] == gradients
-        state = sum(promise.local(rank).optimizer.values())
+        state = sum(cost_model.local(rank).optimizer.values())
         assert state == elements[rank]
         assert after["optimizer_state"] == 2 * 4 * elements[rank] + 4 * len(
-            promise.local(rank).optimizer
+            cost_model.local(rank).optimizer
         )
 
 
@@ -139,11 +139,11 @@ def test_resident_bytes_are_those_counted_by_hand(strategy: str) -> None:
 def test_a_unit_is_gathered_for_every_call(
     strategy: str, ranks: int, options: dict[str, Any], more: int, lifted: int
 ) -> None:
-    twice = PROMISES[strategy](plan(strategy, ranks, options=options, calls={"b.1": 2}))
-    once = PROMISES[strategy](plan(strategy, ranks, options=options))
+    twice = COST_MODELS[strategy](plan(strategy, ranks, options=options, calls={"b.1": 2}))
+    once = COST_MODELS[strategy](plan(strategy, ranks, options=options))
     assert twice.payload() - once.payload() == more
     assert isinstance(twice, Zero3)
-    assert [twice.lifts(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
+    assert [twice.gathers_per_step(unit) for unit in twice.units if unit.name == "b.1"] == [lifted]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
@@ -151,15 +151,15 @@ def test_a_unit_that_nothing_calls_sends_nothing(strategy: str) -> None:
     unused = tensor("b.1.w", 3, first_use=None)
     fields = {"parameters": (*MODEL[:2], unused), "calls": {"b.1": 0}}
     without = plan(strategy, parameters=MODEL[:2], units=("b.0",))
-    assert PROMISES[strategy](plan(strategy, **fields)).payload() == (
-        PROMISES[strategy](without).payload()
+    assert COST_MODELS[strategy](plan(strategy, **fields)).payload() == (
+        COST_MODELS[strategy](without).payload()
     )
 
 
 def test_what_ends_with_the_root_is_reduced_as_late() -> None:
     wrap = {"wrap": {"units": ["head", "b.0"]}}
     late = [
-        PROMISES["zero3"](plan(options=wrap, parameters=(*MODEL[:2], last))).ahead()
+        COST_MODELS["zero3"](plan(options=wrap, parameters=(*MODEL[:2], last))).prefetch()
         for last in (MODEL[2], tensor("b.1.w", 3, first_use=None))
     ]
     # With the root, which ``b.1`` is left to, ``head``, whose inputs may need no gradient.
@@ -171,19 +171,19 @@ def test_what_is_late_over_replicas() -> None:
     late = tensor("b.1.w", 3, first_use=None)
     wrap = {"units": ["b.0"]}
 
-    def ahead(parameters: tuple[TensorPlan, ...], **options: Any) -> Any:
-        return PROMISES["fsdp"](
+    def prefetch(parameters: tuple[TensorFacts, ...], **options: Any) -> Any:
+        return COST_MODELS["fsdp"](
             plan("fsdp", axes=axes, parameters=parameters, options={"wrap": wrap, **options})
-        ).ahead()
+        ).prefetch()
 
     # A root that is whole in time holds nothing up; all of an idle round comes late.
-    prompt = ahead(MODEL)
+    prompt = prefetch(MODEL)
     assert [prompt.after_backward(*rounds) for rounds in ((2, 0), (1, 1))] == [0, 4]
     # One that is not: a reduction a round; in the last one the way over the replicas as well, of
     # the root and of ``b.0``, which waits for the reduction after it.
-    held_up = ahead((*MODEL[:2], late))
+    held_up = prefetch((*MODEL[:2], late))
     assert [held_up.after_backward(n, 0) for n in (1, 2)] == [3, 4]
-    silent = ahead((*MODEL[:2], late), accumulate_without_communication=True)
+    silent = prefetch((*MODEL[:2], late), accumulate_without_communication=True)
     assert [silent.after_backward(n, 0) for n in (1, 2)] == [3, 3]
     assert silent.after_backward(2, 1) == 4
 
@@ -193,7 +193,7 @@ def test_natives_gather_a_unit_for_every_forward(strategy: str, more: int) -> No
     wrap = {"wrap": {"units": ["b.0"]}, "sharding_strategy": "FULL_SHARD"}
 
     def gathers(**calls: int) -> int:
-        found = PROMISES[strategy](plan(strategy, options=wrap, calls=calls)).flows()
+        found = COST_MODELS[strategy](plan(strategy, options=wrap, calls=calls)).flows()
         return sum(f.range[0] for f in found if f.operation == "all_gather")
 
     # FSDP2 frees it after every backward, too.
@@ -201,32 +201,32 @@ def test_natives_gather_a_unit_for_every_forward(strategy: str, more: int) -> No
 
 
 def test_sgd_keeps_one_slot_or_none() -> None:
-    one = PROMISES["zero1"](plan(optimizer="sgd")).resident(0, 0, 0)["optimizer_state"]
+    one = COST_MODELS["zero1"](plan(optimizer="sgd")).resident(0, 0, 0)["optimizer_state"]
     assert one == 4 * 8
-    none = PROMISES["zero1"](plan(optimizer="sgd", momentum=0.0))
+    none = COST_MODELS["zero1"](plan(optimizer="sgd", momentum=0.0))
     assert none.resident(0, 0, 0)["optimizer_state"] == 0
     assert none.local(0).optimizer == {}
 
 
 def test_a_parameter_that_is_never_used_has_no_state() -> None:
     late = tensor("b.1.w", 3, first_use=1)
-    promise = PROMISES["ddp"](plan("ddp", parameters=(*MODEL[:2], late)))
-    assert promise.resident(0, 0, 0)["optimizer_state"] == 2 * 4 * 12 + 2 * 4
-    assert promise.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
+    cost_model = COST_MODELS["ddp"](plan("ddp", parameters=(*MODEL[:2], late)))
+    assert cost_model.resident(0, 0, 0)["optimizer_state"] == 2 * 4 * 12 + 2 * 4
+    assert cost_model.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
 
 
 def test_kept_buffers_are_for_gradients_from_the_first_step_on() -> None:
     late = tensor("b.1.w", 3, first_use=1)
     model = {"parameters": (*MODEL[:2], late), "options": {"bucket_bytes": 12}, "steps": 2}
     for strategy in ("zero1", "zero2"):
-        promise = PROMISES[strategy](plan(strategy, 1, **model))
-        assert [promise.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
-        once = PROMISES[strategy](plan(strategy, 1, **model | {"steps": 1}))
+        cost_model = COST_MODELS[strategy](plan(strategy, 1, **model))
+        assert [cost_model.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
+        once = COST_MODELS[strategy](plan(strategy, 1, **model | {"steps": 1}))
         assert once.resident(0, 0, 0)["gradients"] == 48
         early = model | {"parameters": (*MODEL[:2], replace(late, first_use=0, last_use=0))}
-        promise = PROMISES[strategy](plan(strategy, 1, **early))
-        assert [promise.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
-    shards = PROMISES["zero3"](plan("zero3", 1, **model))
+        cost_model = COST_MODELS[strategy](plan(strategy, 1, **early))
+        assert [cost_model.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
+    shards = COST_MODELS["zero3"](plan("zero3", 1, **model))
     assert [shards.resident(0, step, 1)["gradients"] for step in (0, 1)] == [48, 60]
 
 
@@ -246,22 +246,24 @@ FLOWS = {
 
 @pytest.mark.parametrize("strategy", FLOWS)
 def test_calls_and_bytes_by_axis(strategy: str) -> None:
-    promise = PROMISES[strategy](plan(strategy, micro_batches=(2, 3)))
-    assert sums(promise.flows()) == FLOWS[strategy]
-    assert promise.payload() == sum(total for _, total in FLOWS[strategy].values())
+    cost_model = COST_MODELS[strategy](plan(strategy, micro_batches=(2, 3)))
+    assert sums(cost_model.flows()) == FLOWS[strategy]
+    assert cost_model.payload() == sum(total for _, total in FLOWS[strategy].values())
 
 
 def test_clipping_costs_one_scalar_over_shards() -> None:
-    found = sums(PROMISES["zero1"](plan(clipped=True)).flows())
+    found = sums(COST_MODELS["zero1"](plan(clipped=True)).flows())
     assert found["shard", "all_reduce"] == (2, 2 * 8)
     assert ("replicate", "all_reduce") not in sums(
-        PROMISES["naive_ddp"](plan("naive_ddp", ranks=1, clipped=True)).flows()
+        COST_MODELS["naive_ddp"](plan("naive_ddp", ranks=1, clipped=True)).flows()
     )
 
 
 def test_hybrid_sums_shards_over_replicas() -> None:
     options = {"sharding_strategy": "HYBRID_SHARD"}
-    found = sums(PROMISES["fsdp"](plan(axes={"replicate": 3, "shard": 2}, options=options)).flows())
+    found = sums(
+        COST_MODELS["fsdp"](plan(axes={"replicate": 3, "shard": 2}, options=options)).flows()
+    )
     # Three units' shards, 36 bytes in all, are summed over 3 replicas in each of 2 groups.
     assert found["replicate", "all_reduce"] == (3 * 6, 2 * (3 - 1) * 36 * 2)
     assert found["shard", "reduce_scatter"] == (3 * 6, 3 * 72)
@@ -269,14 +271,14 @@ def test_hybrid_sums_shards_over_replicas() -> None:
 
 def test_precision_narrows_what_travels_and_adds_masters() -> None:
     policy = {"precision": {"parameters": "bfloat16", "reduce": "float32"}}
-    promise = PROMISES["zero1"](plan(options=policy))
-    assert sums(promise.flows()) == {
+    cost_model = COST_MODELS["zero1"](plan(options=policy))
+    assert sums(cost_model.flows()) == {
         ("shard", "reduce_scatter"): (2, 64),
         ("shard", "all_gather"): (2, 32),
     }
-    assert promise.resident(0, 0, 0)["masters"] == 4 * 8
-    assert accounting_of(promise.plan).id == "M18"
-    whole = PROMISES["zero3"](plan(options=policy))
+    assert cost_model.resident(0, 0, 0)["masters"] == 4 * 8
+    assert accounting_of(cost_model.plan).id == "M18"
+    whole = COST_MODELS["zero3"](plan(options=policy))
     assert whole.resident(0, 0, 0)["masters"] == 0
     assert whole.resident(0, 0, 0)["parameters"] == 36
 
@@ -293,31 +295,34 @@ def test_precision_narrows_what_travels_and_adds_masters() -> None:
 def test_ratios_are_exact_functions_of_the_ranks(
     strategy: str, ranks: int, ratio: Fraction, limit: int | None
 ) -> None:
-    promise = PROMISES[strategy]
-    assert KNOWN["A16"].ratio(promise, ranks) == ratio
-    assert KNOWN["A16"].ratio(promise, None) == limit
-    assert KNOWN["A32"].ratio(PROMISES["zero1"], None) == 2
+    cost_model = COST_MODELS[strategy]
+    assert KNOWN["A16"].ratio(cost_model, ranks) == ratio
+    assert KNOWN["A16"].ratio(cost_model, None) == limit
+    assert KNOWN["A32"].ratio(COST_MODELS["zero1"], None) == 2
 
 
 def test_zero_table_one_comes_out() -> None:
     """ZeRO, Table I: 7.5 billion parameters, GB a rank."""
     for ranks, rows in {4: (52.5, 41.25, 30.0), 64: (31.4, 16.6, 1.88)}.items():
         for stage, gigabytes in enumerate(rows, 1):
-            ratio = KNOWN["A16"].ratio(PROMISES[f"zero{stage}"], ranks)
+            ratio = KNOWN["A16"].ratio(COST_MODELS[f"zero{stage}"], ranks)
             assert ratio is not None
             assert float(Fraction(120) / ratio) == pytest.approx(gigabytes, rel=3e-3)
 
 
 def test_the_measured_ratio_counts_padding_and_counters() -> None:
-    promise = PROMISES["zero1"](plan())
-    held = 64 + 64 + 2 * 4 * 8 + 4 * len(promise.local(0).optimizer)
-    assert memory_ratio(promise) == Fraction(60 + 60 + 120 + 12, held)
+    cost_model = COST_MODELS["zero1"](plan())
+    held = 64 + 64 + 2 * 4 * 8 + 4 * len(cost_model.local(0).optimizer)
+    assert memory_ratio(cost_model) == Fraction(60 + 60 + 120 + 12, held)
 
 
 def test_whole_copies_are_counted_under_the_same_accounting() -> None:
     policy = {"precision": {"parameters": "bfloat16"}}
-    promise = PROMISES["zero3"](plan(options=policy, optimizer="sgd", momentum=0.0))
-    whole = memory_ratio(PROMISES["zero1"](promise.plan)) * PROMISES["zero1"](promise.plan).total()
+    cost_model = COST_MODELS["zero3"](plan(options=policy, optimizer="sgd", momentum=0.0))
+    whole = (
+        memory_ratio(COST_MODELS["zero1"](cost_model.plan))
+        * COST_MODELS["zero1"](cost_model.plan).total()
+    )
     assert whole == (2 + 2 + 4) * 15
 
 
@@ -325,13 +330,13 @@ def test_a_plan_survives_as_plain_data() -> None:
     import json
 
     found = plan(groups=(("head.w",), ("b.0.w", "b.1.w")))
-    assert Plan.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert ModelFacts.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_fsdp1_lays_frozen_tensors_where_they_are_registered() -> None:
     frozen = tensor("b.0.f", 8, trainable=False, dtype="float64")
     wide = tensor("b.0.w", 4, dtype="float64")
-    found = PROMISES["fsdp1"](plan("fsdp1", 2, parameters=(frozen, wide), units=("b.0",)))
+    found = COST_MODELS["fsdp1"](plan("fsdp1", 2, parameters=(frozen, wide), units=("b.0",)))
     assert found.local(0).parameters == {"b.0.f": 6}
     assert found.local(1).parameters == {"b.0.f": 2, "b.0.w": 4}
 
@@ -340,7 +345,7 @@ def test_fsdp1_aligns_what_it_computes_with() -> None:
     parts = (tensor("b.0.v", 3), tensor("b.0.w", 5))
     fields: dict[str, Any] = {"parameters": parts, "units": ("b.0",)}
     for options, elements in (({}, 10), ({"precision": {"parameters": "bfloat16"}}, 14)):
-        found = PROMISES["fsdp1"](plan("fsdp1", 2, options=options, **fields))
+        found = COST_MODELS["fsdp1"](plan("fsdp1", 2, options=options, **fields))
         # 16 bytes are 4 elements of fp32 and 8 of bf16; the last tensor's 5 and 1 for the ranks
         assert found.resident(0, 0, 0)["parameters"] == elements // 2 * 4
 
@@ -348,16 +353,19 @@ def test_fsdp1_aligns_what_it_computes_with() -> None:
 def test_fsdp1_owns_no_gradient_where_its_shard_has_frozen_tensors_and_padding_only() -> None:
     frozen = tensor("b.0.f", 8, trainable=False)
     parts = (frozen, tensor("b.0.w", 3), tensor("b.1.v", 1))
-    found = PROMISES["fsdp1"](plan("fsdp1", 4, parameters=parts, units=("b.0", "b.1")))
+    found = COST_MODELS["fsdp1"](plan("fsdp1", 4, parameters=parts, units=("b.0", "b.1")))
     # 3 elements of b.0 and 1 of b.1 a rank: rank 3 has 2 of b.0.w, rank 0 alone has b.1.v
     assert [found.resident(rank, 0, 0)["parameters"] for rank in range(4)] == [16, 12, 12, 12]
     assert [found.resident(rank, 0, 0)["gradients"] for rank in range(4)] == [4, 0, 12, 12]
-    assert [found.at_rest(rank, 0) - found.at_rest(1, 0) for rank in range(4)] == [-4, 0, -12, -12]
+    assert [
+        found.communication_at_rest(rank, 0) - found.communication_at_rest(1, 0)
+        for rank in range(4)
+    ] == [-4, 0, -12, -12]
 
 
 def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> None:
     parts = (tensor("b.0.w", 8), tensor("b.0.e", 0, 4), tensor("b.0.v", 12))
-    found = PROMISES["fsdp1"](plan("fsdp1", 2, parameters=parts, units=("b.0",)))
+    found = COST_MODELS["fsdp1"](plan("fsdp1", 2, parameters=parts, units=("b.0",)))
     held = [found.resident(rank, 0, 0)["optimizer_state"] for rank in range(2)]
     # 10 elements a rank; 8 and 2 of two tensors with the empty one between, then 10 of one
     assert held == [10 * 8 + 3 * 4, 10 * 8 + 1 * 4]
@@ -380,15 +388,17 @@ def test_some_gathers_of_units_inside_blocks_that_run_again_are_not_promised(
     modules = {**MODULES, "b.0.l": "L", "b.1.l": "L"}
     options = {"recompute_every": 1, "wrap": {"module_class": ["L"]}, **chosen}
     fields: dict[str, Any] = {"parameters": tuple(inner), "modules": modules}
-    promise = PROMISES[strategy](plan(strategy, 2, options=options, **fields))
-    with pytest.raises(Unpromised, match=says) if says else nullcontext():
-        assert promise.flows()
+    cost_model = COST_MODELS[strategy](plan(strategy, 2, options=options, **fields))
+    with pytest.raises(NoCostModel, match=says) if says else nullcontext():
+        assert cost_model.flows()
 
 
 def test_ddp_copies_buffers_only_where_it_is_told_to() -> None:
     def copied(**options: Any) -> Fraction:
-        promise = PROMISES["ddp"](plan("ddp", buffers=(tensor("b.0.mean", 5),), options=options))
-        flows = (one for one in promise.flows() if one.operation == "broadcast")
+        cost_model = COST_MODELS["ddp"](
+            plan("ddp", buffers=(tensor("b.0.mean", 5),), options=options)
+        )
+        flows = (one for one in cost_model.flows() if one.operation == "broadcast")
         return sum((one.bytes for one in flows), start=Fraction(0))
 
     assert (copied(), copied(broadcast_buffers=True), copied(broadcast_buffers=False)) == (
@@ -400,9 +410,9 @@ def test_ddp_copies_buffers_only_where_it_is_told_to() -> None:
 
 def test_a_scaler_costs_one_number_and_a_skipped_step_no_broadcast() -> None:
     for strategy in ("fsdp1", "fsdp2"):
-        plain = PROMISES[strategy](plan(strategy, 2)).payload()
-        assert PROMISES[strategy](plan(strategy, 2, scaled=True)).payload() - plain == 2 * 4
-    owner = PROMISES["zero_redundancy_optimizer"]
+        plain = COST_MODELS[strategy](plan(strategy, 2)).payload()
+        assert COST_MODELS[strategy](plan(strategy, 2, scaled=True)).payload() - plain == 2 * 4
+    owner = COST_MODELS["zero_redundancy_optimizer"]
     whole, less = owner(plan(ranks=2)).payload(), owner(plan(ranks=2, skipped=True)).payload()
     assert whole == Fraction(3, 2) * less
 
@@ -412,7 +422,9 @@ def test_kept_units_are_whole_where_they_are_called() -> None:
     late = (*MODEL[:2], tensor("b.1.w", 3, first_use=1))
 
     def bound(**more: Any) -> Bound:
-        return PROMISES["fsdp"](plan(options=options, **more)).peaks(0, "forward", 0)["parameters"]
+        return COST_MODELS["fsdp"](plan(options=options, **more)).peaks(0, "forward", 0)[
+            "parameters"
+        ]
 
     whole = bound()
     assert whole.low == whole.high
@@ -425,16 +437,16 @@ def test_a_layout_of_strided_tensors_alone_lies_beside_the_parameters() -> None:
     parameters = (tensor("b.0.w", 8), tensor("b.1.w", 6, strided=True))
     fields: dict[str, Any] = {"parameters": parameters, "modules": MODULES}
     small = {"bucket_bytes": 24}  # a bucket each
-    alone = PROMISES["zero1"](plan("zero1", options=small, **fields))
-    shared = PROMISES["zero1"](plan("zero1", **fields))
+    alone = COST_MODELS["zero1"](plan("zero1", options=small, **fields))
+    shared = COST_MODELS["zero1"](plan("zero1", **fields))
     assert alone.resident(0, 0, 0)["parameters"] == 4 * (8 + 6)
     assert alone.resident(0, 0, 0)["masters"] == 4 * 6, "what the optimizer updates"
     assert shared.resident(0, 0, 0)["parameters"] == 4 * (8 + 6 + 6)
     assert shared.resident(0, 0, 0)["masters"] == 0
-    offloaded = PROMISES["zero1"](
+    offloaded = COST_MODELS["zero1"](
         plan("zero1", options={**small, "offload": "optimizer"}, **fields)
     )
-    assert offloaded.at_rest(0, 0) == alone.at_rest(0, 0) + 4 * 6
+    assert offloaded.communication_at_rest(0, 0) == alone.communication_at_rest(0, 0) + 4 * 6
 
 
 def test_fsdp2_reduces_what_was_kept_before_the_last_of_several_backwards() -> None:
@@ -443,7 +455,7 @@ def test_fsdp2_reduces_what_was_kept_before_the_last_of_several_backwards() -> N
         found = [
             sum(
                 flow.bytes
-                for flow in PROMISES["fsdp2"](
+                for flow in COST_MODELS["fsdp2"](
                     plan("fsdp2", options=options, micro_batches=(2, 2), calls=calls)
                 ).flows()
                 if flow.operation == "reduce_scatter"

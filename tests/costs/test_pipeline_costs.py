@@ -12,7 +12,7 @@ from test_costs import plan, sums, tensor
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
-from shardproof.costs import PROMISES, Plan, Promise
+from shardproof.costs import COST_MODELS, CostModel, ModelFacts
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import shape_key
 from shardproof.costs.stages import place_of, split_units
@@ -27,7 +27,7 @@ MODEL = (
 TIED = (replace(MODEL[0], units=(0, 4)), *MODEL[1:-1])
 
 
-def pipeline(ranks: int, schedule: Any = "1f1b", **more: Any) -> Promise:
+def pipeline(ranks: int, schedule: Any = "1f1b", **more: Any) -> CostModel:
     """Three micro-batches in two windows; 10, 20, 30 and 40 elements between the units."""
     fields: dict[str, Any] = {
         "axes": {"pipe": ranks},
@@ -38,7 +38,7 @@ def pipeline(ranks: int, schedule: Any = "1f1b", **more: Any) -> Promise:
         "inputs": (((((2, 8), (2, 8)), ((1, 8),)),),),
         "hidden": {"2x8": (10, 20, 30, 40), "1x8": (5, 10, 15, 20)},
     }
-    return PROMISES["pipeline"](plan("pipeline", **fields | more))
+    return COST_MODELS["pipeline"](plan("pipeline", **fields | more))
 
 
 @pytest.mark.parametrize(
@@ -117,21 +117,26 @@ def test_tied_ends_exchange_their_gradients(ranks: int, schedule: str, messages:
 
 
 def test_a_rank_holds_its_stages() -> None:
-    promise = pipeline(2)
-    assert dict(promise.local(0).parameters) == {"embed.w": 7, "b.0.w": 1, "b.1.w": 2, "b.2.w": 3}
-    assert dict(promise.local(1).parameters) == {"b.3.w": 4, "b.4.w": 5, "head.w": 9}
-    held = promise.resident(1, 0, 0)
+    cost_model = pipeline(2)
+    assert dict(cost_model.local(0).parameters) == {
+        "embed.w": 7,
+        "b.0.w": 1,
+        "b.1.w": 2,
+        "b.2.w": 3,
+    }
+    assert dict(cost_model.local(1).parameters) == {"b.3.w": 4, "b.4.w": 5, "head.w": 9}
+    held = cost_model.resident(1, 0, 0)
     assert held["parameters"] == held["gradients"] == 18 * 4
     assert held["optimizer_state"] == 2 * 18 * 4 + 3 * 4
-    assert promise.resident(0, 0, -1)["optimizer_state"] == 0
-    assert promise.held("parameters") == 18 * 4
+    assert cost_model.resident(0, 0, -1)["optimizer_state"] == 0
+    assert cost_model.held("parameters") == 18 * 4
 
 
 def test_tied_ends_hold_a_copy_each() -> None:
-    promise = pipeline(2, parameters=TIED)
+    cost_model = pipeline(2, parameters=TIED)
     for rank in range(2):
-        assert promise.local(rank).parameters["embed.w"] == 7
-        assert promise.local(rank).gradients["embed.w"] == 7
+        assert cost_model.local(rank).parameters["embed.w"] == 7
+        assert cost_model.local(rank).gradients["embed.w"] == 7
     once = pipeline(2, "zb_v", parameters=TIED)
     assert "embed.w" not in once.local(1).parameters
     assert once.local(0).parameters["embed.w"] == 7
@@ -161,7 +166,7 @@ def test_a_plan_knows_which_units_have_a_tensor_and_what_goes_between_them() -> 
     assert homes["head.weight"] == (2,)
     assert found.inputs == (((((3, 16), (2, 16), (2, 16)),),),) * 2
     assert found.hidden == {"3x16": (3 * 16 * 32,) * 2, "2x16": (2 * 16 * 32,) * 2}
-    assert Plan.from_dict(found.to_dict()) == found
+    assert ModelFacts.from_dict(found.to_dict()) == found
     tied = WorkloadSpec("charnames_gpt", ("tied_over_units",))
     assert facts_of(case(workload=tied)).plan.parameters[0].units == (0, 2)
 

@@ -21,7 +21,7 @@ import pytest
 from shardproof import pack
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.launch import heartbeat
-from shardproof.launch.fork_server import Zygote, ZygoteError
+from shardproof.launch.fork_server import ForkServer, ForkServerError
 from shardproof.launch.fork_server_main import LAZY_MODULES, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, of_exception, root_cause, settle
 from shardproof.launch.pool import Pool
@@ -43,31 +43,33 @@ def importable() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def zygote(importable: None) -> Iterator[Zygote]:
-    with Zygote(["launch_programs"]) as zygote:
-        zygote.wait_ready()
-        yield zygote
-        assert not psutil.Process(zygote.pid).children(recursive=True)
+def fork_server(importable: None) -> Iterator[ForkServer]:
+    with ForkServer(["launch_programs"]) as fork_server:
+        fork_server.wait_ready()
+        yield fork_server
+        assert not psutil.Process(fork_server.pid).children(recursive=True)
 
 
-def await_end(zygote: Zygote, ticket: int, within_s: float = 60.0) -> Any:
+def await_end(fork_server: ForkServer, ticket: int, within_s: float = 60.0) -> Any:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        for ended in zygote.poll(1.0):
+        for ended in fork_server.poll(1.0):
             assert ended.ticket == ticket
             return ended
     raise AssertionError(f"no end within {within_s} s")
 
 
-def attempt(zygote: Zygote, workdir: Path, backend: str, fault: str, **more: Any) -> dict[str, Any]:
+def attempt(
+    fork_server: ForkServer, workdir: Path, backend: str, fault: str, **more: Any
+) -> dict[str, Any]:
     """Run a program of three ranks in a leader; what :func:`launch_programs.trial` found."""
     payload = {"backend": backend, "fault": fault, "world": 3, "deadline": 30.0, **more}
-    ticket = zygote.submit("launch_programs:trial", {**payload, "workdir": str(workdir)})
-    ended = await_end(zygote, ticket)
+    ticket = fork_server.submit("launch_programs:trial", {**payload, "workdir": str(workdir)})
+    ended = await_end(fork_server, ticket)
     assert (ended.exit_code, ended.signal) == (0, None), ended.output
     found: dict[str, Any] = json.loads((workdir / "result.json").read_text())
     assert found["children"] == 0, "the leader is left with children"
-    assert not psutil.Process(zygote.pid).children(recursive=True), "the zygote is"
+    assert not psutil.Process(fork_server.pid).children(recursive=True), "the fork server is"
     assert found["meanwhile"] == 1
     return found
 
@@ -78,9 +80,9 @@ def attempt(zygote: Zygote, workdir: Path, backend: str, fault: str, **more: Any
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_ranks_that_end_well_leave_records(
-    zygote: Zygote, tmp_path: Path, backend: str, world: int
+    fork_server: ForkServer, tmp_path: Path, backend: str, world: int
 ) -> None:
-    found = attempt(zygote, tmp_path, backend, "none", world=world)
+    found = attempt(fork_server, tmp_path, backend, "none", world=world)
     assert found["cause"] is None
     for rank, outcome in enumerate(found["outcomes"]):
         assert (outcome["rank"], outcome["status"]) == (rank, "ok")
@@ -109,9 +111,9 @@ FAST = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fault", FAST)
 def test_a_failing_rank_is_blamed_and_wakes_the_others(
-    zygote: Zygote, tmp_path: Path, backend: str, fault: str
+    fork_server: ForkServer, tmp_path: Path, backend: str, fault: str
 ) -> None:
-    found = attempt(zygote, tmp_path, backend, fault)
+    found = attempt(fork_server, tmp_path, backend, fault)
     status, error_type, message = FAST[fault]
     guilty = found["outcomes"][1]
     assert (guilty["status"], guilty["error_type"]) == (status, error_type), guilty
@@ -134,9 +136,9 @@ def test_a_failing_rank_is_blamed_and_wakes_the_others(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fault", ["loop", "sleep", "hold", "stop_self"])
 def test_a_hanging_rank_is_ended_at_the_deadline_and_blamed(
-    zygote: Zygote, tmp_path: Path, backend: str, fault: str
+    fork_server: ForkServer, tmp_path: Path, backend: str, fault: str
 ) -> None:
-    found = attempt(zygote, tmp_path, backend, fault, deadline=DEADLINE)
+    found = attempt(fork_server, tmp_path, backend, fault, deadline=DEADLINE)
     guilty = found["outcomes"][1]
     assert guilty["status"] == "hung" and not guilty["consequence"], guilty
     assert found["cause"] == 1, found["sentence"]
@@ -157,8 +159,8 @@ def test_a_hanging_rank_is_ended_at_the_deadline_and_blamed(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_limit(zygote: Zygote, tmp_path: Path, backend: str) -> None:
-    found = attempt(zygote, tmp_path, backend, "eat", memory_bytes=700 << 20)
+def test_memory_limit(fork_server: ForkServer, tmp_path: Path, backend: str) -> None:
+    found = attempt(fork_server, tmp_path, backend, "eat", memory_bytes=700 << 20)
     guilty = found["outcomes"][1]
     assert guilty["status"] == "killed"
     assert "over its memory limit of 700 MiB" in guilty["message"]
@@ -167,16 +169,16 @@ def test_memory_limit(zygote: Zygote, tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mismatched_calls_are_named(zygote: Zygote, tmp_path: Path, backend: str) -> None:
-    found = attempt(zygote, tmp_path, backend, "mismatch")
+def test_mismatched_calls_are_named(fork_server: ForkServer, tmp_path: Path, backend: str) -> None:
+    found = attempt(fork_server, tmp_path, backend, "mismatch")
     cause = found["outcomes"][found["cause"]]
     assert cause["is_comm_error"] or cause["status"] == "killed"  # gloo may abort
     if cause["is_comm_error"]:
         assert "float32[4]" in cause["message"] and "float32[5]" in cause["message"]
 
 
-def test_a_traceback_begins_in_the_implementation(zygote: Zygote, tmp_path: Path) -> None:
-    found = attempt(zygote, tmp_path, "in_memory", "raise")
+def test_a_traceback_begins_in_the_implementation(fork_server: ForkServer, tmp_path: Path) -> None:
+    found = attempt(fork_server, tmp_path, "in_memory", "raise")
     trace = found["outcomes"][1]["traceback"]
     assert trace.startswith("Traceback") and trace.endswith(
         "ValueError: the guilty rank's own error"
@@ -184,12 +186,14 @@ def test_a_traceback_begins_in_the_implementation(zygote: Zygote, tmp_path: Path
     assert "_explode" in trace and "suite/launch" not in trace
 
 
-def test_gloo_without_ledgers(zygote: Zygote, tmp_path: Path) -> None:
-    assert attempt(zygote, tmp_path, "gloo", "none", ledgers=False)["cause"] is None
+def test_gloo_without_ledgers(fork_server: ForkServer, tmp_path: Path) -> None:
+    assert attempt(fork_server, tmp_path, "gloo", "none", ledgers=False)["cause"] is None
 
 
-def test_any_object_with_the_right_methods_is_a_backend(zygote: Zygote, tmp_path: Path) -> None:
-    found = attempt(zygote, tmp_path, "fake", "meeting")
+def test_any_object_with_the_right_methods_is_a_backend(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    found = attempt(fork_server, tmp_path, "fake", "meeting")
     assert found["cause"] == 1
     assert [o["error_type"] for o in found["outcomes"]] == [
         "RankFailed",
@@ -201,13 +205,13 @@ def test_any_object_with_the_right_methods_is_a_backend(zygote: Zygote, tmp_path
 
 @pytest.mark.parametrize(("backend", "target"), [("in_memory", 0.060), ("gloo", 0.150)])
 def test_an_empty_case_is_cheap(
-    zygote: Zygote, tmp_path: Path, backend: str, target: float
+    fork_server: ForkServer, tmp_path: Path, backend: str, target: float
 ) -> None:
     times = []
     for i in range(5):
         workdir = tmp_path / str(i)
         workdir.mkdir()
-        times.append(attempt(zygote, workdir, backend, "empty", world=4)["seconds"])
+        times.append(attempt(fork_server, workdir, backend, "empty", world=4)["seconds"])
     # The target holds at rest; a machine that runs other tests may take six times as long.
     assert min(times) < 6 * target, f"best of 5: {min(times) * 1000:.0f} ms"
 
@@ -239,7 +243,10 @@ def test_all_well() -> None:
 
 
 def test_own_errors_come_before_communication_errors_whatever_their_time() -> None:
-    assert blamed(raised(0, CLOSED, 0.5), raised(1, ValueError("x"), 1.0)) == (1, "raised")
+    assert blamed(raised(0, CLOSED, 0.5), raised(1, ValueError("x"), 1.0)) == (
+        1,
+        "raised",
+    )
     assert blamed(raised(0, RankFailed("x", 1), 0.5), RankOutcome(1, "killed", ended=2)) == (
         1,
         "killed",
@@ -276,13 +283,19 @@ def test_the_hung_rank_is_the_cause_of_timeouts() -> None:
 def test_of_hung_ranks_those_that_wait_are_consequences() -> None:
     waiting = RankOutcome(0, "hung", is_comm_error=True, calls=5)
     assert blamed(waiting, RankOutcome(1, "hung", calls=9)) == (1, "hung")
-    assert blamed(waiting, RankOutcome(1, "hung", is_comm_error=True, calls=4)) == (1, "hung")
+    assert blamed(waiting, RankOutcome(1, "hung", is_comm_error=True, calls=4)) == (
+        1,
+        "hung",
+    )
 
 
 def test_early_ranks() -> None:
     assert blamed(RankOutcome(0, "ok", ended=0.1), raised(1, CLOSED)) == (0, "early")
     gone = raised(1, RankEnded("x", 2))
-    assert blamed(RankOutcome(0, "ok", ended=0.1), gone, RankOutcome(2, "ok")) == (2, "early")
+    assert blamed(RankOutcome(0, "ok", ended=0.1), gone, RankOutcome(2, "ok")) == (
+        2,
+        "early",
+    )
     # Two ranks that wait for each other: the one that ended well has nothing to do with it.
     well = RankOutcome(0, "ok", ended=0.1)
     assert blamed(well, raised(1, LATE), raised(2, LATE, 2.0)) == (1, "raised")
@@ -336,38 +349,38 @@ def test_heartbeat(tmp_path: Path) -> None:
     heartbeat._thread.pulse = None
 
 
-# --------------------------------------------------------------------------------- zygote, pool
+# ------------------------------------------------------------------------- fork server, pool
 
 
 def test_leaders_are_single_threaded_and_have_the_lazy_modules(
-    zygote: Zygote, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    ticket = zygote.submit("launch_programs:threads", {"file": str(tmp_path / "x")})
-    assert await_end(zygote, ticket).exit_code == 0
+    ticket = fork_server.submit("launch_programs:threads", {"file": str(tmp_path / "x")})
+    assert await_end(fork_server, ticket).exit_code == 0
     found = json.loads((tmp_path / "x").read_text())
     assert found["threads"] == 1
     assert set(LAZY_MODULES) <= set(found["modules"])
 
 
-def test_a_task_that_raises_or_crashes_or_does_not_exist(zygote: Zygote) -> None:
-    ended = await_end(zygote, zygote.submit("launch_programs:fail", {}))
+def test_a_task_that_raises_or_crashes_or_does_not_exist(fork_server: ForkServer) -> None:
+    ended = await_end(fork_server, fork_server.submit("launch_programs:fail", {}))
     assert ended.exit_code == TASK_RAISED and "ValueError: the task's own error" in ended.output
-    ended = await_end(zygote, zygote.submit("launch_programs:crash", {}))
+    ended = await_end(fork_server, fork_server.submit("launch_programs:crash", {}))
     assert ended.signal == signal.SIGSEGV and "Segmentation fault" in ended.output
-    ended = await_end(zygote, zygote.submit("no_such_module:x", {}))
+    ended = await_end(fork_server, fork_server.submit("no_such_module:x", {}))
     assert ended.exit_code == TASK_RAISED and "No module named 'no_such_module'" in ended.output
-    assert not psutil.Process(zygote.pid).children(recursive=True)
+    assert not psutil.Process(fork_server.pid).children(recursive=True)
 
 
-def test_kill_ends_a_leader_and_what_left_its_group(zygote: Zygote) -> None:
-    ticket = zygote.submit("launch_programs:endless", {})
+def test_kill_ends_a_leader_and_what_left_its_group(fork_server: ForkServer) -> None:
+    ticket = fork_server.submit("launch_programs:endless", {})
     deadline = time.monotonic() + 20
-    while len(psutil.Process(zygote.pid).children(recursive=True)) < 2:
+    while len(psutil.Process(fork_server.pid).children(recursive=True)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    zygote.kill(ticket)
-    assert await_end(zygote, ticket).signal == signal.SIGKILL
-    assert not psutil.Process(zygote.pid).children(recursive=True)
+    fork_server.kill(ticket)
+    assert await_end(fork_server, ticket).signal == signal.SIGKILL
+    assert not psutil.Process(fork_server.pid).children(recursive=True)
 
 
 def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> None:
@@ -380,11 +393,11 @@ def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> Non
         yield "late", {"seconds": 1000}, 0.5
 
     with Pool(2, ["launch_programs"]) as pool:
-        pool.zygote.wait_ready()
+        pool.fork_server.wait_ready()
         begin = time.monotonic()
         ends = list(pool.run("launch_programs:sleep", items()))
         seconds = time.monotonic() - begin
-        assert not psutil.Process(pool.zygote.pid).children(recursive=True)
+        assert not psutil.Process(pool.fork_server.pid).children(recursive=True)
     assert {e.key for e in ends} == {"late", *(f"short{i}" for i in range(6))}
     for ended in ends:
         late = ended.key == "late"
@@ -406,22 +419,22 @@ def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:
         begin = time.monotonic()
         ends.close()  # type: ignore[attr-defined]
         assert time.monotonic() - begin < SLACK
-        assert not psutil.Process(pool.zygote.pid).children(recursive=True)
+        assert not psutil.Process(pool.fork_server.pid).children(recursive=True)
 
 
 def test_a_killed_zygote_is_replaced_and_its_cases_are_told(importable: None) -> None:
     with Pool(1, ["launch_programs"]) as pool:
         lost = list(pool.run("launch_programs:kill_zygote", [("a", {}, 30.0)]))
         assert [(e.key, e.exit_code, e.signal) for e in lost] == [("a", None, None)]
-        assert "the zygote is gone" in lost[0].output
+        assert "the fork server is gone" in lost[0].output
         well = list(pool.run("launch_programs:sleep", [("b", {"seconds": 0.0}, 30.0)]))
         assert [(e.key, e.exit_code) for e in well] == [("b", 0)]
 
 
 def test_a_zygote_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Zygote() as zygote, pytest.raises(ZygoteError, match="exit code 1"):
-        zygote.wait_ready()
+    with ForkServer() as fork_server, pytest.raises(ForkServerError, match="exit code 1"):
+        fork_server.wait_ready()
 
 
 def test_a_preloaded_module_must_not_start_threads(
@@ -432,8 +445,8 @@ def test_a_preloaded_module_must_not_start_threads(
     (tmp_path / "starts_a_thread.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     said = "2 threads after importing starts_a_thread"
-    with Zygote(["starts_a_thread"]) as zygote, pytest.raises(ZygoteError, match=said):
-        await_end(zygote, zygote.submit("starts_a_thread:x", {}))
+    with ForkServer(["starts_a_thread"]) as fork_server, pytest.raises(ForkServerError, match=said):
+        await_end(fork_server, fork_server.submit("starts_a_thread:x", {}))
 
 
 def test_no_jobs() -> None:
@@ -447,7 +460,7 @@ PARENT = """
     sys.path.insert(0, {here!r})
     from shardproof.launch.pool import Pool
     with Pool(2, ["launch_programs"]) as pool:
-        print(pool.zygote.pid, flush=True)
+        print(pool.fork_server.pid, flush=True)
         items = [(str(i), {{}}, 1000.0) for i in range(2)]
         for ended in pool.run("launch_programs:endless", items):
             raise SystemExit("ended")
@@ -465,12 +478,12 @@ def test_nothing_outlives_the_parent(signum: int) -> None:
     )
     try:
         assert parent.stdout is not None
-        zygote = psutil.Process(int(parent.stdout.readline()))
+        fork_server = psutil.Process(int(parent.stdout.readline()))
         deadline = time.monotonic() + 60
-        while len(zygote.children(recursive=True)) < 4:  # two leaders, each with a child
+        while len(fork_server.children(recursive=True)) < 4:  # two leaders, each with a child
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        everyone = [zygote, *zygote.children(recursive=True)]
+        everyone = [fork_server, *fork_server.children(recursive=True)]
         os.kill(parent.pid, signum)
         parent.wait(60)
         _, alive = psutil.wait_procs(everyone, timeout=10)
@@ -484,14 +497,14 @@ def test_nothing_outlives_the_parent(signum: int) -> None:
 
 
 def test_a_zygote_survives_the_thread_that_started_it(importable: None) -> None:
-    zygote = Zygote(["launch_programs"])
-    starter = threading.Thread(target=zygote.__enter__)
+    fork_server = ForkServer(["launch_programs"])
+    starter = threading.Thread(target=fork_server.__enter__)
     starter.start()
     starter.join()
     try:
-        zygote.wait_ready()
+        fork_server.wait_ready()
         time.sleep(0.2)
-        ticket = zygote.submit("launch_programs:sleep", {"seconds": 0.0})
-        assert await_end(zygote, ticket).exit_code == 0
+        ticket = fork_server.submit("launch_programs:sleep", {"seconds": 0.0})
+        assert await_end(fork_server, ticket).exit_code == 0
     finally:
-        zygote.close()
+        fork_server.close()

@@ -20,7 +20,7 @@ from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.errors import SelectionError
 from shardproof.registry import load_mutant
-from shardproof.runs.integrity import blamed
+from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import Durations, RunFolder
 from shardproof.scenarios.budget import plan
@@ -195,8 +195,8 @@ def test_what_a_kill_cut_off_is_run_again(run: Path, command: Any) -> None:
 
 
 def test_a_fault_of_the_suite_is_not_blamed_on_a_sound_run(run: Path) -> None:
-    with pytest.raises(KeyError), blamed(run):
+    with pytest.raises(KeyError), damage_is_bad_input(run):
         raise KeyError("a bug")
     _half_a_line(run)
-    with pytest.raises(SelectionError, match="the last line was cut off"), blamed(run):
+    with pytest.raises(SelectionError, match="the last line was cut off"), damage_is_bad_input(run):
         raise KeyError("a part that is missing")

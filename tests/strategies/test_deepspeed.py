@@ -16,7 +16,7 @@ import pytest
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
-from shardproof.costs import PROMISES
+from shardproof.costs import COST_MODELS
 from shardproof.costs.expression import facts_of, plan_in
 from shardproof.costs.upstream.deepspeed import DeepSpeedZero1, DeepSpeedZero3
 from shardproof.costs.upstream.pipelines import DeepSpeedPipeline
@@ -119,7 +119,7 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
             options=options,
             dtype="float32",
             lane="native",
-            checks=("equivalence", "replicas", "norm", "traffic", "engagement"),
+            checks=("equivalence", "replicas", "norm", "traffic", "active"),
         )
         for optimizer in (
             OptimizerSpec(),
@@ -163,7 +163,7 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
 )
 def test_traffic_is_told_beside_the_textbook(options: dict[str, Any], factor: float) -> None:
     facts = facts_of(case("deepspeed/zero1", {"shard": 2}, options=options, dtype="float32"))
-    textbook = PROMISES[DeepSpeedZero1.textbook](facts.plan)
+    textbook = COST_MODELS[DeepSpeedZero1.textbook](facts.plan)
     sent = DeepSpeedZero1(facts.plan).payload()
     assert sent / textbook.payload() == pytest.approx(factor, rel=0.01)
 
@@ -304,7 +304,7 @@ def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> No
                 optimizer=adamw,
                 dtype="float32",
                 lane="native",
-                checks=("equivalence", "replicas", "traffic", "memory", "engagement"),
+                checks=("equivalence", "replicas", "traffic", "memory", "active"),
             )
         ]
     )

@@ -17,7 +17,7 @@ from shardproof import workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Point, Refused
-from shardproof.costs import PROMISES, Bound, Promise, Unpromised
+from shardproof.costs import COST_MODELS, Bound, CostModel, NoCostModel
 from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference.engine.options import parse_options
@@ -291,7 +291,7 @@ def test_other_stages_are_let_go_without_a_garbage_collector() -> None:
             assert {alive[name] for name in names} == {block == rank // 2}
 
 
-def promised(axes: Axes, **options: Any) -> Promise:
+def promised(axes: Axes, **options: Any) -> CostModel:
     """What is promised of the model of :func:`work`, which is built in fp64."""
     spec = WorkloadSpec("charnames_gpt", params=SIZES | {"layers": 2}, global_batch=12)
     case = Case(
@@ -306,7 +306,7 @@ def promised(axes: Axes, **options: Any) -> Promise:
         checks=("memory",),
         options=options,
     )
-    return PROMISES["hybrid"](facts_of(case).plan)
+    return COST_MODELS["hybrid"](facts_of(case).plan)
 
 
 def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
@@ -469,7 +469,7 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
         checks=("traffic",),
         options=options,
     )
-    flows = PROMISES[strategy](facts_of(case).plan).flows()
+    flows = COST_MODELS[strategy](facts_of(case).plan).flows()
     found = (flow.bytes for flow in flows if flow.axis == "tensor")
     return sum(found, start=Fraction(0))
 
@@ -495,5 +495,5 @@ def test_models_without_positions_have_promises_where_no_layer_is_split() -> Non
 
 
 def test_sums_in_backward_are_promised_where_every_micro_batch_makes_them() -> None:
-    with pytest.raises(Unpromised, match="goes unused"):
+    with pytest.raises(NoCostModel, match="goes unused"):
         gathered("charnames_gpt", "conditional_by_rank", sequence_parallel=True)

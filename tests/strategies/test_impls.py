@@ -15,7 +15,7 @@ from local_ranks import processes, succeed
 from torch import Tensor, nn
 
 from shardproof import registry, workloads
-from shardproof.backends import Weather
+from shardproof.backends import Disturbances
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import (
@@ -204,7 +204,7 @@ def test_late_results_and_poisoned_buffers_change_nothing() -> None:
     records = succeed(
         lambda rank, size: drive("reference/ddp", work, spec, rank, size),
         3,
-        weather=Weather(delay=True, poison=True, skew_s=0.002),
+        disturbances=Disturbances(delay=True, poison=True, skew_s=0.002),
     )
     assert worst(records, truth, spec) <= BOUND
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardproof.contract import OptimizerSpec, Refused
-from shardproof.costs import Plan, promise_of
-from shardproof.costs.model_facts import TensorPlan
+from shardproof.costs import ModelFacts, cost_model_of
+from shardproof.costs.model_facts import TensorFacts
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.offload import HostTier
 from shardproof.impls.reference.engine.optimizer import build_optimizer, seed_state
@@ -86,14 +86,16 @@ def plan(strategy: str, offload: str, ranks: int = 2, **more: Any) -> Any:
     options = {"offload": offload, "wrap": {"units": []}, **more}
     axes = {"shard": ranks}
     tensors = (
-        TensorPlan("a", (5, 3), "float32", owners=("",)),
-        TensorPlan("b.c", (4,), "float32", owners=("b",)),
+        TensorFacts("a", (5, 3), "float32", owners=("",)),
+        TensorFacts("b.c", (4,), "float32", owners=("b",)),
     )
     modules = {"": "Net", "b": "Block"}
-    made = Plan(axes, options, tensors, modules=modules, micro_batches=(2, 1), optimizer="adamw")
-    promise = promise_of(strategy, made)
-    assert promise is not None
-    return promise
+    made = ModelFacts(
+        axes, options, tensors, modules=modules, micro_batches=(2, 1), optimizer="adamw"
+    )
+    cost_model = cost_model_of(strategy, made)
+    assert cost_model is not None
+    return cost_model
 
 
 def test_formulas_by_hand() -> None:

@@ -13,7 +13,7 @@ from local_ranks import succeed
 from torch import Tensor, nn
 
 from shardproof import workloads
-from shardproof.backends import Weather
+from shardproof.backends import Disturbances
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Point, Refused
@@ -312,7 +312,7 @@ def test_lengths_that_vary_and_buffers_full_of_nan(schedule: str) -> None:
     records = succeed(
         lambda rank, world: drive(workload, CLIPPED, rank, world, {"schedule": schedule}),
         3,
-        weather=Weather(delay=True, poison=True),
+        disturbances=Disturbances(delay=True, poison=True),
     )
     compare(records, truth, exact=False)
 

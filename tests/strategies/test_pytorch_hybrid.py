@@ -155,7 +155,7 @@ def test_a_fresh_instance_goes_on_from_local_pieces(axes: dict[str, int]) -> Non
 # ------------------------------------------------------------------------------------- promises
 
 
-def promise(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
+def cost_model(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
     """Of two stages, two shards and two tensor ranks: 4 samples of 4 positions, each in a
     micro-batch of its own, so two for each data coordinate; two blocks of width 8, fp64.
     """
@@ -213,7 +213,7 @@ def test_bytes_by_hand() -> None:
     }
     # Forward and backward, 4 micro-batches, 2 tensor ranks: 16 messages.  Every hidden state is
     # summed 5 times forward and 5 times backward, by both ranks; logits have 98 columns.
-    assert by_axis(promise()) == always | {
+    assert by_axis(cost_model()) == always | {
         ("pipe", "send"): (16 * HIDDEN, 16),
         ("tensor", "all_reduce"): (4 * 10 * 2 * HIDDEN + 2 * 2 * norms, 4 * 10 * 2 + 8),
         ("tensor", "all_gather"): (4 * 4 * 98 * 8, 4 * 2),
@@ -221,7 +221,7 @@ def test_bytes_by_hand() -> None:
     # Messages of half the positions; for each target a maximum, a sum and a logit; in both data
     # coordinates' groups the terms of positions and of 5 norms' weights and biases.
     terms = 8 * (4 * 8 + 10 * 8)
-    assert by_axis(promise(**BOTH)) == always | {
+    assert by_axis(cost_model(**BOTH)) == always | {
         ("pipe", "send"): (16 * HIDDEN // 2, 16),
         ("tensor", "all_gather"): (4 * 10 * HIDDEN, 4 * 10 * 2),
         ("tensor", "reduce_scatter"): (4 * 10 * HIDDEN, 4 * 10 * 2),
@@ -230,11 +230,11 @@ def test_bytes_by_hand() -> None:
             4 * 3 * 2 + 11 * 2 * 2 + 8,
         ),
     }
-    assert {axis for axis, name in by_axis(promise(None)) if name == "all_reduce"} == {"tensor"}
+    assert {axis for axis, name in by_axis(cost_model(None)) if name == "all_reduce"} == {"tensor"}
 
 
 def test_held_bytes_by_hand() -> None:
-    told = promise()
+    told = cost_model()
     for rank in range(8):
         pipe, shard, tensor = rank // 4, rank // 2 % 2, rank % 2
         padded = (BLOCK + (FIRST, LAST)[pipe][tensor]) // 2

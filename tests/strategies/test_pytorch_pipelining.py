@@ -123,13 +123,13 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
         params={"layers": 4, "width": 16, "heads": 2, "seq": 8, "vocab": 96},
     )
 
-    def promise(name: str, **changes: Any) -> TorchPipelining:
+    def cost_model(name: str, **changes: Any) -> TorchPipelining:
         options = {"schedule": name}
         return TorchPipelining(
             facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).plan
         )
 
-    v = promise("zb_v", optimizer=OptimizerSpec("adamw", clip_norm=1.0, scaler=ScalerSpec()))
+    v = cost_model("zb_v", optimizer=OptimizerSpec("adamw", clip_norm=1.0, scaler=ScalerSpec()))
     sent = {(f.axis, f.operation, f.bytes) for f in v.flows()}
     # Boundaries 0-1 and 2-3 cross; 1-2 is on rank 1. An all-reduce of n bytes is 2 (N-1) n.
     assert sent == {
@@ -144,7 +144,7 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
     assert within == [0, 4 * 3 * 2048]
     for rank in (0, 1):  # losses and norms beside, and nothing counted twice
         assert v.at_rest(rank, 0) + v.left_over(rank, 0) < between[rank] + within[rank] + 200
-    loop = promise("interleaved")
+    loop = cost_model("interleaved")
     assert loop.payload() == 3 * 2 * 4 * 2048
     assert v.textbook == "pipeline"
 

@@ -26,7 +26,7 @@ from shardproof.contract import (
     ScalerSpec,
 )
 from shardproof.costs.expression import facts_of
-from shardproof.costs.model_facts import Plan
+from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
 from shardproof.evidence.assembled import assemble
 from shardproof.impls.pytorch.tensor_parallel import SharedContext
@@ -259,7 +259,7 @@ def test_a_partial_sum_is_no_piece() -> None:
 # ------------------------------------------------------------------------------------- promises
 
 
-def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> Plan:
+def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
     """2 ranks: 4 samples of 4 positions in 2 parts; one block of width 8."""
     sizes = {"width": 8, "heads": 2, "seq": 4, "layers": 1, "vocab": 97}
     values: dict[str, Any] = {"optimizer": OptimizerSpec(clip_norm=1.0), **fields}

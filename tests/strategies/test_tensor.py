@@ -18,7 +18,7 @@ from shardproof import registry, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
-from shardproof.costs import PROMISES, Promise
+from shardproof.costs import COST_MODELS, CostModel
 from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import tensor
@@ -422,7 +422,7 @@ def test_a_vocabulary_leaves_no_rank_without_rows() -> None:
 # --------------------------------------------------------------------------------------- promises
 
 
-def promised(ranks: int, params: dict[str, Any], **options: Any) -> Promise:
+def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
     """What is promised for one step of 8 samples in 2 micro-batches of 16 positions, in fp32."""
     spec = WorkloadSpec("charnames_gpt", params=params, global_batch=8)
     case = Case(
@@ -438,7 +438,7 @@ def promised(ranks: int, params: dict[str, Any], **options: Any) -> Promise:
         checks=("traffic",),
         options=options,
     )
-    return PROMISES["tensor"](facts_of(case).plan)
+    return COST_MODELS["tensor"](facts_of(case).plan)
 
 
 def test_bytes_of_a_step_are_those_counted_by_hand() -> None:
@@ -467,11 +467,11 @@ def test_bytes_of_a_step_are_those_counted_by_hand() -> None:
 
 def test_elements_of_a_rank_are_those_counted_by_hand() -> None:
     sizes = {"width": 24, "heads": 12, "kv_heads": 2, "layers": 1, "vocab": 97}
-    promise = promised(4, sizes)
-    first, last = (promise.local(rank).parameters for rank in (0, 3))
+    cost_model = promised(4, sizes)
+    first, last = (cost_model.local(rank).parameters for rank in (0, 3))
     assert (first["head.weight"], last["head.weight"]) == (25 * 24, 22 * 24)
     assert first["blocks.0.attention.qkv.weight"] == (6 + 2 + 2) * 24
     assert first["blocks.0.mlp.down.bias"] == 24
-    apart = promise.apart(0)
+    apart = cost_model.apart(0)
     assert sum(apart["replicated"].values()) == 16 * 24 + 3 * 2 * 24 + 2 * 24
     assert set(apart["split"]) | set(apart["replicated"]) == set(first)

@@ -232,6 +232,6 @@ def fail(payload: dict[str, Any]) -> None:
 
 
 def kill_zygote(payload: dict[str, Any]) -> None:
-    """Leader's task: take the zygote along."""
+    """Leader's task: take the fork server along."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)

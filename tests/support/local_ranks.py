@@ -39,7 +39,7 @@ def threads(
     world: int,
     hub: backends.Hub | None = None,
     ledgers: bool = False,
-    weather: backends.Weather | None = None,
+    disturbances: backends.Disturbances | None = None,
 ) -> tuple[list[Any], list[BaseException | None]]:
     """Run ``body(rank, world)`` on threads; per rank what it returned and what it raised."""
     hub = hub or backends.Hub(world, 20.0)
@@ -47,7 +47,7 @@ def threads(
     errors: list[BaseException | None] = [None] * world
 
     def live(rank: int) -> None:
-        backends.join("in_memory", rank, world, Path(), 20.0, ledgers, hub, weather)
+        backends.join("in_memory", rank, world, Path(), 20.0, ledgers, hub, disturbances)
         try:
             results[rank] = body(rank, world)
         except BaseException as error:  # noqa: BLE001 - handed to the test

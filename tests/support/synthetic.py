@@ -29,7 +29,7 @@ PIPELINES = ("reference/pipeline", "pytorch/pipelining")
 BACKENDS = ("in_memory", "gloo")
 TRAITS = ("tied", "frozen", "unused", "scalar", "unequal_tokens", "dropout_counter", "late_results")
 LANES = ("fp64", "dyadic", "bitwise", "native")
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "engagement")
+CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
 TENSORS = tuple(
     f"blocks.{block}.{part}.{kind}"
     for block in range(4)
@@ -341,7 +341,7 @@ def kill(number: int = 0, killed: bool = True) -> dict[str, Any]:
     """A line of the kill matrix."""
     checks = ("equivalence", "replicas", "traffic", "memory", "overlap")
     named = checks[number % len(checks)]
-    also = ["engagement"] if number % 3 == 0 else []
+    also = ["active"] if number % 3 == 0 else []
     return {
         "name": f"zero{1 + number % 3}_fault_{number:03}",
         "parent": f"reference/zero{1 + number % 3}",

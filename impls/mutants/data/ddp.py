@@ -298,7 +298,7 @@ class BufferOrderByRank(DDP):
 @mutant(
     "ddp_communicates_every_micro_batch",
     summary="gradients are reduced after every micro-batch and thrown away until the last",
-    killed_by=("traffic", "engagement"),
+    killed_by=("traffic", "active"),
 )
 class CommunicatesEveryMicroBatch(DDP):
     def accumulate(self, is_last: bool) -> None:

@@ -371,7 +371,7 @@ class PutsAllWeightsOff(Executor):
 @mutant(
     "pipeline_leaves_out_a_unit",
     summary="a unit between two stages belongs to neither",
-    killed_by=("equivalence", "engagement"),
+    killed_by=("equivalence", "active"),
     workload=gpt(layers=5),
 )
 class LeavesOutAUnit(ReferencePipeline):

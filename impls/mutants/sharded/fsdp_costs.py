@@ -123,7 +123,7 @@ class ReducesFrozen(Zero3):
     "fsdp_ignores_no_sync",
     zoo=("F20", "D06"),
     summary="accumulation without communication is asked for; every micro-batch is reduced",
-    killed_by=("traffic", "engagement"),
+    killed_by=("traffic", "active"),
     options=SILENT,
 )
 class IgnoresNoSync(FSDP):
@@ -163,7 +163,7 @@ class LatchesNoSync(FSDP):
 @mutant(
     "zero3_one_unit",
     summary="the wrap policy is dropped: the whole model is one unit",
-    killed_by=("traffic", "memory", "overlap", "engagement"),
+    killed_by=("traffic", "memory", "overlap", "active"),
 )
 class OneUnit(Zero3):
     def __init__(

@@ -144,7 +144,7 @@ class CrossesWholeGradients(FSDP):
     "hybrid_is_flat",
     zoo=("H02",),
     summary="the replicas are ignored: one shard group of all ranks, as in FULL_SHARD",
-    killed_by=("traffic", "memory", "engagement"),
+    killed_by=("traffic", "memory", "active"),
 )
 class IsFlat(ReferenceFSDP):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
@@ -156,7 +156,7 @@ class IsFlat(ReferenceFSDP):
     "hybrid_mixes_up_axes",
     zoo=("H19", "H08"),
     summary="sharded over what should be replicas, replicated over what should be shards",
-    killed_by=("traffic", "memory", "engagement"),
+    killed_by=("traffic", "memory", "active"),
     mesh={"replicate": 2, "shard": 3},
 )
 class MixesUpAxes(FSDP):

@@ -191,7 +191,7 @@ POLICY: Mapping[str, Any] = {
 @mutant(
     "zero1_buffers_as_built",
     summary="the policy's dtype of buffers is passed by",
-    killed_by=("engagement",),
+    killed_by=("active",),
     **POLICY,
 )
 class BuffersAsBuilt(ReferenceZero1):
@@ -203,7 +203,7 @@ class BuffersAsBuilt(ReferenceZero1):
 @mutant(
     "zero1_outputs_as_computed",
     summary="the policy's dtype of outputs is passed by: the loss is computed in bf16",
-    killed_by=("engagement",),
+    killed_by=("active",),
     **POLICY,
 )
 class OutputsAsComputed(ReferenceZero1):

@@ -177,7 +177,7 @@ class GathersLate(Zero3):
 @mutant(
     "recompute_is_off",
     summary="nothing is recomputed although it was asked for",
-    killed_by=("engagement",),
+    killed_by=("active",),
 )
 class IsOff(ReferenceZero3):
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:

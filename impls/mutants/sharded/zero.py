@@ -192,7 +192,7 @@ class IdleRankStaysAway(Zero2):
     "zero1_optimizer_on_old_tensors",
     zoo=("F14",),
     summary="the optimizer was built over tensors that the model no longer uses",
-    killed_by=("equivalence", "engagement"),
+    killed_by=("equivalence", "active"),
 )
 class OptimizerOnOldTensors(Zero1):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
@@ -297,7 +297,7 @@ class TiedWeightCountsTwice(Zero1):
     "zero2_unties_weights",
     zoo=("F05",),
     summary="sharding gives each use of a tied weight a tensor of its own",
-    killed_by=("equivalence", "engagement"),
+    killed_by=("equivalence", "active"),
     workload=gpt("tied"),
 )
 class UntiesWeights(ReferenceZero2):
@@ -380,7 +380,7 @@ class GathersEveryOtherStep(Zero1):
 @mutant(
     "zero1_falls_back_to_ddp",
     summary="the module is replicated: right numbers, nothing is sharded",
-    killed_by=("engagement", "memory", "traffic"),
+    killed_by=("active", "memory", "traffic"),
 )
 class FallsBackToDDP(ReferenceZero1):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:

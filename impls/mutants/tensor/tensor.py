@@ -208,7 +208,7 @@ class IdenticalShards(TensorParallel):
 @mutant(
     "tensor_mlp_is_whole",
     summary="the MLPs are not split: every rank computes all of them",
-    killed_by=("traffic", "memory", "engagement"),
+    killed_by=("traffic", "memory", "active"),
 )
 class MlpIsWhole(TensorParallel):
     def make_layers(self) -> list[SplitLayer]:

@@ -272,7 +272,7 @@ class IgnoresSchedule(TellsAnother):
 @mutant(
     "torch_pipeline_ignores_split",
     summary="units are cut evenly whatever the option split says",
-    killed_by=("engagement", "memory", "schedule"),
+    killed_by=("active", "memory", "schedule"),
     options={"split": [3, 1]},
 )
 class IgnoresSplit(Pipelining):

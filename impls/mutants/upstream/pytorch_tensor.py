@@ -196,7 +196,7 @@ class FusedInOneBlock(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_tie_is_lost",
     summary="the head's weight, tied to the embedding's, becomes a parameter of its own",
-    killed_by=("equivalence", "engagement"),
+    killed_by=("equivalence", "active"),
     workload=gpt("tied_over_units"),
 )
 class TieIsLost(PyTorchTensorParallel):
@@ -225,7 +225,7 @@ class GathersBetweenThePair(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_head_not_split",
     summary="no style splits the head: right numbers, whole on every rank",
-    killed_by=("traffic", "memory", "engagement"),
+    killed_by=("traffic", "memory", "active"),
 )
 class HeadNotSplit(PyTorchTensorParallel):
     def styles(self, module: nn.Module) -> dict[str, Any]:

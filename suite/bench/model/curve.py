@@ -26,10 +26,10 @@ from shardproof.bench.model.step_time import (
 )
 from shardproof.bench.sides import Pair
 from shardproof.case import Case
-from shardproof.costs import Plan, Promise, Unpromised, promise_of
+from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
-from shardproof.costs.tensor import misfit
+from shardproof.costs.tensor import cannot_fit
 
 Mode = Literal["strong", "weak"]
 #: Worlds of a modelled curve.
@@ -75,11 +75,11 @@ def measured_compute(records: Sequence[Mapping[str, Any]], samples: int) -> Comp
     return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
-def plan_at(plan: Plan, axis: str, ranks: int, samples: int | None = None) -> Plan:
+def plan_at(plan: ModelFacts, axis: str, ranks: int, samples: int | None = None) -> ModelFacts:
     """``plan`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
     shapes) as the busiest one had, but no more than its ``samples`` (``None``: enough for all).
 
-    :raises Unpromised: layers or stages that cannot be cut so.
+    :raises NoCostModel: layers or stages that cannot be cut so.
     """
     axes = {**plan.axes, axis: ranks}
     coordinates = axes.get("replicate", 1) * axes.get("shard", 1)
@@ -88,36 +88,38 @@ def plan_at(plan: Plan, axis: str, ranks: int, samples: int | None = None) -> Pl
     grown = dataclasses.replace(
         plan, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
     )
-    if problem := misfit(grown) if axes.get("tensor", 1) > 1 else "":
-        raise Unpromised(problem)
+    if problem := cannot_fit(grown) if axes.get("tensor", 1) > 1 else "":
+        raise NoCostModel(problem)
     if axes.get("pipe", 1) > 1 and not all(stages_of(grown).units):
-        raise Unpromised(f"{len(plan.units)} units cannot fill the stages of {axes['pipe']} ranks")
+        raise NoCostModel(f"{len(plan.units)} units cannot fill the stages of {axes['pipe']} ranks")
     return grown
 
 
-def update_share(promise: Promise) -> float:
+def update_share(cost_model: CostModel) -> float:
     """Share of the trained elements that the busiest rank updates.
 
-    :raises Unpromised: the promise does not tell what a rank holds on this mesh.
+    :raises NoCostModel: the promise does not tell what a rank holds on this mesh.
     """
-    plan = promise.plan
+    plan = cost_model.plan
     whole = sum(t.numel for t in plan.trainable)
     some = dict.fromkeys([*range(min(plan.world, 8)), plan.world - 1])
     own = []
     for rank in some:
-        local = promise.local(rank)
+        local = cost_model.local(rank)
         held = local.optimizer or local.gradients or local.parameters
         own.append(sum(held.values()))
     if whole and not max(own):
-        raise Unpromised(f"{promise.strategy} has no formula of what a rank updates on this mesh")
+        raise NoCostModel(
+            f"{cost_model.strategy} has no formula of what a rank updates on this mesh"
+        )
     return min(1.0, max(own) / whole) if whole else 1.0
 
 
-def pipeline_stretch(plan: Plan) -> float:
+def pipeline_stretch(plan: ModelFacts) -> float:
     """How many times longer than a rank's own work a pipeline takes: 1 + bubble / ideal, with equal
     times of F, B and W, by the closed form of its schedule.
 
-    :raises Unpromised: no closed form for the schedule here.
+    :raises NoCostModel: no closed form for the schedule here.
     """
     ranks = plan.size("pipe")
     if ranks == 1:
@@ -128,7 +130,7 @@ def pipeline_stretch(plan: Plan) -> float:
     form = FORMS.get(name)
     bubble = None if form is None else form.makespan(setting)
     if bubble is None:
-        raise Unpromised(f"no closed form of the bubble of {name} at {ranks} ranks")
+        raise NoCostModel(f"no closed form of the bubble of {name} at {ranks} ranks")
     return float(1 + bubble / setting.ideal)
 
 
@@ -154,7 +156,7 @@ class Modelled:
 
 def modelled(
     strategy: str,
-    plan: Plan,
+    plan: ModelFacts,
     axis: str,
     mode: Mode,
     samples: int,
@@ -183,24 +185,24 @@ def modelled(
     for world in worlds:
         try:
             if mode == "strong" and is_data and samples < world:
-                raise Unpromised(f"{samples} samples do not go round {world} ranks")
+                raise NoCostModel(f"{samples} samples do not go round {world} ranks")
             # The rank that has most samples sets the pace.
             own = math.ceil(samples / world) if mode == "strong" and is_data else samples
             grown = plan_at(plan, axis, world, own)
-            promise = promise_of(strategy, grown)
-            if promise is None:
-                raise Unpromised(f"{strategy} has no formulas")
+            cost_model = cost_model_of(strategy, grown)
+            if cost_model is None:
+                raise NoCostModel(f"{strategy} has no formulas")
             split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
-            calls = promised(promise, known, plan.world)
+            calls = promised(cost_model, known, plan.world)
             prediction = predict(
                 calls,
-                compute.seconds(own, split, update_share(promise)),
+                compute.seconds(own, split, update_share(cost_model)),
                 fits,
                 backend,
                 cores_per_rank=cores_per_rank,
                 threads=threads,
             )
-        except (Unpromised, Unmodelled) as error:
+        except (NoCostModel, Unmodelled) as error:
             found.append(Modelled(world, None, None, str(error)))
             continue
         except LookupError as error:  # shapes that a plan has on other meshes only
@@ -214,7 +216,7 @@ def modelled(
     return found
 
 
-def plan_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> Plan:
+def plan_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> ModelFacts:
     """What formulas may know of ``side`` on the mesh ``axes`` (imports torch)."""
     from shardproof.costs.expression import facts_of
 

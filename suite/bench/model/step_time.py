@@ -24,9 +24,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
-from shardproof.costs import Plan, Promise
+from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
-from shardproof.costs.model_facts import TensorPlan
+from shardproof.costs.model_facts import TensorFacts
 
 Overlap = Literal["none", "full"]
 #: Bytes that an optimizer reads and writes for each element of an fp32 parameter, at least.
@@ -72,16 +72,16 @@ def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
     return {operation: sorted(payloads) for operation, payloads in found.items()}
 
 
-def promised(promise: Promise, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
+def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
     """The calls of a mean rank by closed formula, at the world of the promise's plan.
 
     What no formula tells is taken over from ``known``, the calls that the ledger saw at ``world``
     ranks: control traffic, and how many buckets DDP has (else counted for its own layout).
 
-    :raises Unpromised: no formula for the options.
+    :raises NoCostModel: no formula for the options.
     """
-    plan = promise.plan
-    calls = [_call(plan, flow, known) for flow in promise.flows()]
+    plan = cost_model.plan
+    calls = [_call(plan, flow, known) for flow in cost_model.flows()]
     grown = {world: plan.world}
     control = [
         dataclasses.replace(call, ranks=grown.get(call.ranks, call.ranks))
@@ -91,7 +91,7 @@ def promised(promise: Promise, known: Sequence[Call] = (), world: int = 0) -> li
     return [*calls, *control] if plan.world > 1 else []
 
 
-def _call(plan: Plan, flow: Flow, known: Sequence[Call]) -> Call:
+def _call(plan: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
     ranks = math.prod(plan.size(axis) for axis in flow.axis.split("+"))
     if flow.operation in ("send", "recv"):
         senders = Fraction(plan.world)
@@ -102,7 +102,7 @@ def _call(plan: Plan, flow: Flow, known: Sequence[Call]) -> Call:
     return Call(flow.operation, ranks, float(flow.bytes / senders / (count or 1)), float(count))
 
 
-def _count(plan: Plan, flow: Flow, known: Sequence[Call]) -> Fraction:
+def _count(plan: ModelFacts, flow: Flow, known: Sequence[Call]) -> Fraction:
     """Calls of one rank; where only a range is promised, as many as were seen or are laid out."""
     least, most = (Fraction(end, plan.world) for end in flow.range)
     if least == most:
@@ -112,14 +112,14 @@ def _count(plan: Plan, flow: Flow, known: Sequence[Call]) -> Fraction:
     return min(max(guess, least), most)
 
 
-def ddp_buckets(plan: Plan) -> int:
+def ddp_buckets(plan: ModelFacts) -> int:
     """Buckets of reference/ddp: reverse order of registration, the first one of each dtype small.
 
     The order in which gradients arrive can make it one more or less.
     """
     first = int(plan.option("first_bucket_bytes", 2**20))
     limit = int(plan.option("bucket_bytes", 25 * 2**20))
-    by_dtype: dict[str, list[TensorPlan]] = {}
+    by_dtype: dict[str, list[TensorFacts]] = {}
     for tensor in reversed(plan.trainable):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     count = 0

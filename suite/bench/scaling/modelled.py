@@ -17,7 +17,7 @@ from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.scorecard import calls_of, card, fits_of
 from shardproof.bench.scaling.matrix import Cell, on_ranks
 from shardproof.case import Case
-from shardproof.costs import Plan, Unpromised, promise_of
+from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.model_facts import plan_of
 
 Line = Mapping[str, Any]
@@ -113,13 +113,13 @@ def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
 def formula_bytes(strategy: str, cell: Cell, mesh: Mapping[str, int]) -> int | None:
     """Bytes of model states on the rank that holds most; ``None``: no formula."""
     try:
-        promise = promise_of(strategy, plan_for(cell, mesh))
-        return None if promise is None or promise.unweighed() else promise.total()
-    except Unpromised:
+        cost_model = cost_model_of(strategy, plan_for(cell, mesh))
+        return None if cost_model is None or cost_model.why_not_measured() else cost_model.total()
+    except NoCostModel:
         return None
 
 
-def plan_for(cell: Cell, mesh: Mapping[str, int]) -> Plan:
+def plan_for(cell: Cell, mesh: Mapping[str, int]) -> ModelFacts:
     """What the promises of ``cell`` on ``mesh`` are made from."""
     case = Case(
         id=cell.id,

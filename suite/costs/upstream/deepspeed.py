@@ -9,7 +9,7 @@
 and a norm of one number per parameter group, whether or not gradients are clipped.  Files are those
 under ``deepspeed/runtime/zero``.
 
-Gradients differ from point to point, so that :meth:`~shardproof.costs.model.Promise.passing` has
+Gradients differ from point to point, so that :meth:`~shardproof.costs.model.CostModel.at_point` has
 them: what they are at ``gradients_final`` is flattened, clipped and let go in ``engine.step()``;
 where they are clipped the adapter keeps them until the end of the step.  Formulas say what they are
 at ``gradients_final``.
@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from shardproof.costs.ddp import Single
-from shardproof.costs.model import Bytes, Flow, Local, Unpromised, flow
-from shardproof.costs.model_facts import TensorPlan, counter_bytes, slots
+from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
+from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
 
 #: DeepSpeed is judged in fp32 only.
 FP32 = 4
@@ -40,7 +40,7 @@ class _DeepSpeed(Single):
     def held(self, kind: str) -> int:
         """As every promise; of what passes, the bytes at ``gradients_final``."""
         last, ranks = self.plan.steps - 1, range(self.plan.world)
-        found = [self.passing(rank, "gradients_final", last).get(kind) for rank in ranks]
+        found = [self.at_point(rank, "gradients_final", last).get(kind) for rank in ranks]
         most = max((size for size in found if size is not None), default=None)
         return super().held(kind) if most is None else most
 
@@ -69,7 +69,7 @@ class DeepSpeedZero0(_DeepSpeed):
         found = super().resident(rank, step, updated)
         return {kind: size for kind, size in found.items() if kind != "gradients"}
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """All gradients until the update, which lets go of them."""
         whole = sum(t.nbytes for t in self.plan.trainable)
         return {"gradients": 0 if point == "after_update" else whole}
@@ -83,7 +83,7 @@ class _Sharded(_DeepSpeed):
     def states(self) -> list[int]:
         """Bytes of optimizer state on a rank, by parameter group."""
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """The first update makes state group by group; ``after_clip`` is before the last one's."""
         early = point == "after_clip" and updated < 0
         return {"optimizer_state": sum(self.states[:-1])} if early else {}
@@ -160,7 +160,7 @@ class DeepSpeedZero1(_Sharded):
         ]
         return [*(_free(f) for f in found), *flow(plan, "shard", "all_gather", gathered)]
 
-    def fragments(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
         found = []
         for group, padded in zip(filter(None, self.plan.grouped), self.padded, strict=True):
@@ -187,9 +187,9 @@ class DeepSpeedZero1(_Sharded):
             "optimizer_state": sum(self.states) if updated >= 0 else 0,
         }
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Whole gradients of what the partition touches; from clipping on flat partitions."""
-        found = super().passing(rank, point, updated)
+        found = super().at_point(rank, point, updated)
         if self.offloaded:
             return found
         if point == "gradients_final":
@@ -246,7 +246,7 @@ class DeepSpeedZero3(_Sharded):
         "stage3_prefetch_bucket_size",
     )
 
-    def shard(self, tensor: TensorPlan) -> int:
+    def shard(self, tensor: TensorFacts) -> int:
         """Elements of a rank's shard."""
         return _ceil(tensor.numel, self.ranks)
 
@@ -277,9 +277,11 @@ class DeepSpeedZero3(_Sharded):
         plan, zero = self.plan, self.zero
         if self.traced:
             names = ", ".join(self.untraced)
-            raise Unpromised(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
+            raise NoCostModel(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
-            raise Unpromised("deepspeed_zero3 promises no traffic for other reductions, sub-groups")
+            raise NoCostModel(
+                "deepspeed_zero3 promises no traffic for other reductions, sub-groups"
+            )
         gathered = [FP32 * self.ranks * self.shard(t) for t in plan.parameters]
         reduced = [FP32 * self.ranks * self.shard(t) for t in plan.trainable]
         norms = [FP32 if self.offloaded else 8] * sum(1 for group in plan.grouped if group)
@@ -294,16 +296,16 @@ class DeepSpeedZero3(_Sharded):
         held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
         return held if self.traced else {"parameters": self.sharded} | held
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Gradients lie in one buffer; the update copies them, group by group."""
         copied = point != "gradients_final" and self.plan.clipped and not self.offloaded
         found = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
-        return super().passing(rank, point, updated) | found
+        return super().at_point(rank, point, updated) | found
 
     def held(self, kind: str) -> int:
         """As every stage; nothing of parameters that the trace keeps."""
         if kind in self.unjudged() and kind != "masters":
-            raise Unpromised(
+            raise NoCostModel(
                 f"deepspeed_zero3 promises no bytes of {kind}: {self.unjudged()[kind]}"
             )
         return super().held(kind)

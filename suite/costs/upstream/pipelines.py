@@ -40,13 +40,17 @@ class TorchPipelining(Pipeline):
         scaled = [FP32] if self.plan.scaled else []
         return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Buffers of what came from other ranks: each has been in a message."""
-        return super().at_rest(rank, step) + self.buffers(rank, step, between_ranks=True)
+        return super().communication_at_rest(rank, step) + self.buffers(
+            rank, step, between_ranks=True
+        )
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """What went from stage to stage on one rank, and was in no message."""
-        return super().left_over(rank, step) + self.buffers(rank, step, between_ranks=False)
+        return super().unclassified_limit(rank, step) + self.buffers(
+            rank, step, between_ranks=False
+        )
 
     def buffers(self, rank: int, step: int, between_ranks: bool) -> int:
         """Most bytes of the buffers of ``rank``, for every length and shape of a window so far:
@@ -109,12 +113,12 @@ class DeepSpeedPipeline(Pipeline):
         """None: they are all-reduced."""
         return iter(())
 
-    def passing(self, rank: int, point: str, updated: int) -> Bytes:
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """The update lets go of gradients."""
         return {"gradients": 0} if point == "after_update" else {}
 
-    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+    def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
         """Buffers of received activations and gradients stay."""
 
-    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+    def unclassified_limit(self, rank: int, step: int) -> None:  # type: ignore[override]
         """What lies in the engine's buffers."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import ClassVar
 
-from shardproof.costs.model import Bytes, Flow, Operation, Unpromised, norm_flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, used
+from shardproof.costs.model import Bytes, Flow, NoCostModel, Operation, norm_flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 from shardproof.costs.stages import stages_of
 from shardproof.costs.tensor import ROWS
 from shardproof.costs.upstream.pipelines import TorchPipelining
@@ -33,7 +33,7 @@ class TorchHybrid(TorchTensorParallel):
         "_get_grad_inner_tensor: gradients are laid out over the tensor axis before"
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelFacts) -> None:
         super().__init__(plan)
         self.stages, self.pipeline = stages_of(plan), TorchPipelining(plan)
         self.shards, self.replicas = plan.size("shard"), plan.size("replicate")
@@ -41,7 +41,7 @@ class TorchHybrid(TorchTensorParallel):
 
     # ------------------------------------------------------------------------------- the layout
 
-    def rows(self, tensor: TensorPlan, rank: int) -> tuple[int, int]:
+    def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
         whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
         rows = tensor.shape[0]
@@ -50,7 +50,7 @@ class TorchHybrid(TorchTensorParallel):
         rest = tensor.numel // rows
         return whole // rest, rest
 
-    def elements(self, tensor: TensorPlan, rank: int) -> int:
+    def elements(self, tensor: TensorFacts, rank: int) -> int:
         """Of the rows of its tensor rank, the chunk of its shard."""
         if not self.is_sharded:
             return super().elements(tensor, rank)
@@ -59,18 +59,18 @@ class TorchHybrid(TorchTensorParallel):
         first = min(self.plan.coordinate(rank)["shard"] * chunk, rows)
         return (min(first + chunk, rows) - first) * rest
 
-    def padded_elements(self, tensor: TensorPlan, rank: int) -> int:
+    def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
         """With the padding that makes shards equal."""
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
-    def parts(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Of the own stages."""
         mine = self.plan.coordinate(rank).get("pipe", 0)
         held = (t for t in self.plan.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
 
-    def units(self) -> Iterator[list[TensorPlan]]:
+    def units(self) -> Iterator[list[TensorFacts]]:
         """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
         for units in self.stages.units:
             names = [f"{self.plan.units[unit]}." for unit in units]
@@ -94,9 +94,9 @@ class TorchHybrid(TorchTensorParallel):
         """Of all axes."""
         plan = self.plan
         if plan.option("reshard_after_forward", False):
-            raise Unpromised("reshard_after_forward: true gathers as the schedule goes")
+            raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
-            raise Unpromised(
+            raise NoCostModel(
                 f"more than {MOST_ACTIVE} stages a rank: torch frees and gathers them in turn "
                 "(pipelining/schedules.py, _add_unshard_reshard)"
             )
@@ -118,7 +118,7 @@ class TorchHybrid(TorchTensorParallel):
             Flow("pipe", "recv", Fraction(0), len(sizes)),
         ]
 
-    def of_unit(self, members: list[TensorPlan]) -> Iterator[Flow]:
+    def of_unit(self, members: list[TensorFacts]) -> Iterator[Flow]:
         """Gathers, reductions and their way over the replicas, of every tensor rank."""
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
@@ -135,13 +135,13 @@ class TorchHybrid(TorchTensorParallel):
                 times = self.replicas * self.shards * self.windows
                 yield Flow("replicate", "all_reduce", total, times)
 
-    def payload_of(self, members: Iterable[TensorPlan], rank: int) -> int:
+    def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
         """Bytes of all shards, padding included."""
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
 
-    def is_reduced(self, tensor: TensorPlan) -> bool:
+    def is_reduced(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` ever has a gradient."""
         return tensor.trainable and tensor.first_use is not None
 
@@ -189,14 +189,14 @@ class TorchHybrid(TorchTensorParallel):
             "optimizer_state": state_bytes(plan, [(t, n) for t, n in own if t.trainable], updated),
         }
 
-    def held_elements(self, tensor: TensorPlan, rank: int) -> int:
+    def held_elements(self, tensor: TensorFacts, rank: int) -> int:
         """Elements that the rank's part of ``tensor`` takes, padding included."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return self.chunk(tensor) if self.is_split(tensor) else tensor.numel
 
-    def at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
+    def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
         """Buffers of received activations stay, and shards that reductions gave."""
 
-    def left_over(self, rank: int, step: int) -> None:  # type: ignore[override]
+    def unclassified_limit(self, rank: int, step: int) -> None:  # type: ignore[override]
         """What lies in the buffers of stages."""

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import unit_names, units
-from shardproof.costs.model import Bytes, Flow, Local, Promise, Unpromised, flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan, slots, used, used_by
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
 
 
-def whole_units(plan: Plan) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+def whole_units(plan: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
     """Name and tensors of each unit, the root first; tensors in order of registration.
 
     torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
@@ -49,7 +49,7 @@ def _within(owner: str, name: str) -> bool:
 SCALAR_BYTES = 8
 
 
-class _Native(Promise):
+class _Native(CostModel):
     """What the native systems share."""
 
     divided = (True, True, True)
@@ -72,14 +72,14 @@ class _Native(Promise):
         return flow(self.plan, axis, "all_reduce", [4] if self.plan.scaled else [])
 
     @abstractmethod
-    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
 
     @abstractmethod
     def reduced_bytes(self) -> list[int]:
         """Payload of each unit's reduction."""
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """The shard that a reduction gave, until it is added to others; partial norms."""
         shard = max(self.reduced_bytes(), default=0) // self.plan.size("shard")
         return shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
@@ -122,23 +122,23 @@ class FSDP2(_Native):
         return self.plan.size("shard")
 
     @cached_property
-    def units(self) -> list[tuple[str, tuple[TensorPlan, ...]]]:
+    def units(self) -> list[tuple[str, tuple[TensorFacts, ...]]]:
         """The root first."""
         return whole_units(self.plan)
 
-    def padded(self, tensor: TensorPlan) -> int:
+    def padded(self, tensor: TensorFacts) -> int:
         """Elements of all chunks."""
         rows, *rest = tensor.shape
         return -(-rows // self.ranks) * self.ranks * math.prod(rest)
 
-    def rows(self, tensor: TensorPlan, rank: int) -> int:
+    def rows(self, tensor: TensorFacts, rank: int) -> int:
         """Elements of the chunk of ``rank``, without padding."""
         rows, *rest = tensor.shape
         chunk = -(-rows // self.ranks)
         first = min(self.plan.coordinate(rank).get("shard", 0) * chunk, rows)
         return (min(first + chunk, rows) - first) * math.prod(rest)
 
-    def reduced(self, tensor: TensorPlan) -> bool:
+    def reduced(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` takes part in reduce-scatters."""
         if self.plan.option("reduce_scatter_unused_params", False):
             return tensor.trainable
@@ -160,7 +160,7 @@ class FSDP2(_Native):
             return
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
-            raise Unpromised(
+            raise NoCostModel(
                 f"the unit {name!r} lies inside of a block that is computed again, and gathers "
                 "others ahead each time: no traffic is promised with prefetch_forward"
             )
@@ -208,7 +208,7 @@ class FSDP2(_Native):
         """How often a forward calls unit ``name``."""
         return self.plan.called(name) if name else 1
 
-    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Chunks, empty ones too: the optimizer gets them all."""
         return [(t, self.rows(t, rank)) for t in self.plan.parameters]
 
@@ -221,7 +221,7 @@ class FSDP2(_Native):
             "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
         }
 
-    def _chunk(self, tensor: TensorPlan) -> int:
+    def _chunk(self, tensor: TensorFacts) -> int:
         return self.padded(tensor) // self.ranks * ITEMSIZE[tensor.dtype]
 
 
@@ -238,7 +238,7 @@ class FlatParameter:
     The bytes are those of ``compute``, the dtype that it is gathered and computed in.
     """
 
-    members: tuple[TensorPlan, ...]
+    members: tuple[TensorFacts, ...]
     ranks: int
     compute: str
 
@@ -348,7 +348,7 @@ class FSDP1(_Native):
             return
         name = self.recomputed(name for name, _ in self.flats)
         if name is not None:
-            raise Unpromised(
+            raise NoCostModel(
                 f"the unit {name!r} lies inside of a block that is computed again, not always "
                 "to its end: no traffic is promised"
             )
@@ -361,13 +361,13 @@ class FSDP1(_Native):
             for _, flat in self.flats
         ]
 
-    def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorPlan, int]]:
+    def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
         shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
         counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
         return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
 
-    def kept(self, rank: int) -> list[tuple[TensorPlan, int]]:
+    def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Parts of the shards."""
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
 
@@ -392,18 +392,18 @@ class FSDP1(_Native):
             "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
         }
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Gradients, too, of shards that hold padding and frozen parameters only: FSDP keeps them
         with the others'.
         """
         every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
-        return super().at_rest(rank, step) + every - self.gradient_bytes(rank)
+        return super().communication_at_rest(rank, step) + every - self.gradient_bytes(rank)
 
 
 # ------------------------------------------------------------------------- ZeroRedundancyOptimizer
 
 
-class ZeroRedundancyOptimizer(Promise):
+class ZeroRedundancyOptimizer(CostModel):
     """DDP, and an optimizer that gives whole parameters to ranks and broadcasts what they update:
     2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
     """
@@ -459,7 +459,7 @@ class ZeroRedundancyOptimizer(Promise):
             found["gradients"] = sum(t.nbytes for t in used(self.plan.parameters, step))
         return found
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
         each parameter to say which were used, and one for a rank without parameters.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardproof.costs.model import Bytes, Flow, flow
-from shardproof.costs.model_facts import ITEMSIZE, Plan, TensorPlan
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.tensor import ROWS, TensorParallel
 
 #: Bytes of a number of a scaler, of which it keeps four (scale, its inverse, updates since it grew,
@@ -42,23 +42,23 @@ class TorchTensorParallel(TensorParallel):
         "(_dispatch.py, found_inf_reduce_handler)"
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ModelFacts) -> None:
         super().__init__(plan)
         self.is_loss = bool(plan.option("loss_parallel", False))
         self.odd = tuple(name for name, kind in plan.modules.items() if kind == _ODD)
 
-    def is_styled(self, tensor: TensorPlan) -> bool:
+    def is_styled(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` becomes a DTensor, be it split or whole."""
         return not any(owner.startswith(f"{o}.") for owner in tensor.owners for o in self.odd)
 
-    def terms(self) -> list[tuple[TensorPlan, int]]:
+    def terms(self) -> list[tuple[TensorFacts, int]]:
         """What ``SequenceParallel`` leaves as sums over each rank's positions: norms, positions.
 
         Biases of ``RowwiseParallel`` and modules without a style see the whole sequence.
         """
         return [(t, n) for t, n in super().terms() if self.is_styled(t) and not self.is_bias(t)]
 
-    def is_bias(self, tensor: TensorPlan) -> bool:
+    def is_bias(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` is the bias of a layer split by columns."""
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "bias" and self.in_unit(layer, ROWS)
@@ -113,15 +113,15 @@ class TorchTensorParallel(TensorParallel):
         )
         return super().resident(rank, step, updated) | {"parameters": padded}
 
-    def chunk(self, tensor: TensorPlan) -> int:
+    def chunk(self, tensor: TensorFacts) -> int:
         """Elements of the longest shard of ``tensor``."""
         return max(self.elements(tensor, rank) for rank in range(self.ranks))
 
-    def at_rest(self, rank: int, step: int) -> int:
+    def communication_at_rest(self, rank: int, step: int) -> int:
         """Nothing is in flight."""
         return 0
 
-    def left_over(self, rank: int, step: int) -> int:
+    def unclassified_limit(self, rank: int, step: int) -> int:
         """A loss a micro-batch and the norm, in fp32 or wider; numbers of ranks and of a scaler."""
         plan, wide = self.plan, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
         kept = plan.world + (_OF_SCALER if plan.scaled else 0)

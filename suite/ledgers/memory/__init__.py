@@ -7,7 +7,7 @@ process meanwhile, ``log`` is the written log: plain data that is classed and re
 from shardproof.ledgers.memory.installed import communicated, watch
 from shardproof.ledgers.memory.log import CLASSES, MemoryLog, Peak
 from shardproof.ledgers.memory.recorder import MemoryLedger
-from shardproof.ledgers.memory.summary import summary, weighable
+from shardproof.ledgers.memory.summary import memory_is_measurable, summary
 
 __all__ = [
     "CLASSES",
@@ -17,5 +17,5 @@ __all__ = [
     "communicated",
     "summary",
     "watch",
-    "weighable",
+    "memory_is_measurable",
 ]

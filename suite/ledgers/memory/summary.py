@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "update")
 Row = dict[str, Any]
 
 
-def weighable(case: Case, backends: Sequence[str]) -> bool:
+def memory_is_measurable(case: Case, backends: Sequence[str]) -> bool:
     """Whether the memory of ``case`` is weighed, for a system that runs on ``backends``.
 
     It takes time, so the check must be asked for; a system that needs processes is weighed on gloo.

@@ -58,12 +58,12 @@ def memory_bars(results: Iterable[Result]) -> list[Bar]:
         full = figures["bytes_whole"]
         limit = figures["bytes_promised"]
         name, optimizer, precision, world = cells[:4]
-        promise = "not promised" if limit is None else f"{limit:,}"
+        cost_model = "not promised" if limit is None else f"{limit:,}"
         told = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
         measured = cells[memory.MEASURED]
         image = svg.drawing(
             f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
-            f"Held {figures['bytes_held']:,} bytes ({told or 'nothing'}); formula {promise}; "
+            f"Held {figures['bytes_held']:,} bytes ({told or 'nothing'}); formula {cost_model}; "
             f"whole copies {full:,}.",
             _WIDTH,
             _HEIGHT,
@@ -71,7 +71,7 @@ def memory_bars(results: Iterable[Result]) -> list[Bar]:
             "bar",
             stretch=True,
         )
-        texts = (f"{figures['bytes_held']:,}", promise, f"{full:,}", measured)
+        texts = (f"{figures['bytes_held']:,}", cost_model, f"{full:,}", measured)
         red = memory.FAILS in measured
         found.append(Bar(name, (optimizer, precision, world, *texts), image, red))
     return found

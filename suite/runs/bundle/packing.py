@@ -28,7 +28,7 @@ from shardproof.runs.bundle.form import (
     Member,
     unsafe,
 )
-from shardproof.runs.integrity import insist
+from shardproof.runs.integrity import require_unchanged
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import read
 from shardproof.version import VERSION
@@ -63,7 +63,7 @@ def pack(
         output = (output or Path()) / f"{name}{SUFFIX}"
     if not force and output.exists():
         raise _exists(output)
-    insist(folder)
+    require_unchanged(folder)
     sources: dict[str, Path | bytes] = {}
     for file in sorted({*_sealed(folder), *ALWAYS, *REPORTS}):
         if (folder / file).exists():

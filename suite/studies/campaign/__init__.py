@@ -51,7 +51,7 @@ CHECKS = (
     "traffic",
     "memory",
     "overlap",
-    "engagement",
+    "active",
     "schedule",
 )
 #: Mixed precision: what the model is built in, and the policy.
