@@ -17,7 +17,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test slow conformance mutants cluster image compare report lint format clean
+.PHONY: help setup bench peers test slow conformance mutants cluster image compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ compare: setup ## regenerate the table across hardware from the committed baseli
 
 report: setup ## regenerate the results table of the README from the newest run
 	@$(BIN)/shardproof report --into README.md
+
+docs: setup ## regenerate generated pages
+	@$(BIN)/python docs/make_bug_zoo.py
 
 lint: setup ## style and types
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -184,7 +184,6 @@ class DividesByWorld(DDP):
 
 @mutant(
     "ddp_divides_by_world_clipped",
-    zoo=("O25",),
     summary="as ddp_divides_by_world; clipping hides the scale, the norm before it does not",
     killed_by=("norm",),
     mesh={"replicate": 3},

@@ -183,6 +183,7 @@ class MomentumReset(ReferenceDDP):
 
 @mutant(
     "ddp_evaluates_in_training_mode",
+    zoo=("O23",),
     summary="evaluation leaves dropout active",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),

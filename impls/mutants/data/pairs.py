@@ -72,7 +72,7 @@ class ReloadDropsNewSlots(ReferenceZero3):
 @mutant(
     "zero2_reload_drops_masters",
     ReferenceZero2,
-    zoo=("K02",),
+    zoo=("O14",),
     summary="masters start again from the parameters that were rounded from them",
     expect=RELOAD,
     lane="native",

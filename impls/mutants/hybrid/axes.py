@@ -31,7 +31,7 @@ mutant = partial(
 
 @mutant(
     "hybrid_keeps_whole_layers",
-    zoo=("F05", "F19"),
+    zoo=("F19",),
     summary="what the layers were before the tensor axis cut them is kept beside their parts",
     killed_by=("memory",),
     mesh={"pipe": 2, "tensor": 2},
@@ -114,7 +114,7 @@ class SameMasksOnReplicas(ReferenceHybrid):
 
 @mutant(
     "hybrid_sums_terms_over_the_shards",
-    zoo=("H16", "H08"),
+    zoo=("H08",),
     summary="under sequence parallelism gradients of norms are summed over the shards",
     killed_by=("equivalence", "traffic"),
     mesh={"shard": 2, "tensor": 2},
@@ -152,7 +152,7 @@ class AddsNormsOfStages(ReferenceHybrid):
 
 @mutant(
     "hybrid_reduces_after_every_window",
-    zoo=("F23", "P01"),
+    zoo=("F23",),
     summary="the data axes reduce after every window what they had reduced before",
     killed_by=("crash",),
     crash_says="received a gradient after its bucket had been sent",

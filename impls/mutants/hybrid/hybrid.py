@@ -197,7 +197,6 @@ class LosesTheHeadOfATie(ReferenceHybrid):
 
 @mutant(
     "hybrid_drops_later_windows",
-    zoo=("P05", "P01"),
     summary="a step ends after its first window",
     killed_by=("equivalence",),
     workload=replace(gpt(), windows=2),
@@ -234,7 +233,6 @@ class SumsAgain(ReferenceHybrid):
 
 @mutant(
     "hybrid_loss_of_own_part",
-    zoo=("T05",),
     summary="in a pipeline the last stage takes the loss of its own part of the vocabulary",
     killed_by=("crash",),
     crash_says="is out of bounds",
@@ -281,7 +279,6 @@ class NormsStayPartial(ReferenceHybrid):
 
 @mutant(
     "hybrid_keeps_other_stages",
-    zoo=("F21",),
     summary="the layers of other stages are never let go",
     killed_by=("memory",),
     mesh={"pipe": 2, "tensor": 2},

@@ -116,7 +116,6 @@ class ScalesInputsGradientsOnly(Executor):
 
 @mutant(
     "pipeline_loses_last_split_weights",
-    zoo=("P04",),
     summary="the weights' part of a step's last backward is not done",
     killed_by=("equivalence",),
     options=SPLIT,
@@ -175,7 +174,6 @@ class OneFormForAllLengths(Executor):
 
 @mutant(
     "pipeline_gradient_of_another_micro_batch",
-    zoo=("P14",),
     summary="with two gradients under way a stage takes the one that came first",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
@@ -234,7 +232,7 @@ class ZeroLossWhereNoneIsKnown(ReferencePipeline):
 
 @mutant(
     "pipeline_tied_gradient_stays_local",
-    zoo=("P11",),
+    zoo=("K24",),
     summary="each copy of a tied weight is updated by its own stage's gradient",
     killed_by=("equivalence", "replicas"),
     workload=TIED,
@@ -261,7 +259,6 @@ class TiedGradientLostOnOneRank(Stages):
 
 @mutant(
     "pipeline_tied_gradient_added_twice",
-    zoo=("P11",),
     summary="a tied weight's own part is added to a sum that has it",
     killed_by=("equivalence", "replicas"),
     workload=TIED,

@@ -138,7 +138,6 @@ class ForgetsReceiveAfterWarmUp(Spoilt):
 
 @mutant(
     "schedule_drops_last_weights",
-    zoo=("P04",),
     summary="the weights' part of a stage's last backward stands in no order",
     options=SPLIT,
 )
@@ -175,7 +174,7 @@ class RepeatsABackward(Spoilt):
 
 @mutant(
     "schedule_waits_in_a_circle",
-    zoo=("P13", "P14"),
+    zoo=("P14",),
     summary="the last stage begins with a micro-batch that the first one holds back",
 )
 class WaitsInACircle(ReferencePipeline):
@@ -234,7 +233,6 @@ class WarmUpIsNotClamped(OtherWarmUp):
 
 @mutant(
     "schedule_warms_up_once_too_often",
-    zoo=("P13",),
     summary="1F1B with one forward more first: every rank holds one micro-batch more",
 )
 class WarmsUpOnceTooOften(OtherWarmUp):
@@ -330,7 +328,6 @@ class SwapsBackwardsOfFirstStage(Executor):
 
 @mutant(
     "schedule_weights_after_final_gradients",
-    zoo=("P04",),
     summary="the last weights' part of every stage runs when gradients have been looked at",
     killed_by=("schedule", "equivalence"),
     options=SPLIT,

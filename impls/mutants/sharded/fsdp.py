@@ -50,7 +50,6 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
 
 @mutant(
     "zero3_keeps_own_initial_shard",
-    zoo=("D09",),
     summary="a rank cuts its shards from the values that it was built with, not from rank 0's",
     killed_by=("equivalence",),
 )
@@ -82,7 +81,7 @@ class ComputesWithLastWeights(Zero3):
 
 @mutant(
     "zero3_does_not_wait_for_prefetch",
-    zoo=("F16", "D10"),
+    zoo=("F16",),
     summary="a unit that was gathered ahead is used without waiting for it",
     killed_by=("equivalence",),
     workload=gpt("poisoned_buffers"),
@@ -112,7 +111,7 @@ class UntiesWeight(ReferenceZero3):
 
 @mutant(
     "zero3_idle_ranks_count_otherwise",
-    zoo=("X02",),
+    zoo=("X05",),
     summary="a rank without work follows with the shard of another unit of equal size",
     killed_by=("equivalence",),
     workload=gpt("unequal_micro_batches"),
@@ -293,7 +292,7 @@ class CountsModuleTwice(FSDP):
 
 @mutant(
     "zero3_uses_gradients_early",
-    zoo=("F08", "D10"),
+    zoo=("D10",),
     summary="reductions are added to the shard without waiting for them",
     killed_by=("equivalence",),
     workload=gpt("late_results"),

@@ -121,7 +121,6 @@ class ReducesFrozen(Zero3):
 
 @mutant(
     "fsdp_ignores_no_sync",
-    zoo=("F20", "D06"),
     summary="accumulation without communication is asked for; every micro-batch is reduced",
     killed_by=("traffic", "active"),
     options=SILENT,
@@ -175,7 +174,6 @@ class OneUnit(Zero3):
 
 @mutant(
     "fsdp_replicates_optimizer_state",
-    zoo=("F11",),
     summary="every rank keeps the optimizer state of all shards",
     killed_by=("memory",),
     optimizer=ADAMW,

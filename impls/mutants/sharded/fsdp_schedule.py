@@ -35,7 +35,6 @@ class ChunksOutliveRound(FSDP):
 
 @mutant(
     "fsdp_prefetches_all_for_none",
-    zoo=("F25",),
     summary="prefetch_backward of 0 gathers all units that backward has yet to reach",
     killed_by=("memory",),
     options={"prefetch_backward": 0},
@@ -81,7 +80,7 @@ class PrefetchesOneForTwo(FSDP):
 
 @mutant(
     "fsdp_forgets_replicas_of_early_units",
-    zoo=("F08",),
+    zoo=("D01",),
     summary="a unit that the last micro-batch does not call is not summed over the replicas",
     killed_by=("equivalence", "replicas"),
     mesh={"replicate": 2, "shard": 2},
@@ -99,7 +98,6 @@ class ForgetsReplicasOfEarlyUnits(FSDP):
 
 @mutant(
     "zero3_remembers_use",
-    zoo=("F04",),
     summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
     killed_by=("equivalence",),
     optimizer=ADAMW,

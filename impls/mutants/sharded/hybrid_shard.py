@@ -61,7 +61,7 @@ class AloneInItsShardGroup(FSDP):
 
 @mutant(
     "hybrid_crosses_over_shards",
-    zoo=("H08", "H16"),
+    zoo=("H08",),
     summary="shards are summed over the shard group, not over the replicas",
     killed_by=("equivalence", "replicas", "traffic"),
 )
@@ -73,7 +73,6 @@ class CrossesOverShards(FSDP):
 
 @mutant(
     "hybrid_crosses_last_micro_batch",
-    zoo=("F10",),
     summary="only what the last micro-batch added is summed over the replicas",
     killed_by=("equivalence", "replicas"),
 )
@@ -92,7 +91,6 @@ class CrossesLastMicroBatch(FSDP):
 
 @mutant(
     "hybrid_crosses_every_micro_batch",
-    zoo=("D06",),
     summary="running sums are averaged over the replicas after every micro-batch: the same "
     "numbers, more traffic",
     killed_by=("traffic",),
@@ -154,7 +152,7 @@ class IsFlat(ReferenceFSDP):
 
 @mutant(
     "hybrid_mixes_up_axes",
-    zoo=("H19", "H08"),
+    zoo=("H08",),
     summary="sharded over what should be replicas, replicated over what should be shards",
     killed_by=("traffic", "memory", "active"),
     mesh={"replicate": 2, "shard": 3},
@@ -181,7 +179,6 @@ class DividesByRank(FSDP):
 
 @mutant(
     "hybrid_replicas_start_apart",
-    zoo=("D09",),
     summary="initial values are broadcast within shard groups only",
     killed_by=("equivalence", "replicas"),
 )
@@ -283,7 +280,7 @@ class _Crossing(LossScaler):
 
 @mutant(
     "hybrid_overflow_along_one_axis",
-    zoo=("O10",),
+    zoo=("O11",),
     summary="ranks agree on an overflow with their replicas, not with the other shards",
     killed_by=("loss_scale", "equivalence"),
     mesh={"replicate": 2, "shard": 3},

@@ -123,7 +123,7 @@ class KeepsWideGradients(ReferenceZero1):
 
 @mutant(
     "zero2_accumulates_in_bf16",
-    zoo=("O13", "H14"),
+    zoo=("O13",),
     summary="sums of micro-batches are rounded to bf16 although fp32 was asked for",
     killed_by=("equivalence",),
     **{**WIDE, "precision": {"reduce": "float32"}},
@@ -276,7 +276,6 @@ class ScaleOfOwnShard(ReferenceZero2):
 
 @mutant(
     "zero1_ignores_overflow",
-    zoo=("O11",),
     summary="nobody looks for an overflow",
     killed_by=("loss_scale", "equivalence"),
     **SCALED,

@@ -82,7 +82,7 @@ class KeepsSavedTensors(Call):
 
 @mutant(
     "recompute_rewinds_generators",
-    zoo=("K17",),
+    zoo=("O22",),
     summary="after a recomputation generators stand where its end left them: masks repeat",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
@@ -189,7 +189,6 @@ class IsOff(ReferenceZero3):
 
 @mutant(
     "offload_forgets_one_shard",
-    zoo=("F14",),
     summary="the updated master of one parameter is not copied back to the device",
     killed_by=("equivalence",),
     options=HOST_STATE,

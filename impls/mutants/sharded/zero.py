@@ -86,7 +86,7 @@ class RewritesBufferInFlight(Zero2):
 
 @mutant(
     "zero2_adds_before_landing",
-    zoo=("F08",),
+    zoo=("D10",),
     summary="a bucket's sums are added to the kept shard before they have arrived",
     killed_by=("equivalence",),
     workload=LATE,
@@ -173,7 +173,7 @@ class ExchangesEqualBuckets(Zero2):
 
 @mutant(
     "zero2_idle_rank_stays_away",
-    zoo=("X08",),
+    zoo=("X04",),
     summary="a rank without a further micro-batch takes no part in the others' reductions",
     killed_by=("crash",),
     crash_says="does not match",
@@ -249,7 +249,6 @@ class GradientWhereUsedOnly(Zero2):
 
 @mutant(
     "zero1_unused_parameter_decays",
-    zoo=("F04",),
     summary="what no rank used gets a gradient of zero, which decays and counts a step",
     killed_by=("equivalence",),
     workload=gpt("unused"),
@@ -265,7 +264,6 @@ class UnusedParameterDecays(Zero1):
 
 @mutant(
     "zero1_remembers_use",
-    zoo=("F04",),
     summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
     killed_by=("equivalence",),
     workload=gpt("conditional_early_step"),
@@ -280,7 +278,6 @@ class RemembersUse(Zero1):
 
 @mutant(
     "zero1_tied_weight_counts_twice",
-    zoo=("F01",),
     summary="the gradient of a tied weight is counted once for each of its names",
     killed_by=("equivalence",),
     workload=gpt("tied"),
@@ -399,7 +396,6 @@ class AllReduces(Zero1):
 
 @mutant(
     "zero1_communicates_every_micro_batch",
-    zoo=("F23",),
     summary="gradients are reduced after every micro-batch and thrown away until the last",
     killed_by=("traffic",),
 )
@@ -426,7 +422,6 @@ class GradientsAsIntegers(Zero1):
 
 @mutant(
     "zero1_reduces_copies",
-    zoo=("F20",),
     summary="buckets are reduced out of copies, which live until all have arrived",
     killed_by=("memory",),
 )
@@ -438,7 +433,6 @@ class ReducesCopies(Zero1):
 
 @mutant(
     "zero1_gathers_beside",
-    zoo=("F20",),
     summary="parameters are gathered into memory of their own and copied from there",
     killed_by=("memory",),
 )

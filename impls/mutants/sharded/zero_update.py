@@ -195,7 +195,7 @@ class EvaluatesBeforeGather(Zero1):
 
 @mutant(
     "zero1_idle_rank_does_not_update",
-    zoo=("X08",),
+    zoo=("F04",),
     summary="a rank that has no micro-batch in a step leaves its shards as they are",
     killed_by=("equivalence",),
     workload=replace(gpt(micro_batches=1), global_batch=2),

@@ -149,7 +149,7 @@ class _GatherOnly(torch.autograd.Function):
 
 @mutant(
     "tensor_gather_scatters_terms",
-    zoo=("T08", "T22"),
+    zoo=("T08",),
     summary="a gathered sequence's gradient is taken for whole: each rank keeps a part of its term",
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
@@ -165,7 +165,6 @@ class GatherScattersTerms(TensorParallel):
 
 @mutant(
     "tensor_copies_start_apart",
-    zoo=("D09", "H05"),
     summary="what stands on every rank starts from each rank's own values",
     killed_by=("equivalence", "replicas"),
 )
@@ -178,6 +177,7 @@ class CopiesStartApart(TensorParallel):
 
 @mutant(
     "tensor_cuts_through_heads",
+    zoo=("K19",),
     summary="the rows of a fused projection are shared out in order, not query by key by value",
     killed_by=("equivalence",),
 )

@@ -43,7 +43,7 @@ mutant = partial(
 
 @mutant(
     "torch_pipeline_scales_gradients",
-    zoo=("P01", "P05"),
+    zoo=("P01",),
     summary="scale_grads stays on, torch's default: gradients are divided by the micro-batches",
     killed_by=("equivalence",),
 )
@@ -117,7 +117,7 @@ class ClearsBetweenWindows(Pipelining):
 
 @mutant(
     "torch_pipeline_norm_of_own_stages",
-    zoo=("O25",),
+    zoo=("O02", "H11"),
     summary="the norm is that of this rank's stages: every rank clips by another factor",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIPPED,
@@ -129,6 +129,7 @@ class NormOfOwnStages(Pipelining):
 
 @mutant(
     "torch_pipeline_sums_norms",
+    zoo=("O07",),
     summary="norms of the stages are summed instead of their squares",
     killed_by=("norm", "equivalence"),
     optimizer=CLIPPED,
@@ -226,7 +227,6 @@ class SkipsLastWeights(Stage):
 
 @mutant(
     "torch_pipeline_skips_last_weights",
-    zoo=("P04",),
     summary="split backward: the weight gradients of the last micro-batch are never added",
     killed_by=("equivalence",),
     options={"schedule": "zb_v"},
@@ -296,7 +296,6 @@ class EvaluatesInTraining(Pipelining):
 
 @mutant(
     "torch_pipeline_keeps_outputs",
-    zoo=("P19",),
     summary="the schedule returns its outputs, torch's default: they stay until the next window",
     killed_by=("memory",),
 )
@@ -317,7 +316,6 @@ class KeepsGiven(Stage):
 
 @mutant(
     "torch_pipeline_keeps_given",
-    zoo=("P19",),
     summary="a stage keeps what it gave to the next one, as many bytes as it has buffers for",
     killed_by=("memory",),
 )

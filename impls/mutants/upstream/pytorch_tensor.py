@@ -86,7 +86,6 @@ class NormsNotReduced(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_first_chunk_everywhere",
-    zoo=("T08",),
     summary="of the embedding's whole gradient every rank takes the first chunk of rows",
     killed_by=("equivalence",),
 )
@@ -143,7 +142,7 @@ class StartNotShared(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_norm_counts_copies",
-    zoo=("H10",),
+    zoo=("O04",),
     summary="the norm adds what every rank holds a copy of once a rank",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
@@ -176,6 +175,7 @@ class NormOfOwnShards(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_fused_in_one_block",
+    zoo=("K19",),
     summary="a rank's rows of the fused projection are the first, not those of its heads",
     killed_by=("equivalence",),
     mesh={"tensor": 3},
@@ -195,6 +195,7 @@ class FusedInOneBlock(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_tie_is_lost",
+    zoo=("F05",),
     summary="the head's weight, tied to the embedding's, becomes a parameter of its own",
     killed_by=("equivalence", "active"),
     workload=gpt("tied_over_units"),
