@@ -121,7 +121,7 @@ def test_replicas_are_summed_once_after_the_last_round() -> None:
     def body(rank: int, size: int) -> list[float]:
         gradients = flat(None).gradients
         replicas = Mesh({"replicate": size}).comm("replicate")
-        for number in range(2):
+        for _ in range(2):
             gradients.arrive("a", torch.full((3,), rank + 1.0))
             gradients.pack()
             gradients.reduce()
