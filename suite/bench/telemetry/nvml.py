@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench.telemetry.patience import within
+from shardproof.files import write_whole
 
 FORMAT = 1
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
@@ -225,9 +226,7 @@ def record(
         told["torch"] = _torch()
     finally:
         stop(api)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(_text(told), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, _text(told))
     return told
 
 
