@@ -30,13 +30,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from shardproof import old_words
+from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
-from shardproof.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
