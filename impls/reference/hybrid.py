@@ -24,7 +24,7 @@ data-parallel strategy as if it were a model of its own.
              update    each rank what it holds
 
 With stages in a pipeline ``zero3`` and ``fsdp`` gather a stage when a step begins and free it when
-it ends (parts/step_shards.py); without one they work unit by unit, as ever.
+it ends (units/step_shards.py); without one they work unit by unit, as ever.
 
 Cost: for each stage that of the data-parallel strategy on what the stage has of a tensor rank;
 that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
