@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from impls.mutants import declare
 from impls.reference.fsdp import ReferenceFSDP
+from impls.reference.parts.sharded import Bucket
 from impls.reference.parts.state import copy_pieces
-from impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from impls.reference.zero1 import ReferenceZero1, Zero1
 from impls.reference.zero2 import ReferenceZero2, Zero2
 from impls.reference.zero3 import ReferenceZero3
 from suite.case import WorkloadSpec
-from suite.comm import Comm
 from suite.contract import Kind, OptimizerSpec, Piece
 
 RELOAD: Mapping[str, Any] = {"relation": "reload"}
@@ -114,19 +114,22 @@ class ReloadLeavesBuckets(Zero2):
 
 
 @mutant(
-    "zero1_makes_contiguous",
+    "zero1_averages_then_multiplies",
     ReferenceZero1,
-    summary="a transposed parameter loses its strides: its products are rounded otherwise",
+    summary="gradients are divided by the ranks before the sum and multiplied after it",
     expect=AS_DDP,
-    workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",), params={"width": 20}),
+    mesh={"shard": 3},
     lane="bitwise",
     dtype="float32",
 )
-class MakesContiguous(Zero1):
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.contiguous()
-        super().__init__(module, comm, options)
+class AveragesThenMultiplies(Zero1):
+    # A third of a number is rounded on every CPU, element by element: no order of sums decides.
+    def send(self, bucket: Bucket) -> None:
+        bucket.complete().div_(self.comm.size)
+        super().send(bucket)
+
+    def gradient(self, bucket: Bucket) -> Tensor:
+        return super().gradient(bucket).mul_(self.comm.size)
 
 
 @mutant(
