@@ -205,7 +205,10 @@ def test_nothing_of_the_environment_is_recorded(
 
 def test_a_run_tells_which_kernels_ran(tmp_path: Path) -> None:
     told = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
-    code = "import json; from shardproof.runs.run_folder import fingerprint; print(json.dumps(fingerprint()))"
+    code = (
+        "import json; from shardproof.runs.run_folder import fingerprint; "
+        "print(json.dumps(fingerprint()))"
+    )
     kept = {name: text for name, text in os.environ.items() if name not in KERNEL_VARIABLES}
     for chosen in (told, {}):
         found = subprocess.run(
