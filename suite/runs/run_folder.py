@@ -31,11 +31,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
-from shardproof.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
@@ -171,7 +172,7 @@ class RunFolder:
         self._write_header()
 
     def _write_header(self) -> None:
-        _replace(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
+        write_whole(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
         self.seal("run.json")
 
     def _mend_last_line(self) -> None:
@@ -281,7 +282,7 @@ def _lines(path: Path, strict: bool = False) -> Iterable[dict[str, Any]]:
                     raise SelectionError(problem) from None
                 continue  # cut off by a kill
             if isinstance(line, dict) and isinstance(line.get("kind"), str):
-                yield line
+                yield old_words.stored_line(line)
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
@@ -296,6 +297,10 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         raise SelectionError(
             Problem("is damaged", "choose another folder, or a whole copy of it", file=file)
         )
+    for invocation in header["invocations"]:
+        if "planned" in invocation:
+            planned = map(str, invocation["planned"])
+            invocation["planned"] = [old_words.renamed_name(name) for name in planned]
     return header
 
 
@@ -315,13 +320,6 @@ def _is_invocation(told: Any) -> bool:
         and isinstance(told.get("python"), str)
         and all(isinstance(told.get(name, []), list) for name in _PLANNED)
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _now() -> str:
@@ -455,4 +453,4 @@ class Durations:
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")
+        write_whole(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")
