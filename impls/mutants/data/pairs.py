@@ -18,7 +18,7 @@ from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
-from shardproof.impls.reference.parts.sharded import OwnedBucket
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 from shardproof.impls.reference.zero3 import ReferenceZero3
