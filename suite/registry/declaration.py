@@ -55,7 +55,9 @@ class Declaration(Capabilities):
         for trait in self.declines:
             feature = TRAIT_FEATURES.get(trait)
             if feature in profile:
-                return f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
+                return (
+                    f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
+                )
         return ""
 
     def missing_here(self, backend: str, world: int) -> str:
@@ -86,7 +88,7 @@ class Declaration(Capabilities):
         return ""
 
     def excludes_case(self, case: Case, missing: str) -> str:
-        """Why ``case`` lies outside what it declares or what the machine has; empty: it does not."""
+        """Why ``case`` lies outside what it declares or what the machine has; empty: inside."""
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason
