@@ -21,7 +21,7 @@ from shardproof.impls.mutants.sharded.zero import mutant
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.scaler import LossScaler
-from shardproof.impls.reference.parts.sharded import Bucket
+from shardproof.impls.reference.parts.sharded import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -144,7 +144,7 @@ class AccumulatesInBf16(Zero2):
     **WIDE,
 )
 class ReducesNarrow(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         narrow = bucket.complete().bfloat16()
         shard = bucket.layout.shard(narrow, self.comm.rank)
         self.comm.reduce_scatter(shard, narrow)
@@ -159,7 +159,7 @@ class ReducesNarrow(Zero1):
     **WIDE,
 )
 class ReducesOtherCopy(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         wide = bucket.complete().clone()
         super().send(bucket)
         bucket.work.wait()  # type: ignore[union-attr]
