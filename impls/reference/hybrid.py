@@ -63,7 +63,7 @@ from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
 from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
-from shardproof.impls.reference.parts.sharded import Options as ZeroOptions
+from shardproof.impls.reference.parts.sharded_update import Options as ZeroOptions
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.tensor.cuts import Whole

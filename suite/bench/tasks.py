@@ -94,14 +94,14 @@ def launched(
     ledgers: bool = False,
 ) -> dict[str, Any]:
     """The ``records`` of ``program`` on fresh ranks, or the ``problem``: (verdict, sentence)."""
-    from shardproof import pack
+    from shardproof import tensor_bytes
     from shardproof.launch.ranks import root_cause, run_ranks
 
     workdir.mkdir(parents=True)
     outcomes = run_ranks(backend, world, program, workdir, deadline, ledgers=ledgers)
     cause = root_cause(outcomes)
     if cause is None:
-        return {"records": [pack.load(o.record) for o in outcomes if o.record is not None]}
+        return {"records": [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]}
     if cause.error_type == "Refused":
         return {"problem": ("precondition", cause.message)}
     verdict = "hang" if cause.status == "hung" else "crash"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, pack, registry, workloads
+from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import facts_for_judge, run_rank
 from shardproof.cases.verdict import decide, measure
@@ -122,7 +122,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
             return None
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     began = time.monotonic()
     truth = _truth(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
@@ -203,7 +203,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FORMAT = 1
@@ -85,11 +86,9 @@ def save(snapshot: Snapshot, path: Path) -> None:
 
     :raises SelectionError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text(snapshot), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text(snapshot))
     except OSError as error:
         why = f"--save: {error.strerror}"
         raise SelectionError(Problem(why, "name a file to write", str(path))) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.report import bubbles, kills, memory, summary, tables
 from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
@@ -64,9 +65,7 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
         remedy = f"put one line {begin} and below it one line {end} into it"
         raise SelectionError(Problem("--into: no markers", remedy, str(path)))
     new = pattern.sub(lambda _: f"{begin}\n{text.rstrip()}\n{end}", old)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(new, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, new)
 
 
 # ------------------------------------------------------------------------------------ sections

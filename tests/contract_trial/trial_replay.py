@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
@@ -61,7 +61,9 @@ def replayed(payload: dict[str, Any]) -> dict[str, Any]:
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
-        result |= _compare(case, workload, [pack.load(o.record) for o in outcomes if o.record])
+        result |= _compare(
+            case, workload, [tensor_bytes.load(o.record) for o in outcomes if o.record]
+        )
     return {"result": result}
 
 

@@ -77,7 +77,7 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
     operation; absent: those that the steps send).  Returns what ranks returned, as ``watched`` and
     ``measured``, or ``problem``: a sentence.
     """
-    from shardproof import pack
+    from shardproof import tensor_bytes
     from shardproof.bench.model import probes
     from shardproof.launch.ranks import root_cause, run_ranks
 
@@ -106,7 +106,7 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
         if cause is not None:
             where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
             return {"problem": " ".join([cause.sentence(), *where])}
-        told[name] = [pack.load(o.record) for o in outcomes if o.record is not None]
+        told[name] = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
     return told
 
 
