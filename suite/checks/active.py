@@ -78,7 +78,7 @@ def _sizes(evidence: Figures) -> str:
 
     Sizes are those that a rank told in the last step; of the optimizer the largest slot counts.
     """
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     strategy = evidence.capabilities["strategy"]
     cost_model = cost_model_of(strategy, plan)
     if cost_model is None or evidence.case.membership:
@@ -175,7 +175,7 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 def _recomputation(evidence: Figures) -> str:
     """As many forwards of each block inside backward as before it, or none."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     every = plan.options.get("recompute_every") if plan else None
     if plan is None or every is None:
         return ""

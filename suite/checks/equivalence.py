@@ -251,7 +251,7 @@ def _ascends(evidence: Figures) -> bool:
 
 def _tied_over_stages(evidence: Figures) -> bool:
     """Whether stages of a pipeline share a parameter."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     if plan is None or "pipe" not in plan.axes:
         return False
     stages = stages_of(plan)

@@ -46,13 +46,13 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("memory", "skip", f"{case.backend} frees late: weighed on in_memory")
     if case.membership:
         return Outcome("memory", "skip", "members change: no promise")
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     cost_model = cost_model_of(strategy, plan)
     if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
         return Outcome("memory", "skip", cost_model.why_not_measured())
-    accounting = accounting_of(cost_model.plan)
+    accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
         marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
@@ -137,7 +137,7 @@ def _apart(
     """Bytes of parameters after the last update, by how they lie on the ranks."""
     told, last = record["steps"][-1], len(record["steps"]) - 1
     held = told.get("held", {}).get("after_update", {}).get("parameters", {})
-    plan = cost_model.plan
+    plan = cost_model.facts
     sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
     for kind, wanted in cost_model.by_layout(record["rank"]).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
@@ -186,10 +186,10 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         }
     whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
     promised = None if unjudged else cost_model.total()
-    shards = cost_model.plan.size("shard")
+    shards = cost_model.facts.size("shard")
     limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
-    whole_layers = all(cost_model.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
+    whole_layers = all(cost_model.facts.size(axis) == 1 for axis in ("pipe", "tensor"))
     theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
     return {
         "strategy": cost_model.strategy,

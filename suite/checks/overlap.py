@@ -40,7 +40,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
     cost_model = cost_model_of(
         evidence.capabilities["strategy"],
-        evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None,
+        evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None,
     )
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
@@ -73,7 +73,7 @@ def decide(evidence: Figures) -> Outcome:
             waits = False
             if ahead is not None:
                 rounds = _forwards(record, first, last)
-                idle = cost_model.plan.rounds - rounds if cost_model is not None else 0
+                idle = cost_model.facts.rounds - rounds if cost_model is not None else 0
                 allowed = ahead.after_backward(rounds, idle)
                 waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)

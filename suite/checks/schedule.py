@@ -442,7 +442,7 @@ def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
 
 
 def _plan(evidence: Figures) -> ModelFacts | None:
-    return evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    return evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
 
 
 # ------------------------------------------------------------------------------------ the memory
@@ -481,7 +481,7 @@ def measure(evidence: Evidence) -> Iterator[Row]:
     from shardproof.checks.stage_bytes import stage_bytes
 
     schedule = next(iter(evidence.schedules.values()))
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     assert plan is not None
     ranges = split_units(plan.options, len(plan.units), schedule.stages)
     found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))

@@ -101,7 +101,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The promise for ``step``: a skipped update clips nothing."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
+    plan = evidence.facts.model_facts if isinstance(evidence.facts, CaseFacts) else None
     if plan is not None and any(
         record["steps"][step]["metrics"].get("skipped") for record in evidence.records
     ):
@@ -113,7 +113,7 @@ def _promise(evidence: Figures, step: int) -> CostModel | None:
 
 def _against_textbook(cost_model: CostModel) -> dict[str, str]:
     """What the strategy that an upstream system carries out would send, by its own formula."""
-    textbook = cost_model_of(cost_model.textbook, cost_model.plan)
+    textbook = cost_model_of(cost_model.textbook, cost_model.facts)
     try:
         total = 0 if textbook is None else textbook.payload()
     except NoCostModel:  # the textbook's promise ends before this one's: there is no ratio

@@ -76,12 +76,13 @@ class Account:
 
 def strip(figures: Figures) -> dict[str, Any]:
     """``figures`` without tensors, JSON-ready; :func:`restore` is its inverse."""
+    facts = figures.facts
     return {
         "records": [_strip_record(record) for record in figures.records],
         "oracle": _strip_oracle(figures.oracle),
         "workload": dict(figures.workload),
-        "facts": {name: str(value) for name, value in figures.facts.items()},
-        "plan": figures.facts.plan.to_dict() if isinstance(figures.facts, CaseFacts) else None,
+        "facts": {name: str(value) for name, value in facts.items()},
+        "plan": facts.model_facts.to_dict() if isinstance(facts, CaseFacts) else None,
         "compared": figures.compared,
         "schedules": {str(n): schedule.to_dict() for n, schedule in figures.schedules.items()},
         "tensors": figures.tensors,
