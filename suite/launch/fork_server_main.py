@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import resource
 import selectors
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shardproof.launch import messages, process_control
@@ -161,7 +163,11 @@ class _Server:
             self._connection.close()
             faulthandler.enable()
             module, _, function = message["task"].partition(":")
-            getattr(importlib.import_module(module), function)(message["payload"])
+            value = getattr(importlib.import_module(module), function)(message["payload"])
+            if message["value"] is not None and value is not None:
+                partial = Path(f"{message['value']}.partial")
+                partial.write_text(json.dumps(value, default=str))
+                partial.rename(message["value"])
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()
