@@ -132,7 +132,6 @@ def execute_mutants(
     folder: RunFolder, mutants: Sequence[Any], jobs: int, budget: float | None, all_must_run: bool
 ) -> int:
     """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
-    from shardproof.cases import kills as matrix
 
     console = make_console()
 

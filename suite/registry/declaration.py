@@ -55,7 +55,9 @@ class Declaration(Capabilities):
         for trait in self.declines:
             feature = TRAIT_FEATURES.get(trait)
             if feature in profile:
-                return f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
+                return (
+                    f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
+                )
         return ""
 
     def missing_here(self, backend: str, world: int) -> str:
