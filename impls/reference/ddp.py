@@ -53,8 +53,8 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle, Replicated
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.buckets import Bucket, plan_buckets
-from shardproof.impls.reference.parts.reducers import AllReduce, Reducer, Work
+from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
+from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,14 @@ class Options:
             raise Refused("option 'join' = True: ranks that run out of data are not supported")
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> DDP:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    reducer: Reducer | None = None,
+) -> DDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
-    return DDP(module, comms["replicate"], options)
+    return DDP(module, comms["replicate"], options, reducer)
 
 
 class DDP(Replicated):
@@ -89,7 +94,7 @@ class DDP(Replicated):
     ) -> None:
         super().__init__(module, comm)
         self.options = options
-        self.reducer = reducer or AllReduce()
+        self.reducer = reducer or Reducer()
         self.broadcast_initial()
         self.order = list(reversed(range(len(self.parameters))))
         self.learned = False  # whether ``order`` is that of a backward
@@ -163,15 +168,15 @@ class DDP(Replicated):
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self.launch(self.buckets[self.launched])
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         """Pack ``bucket`` and start its reduction."""
         bucket.pack(self.contribution(index) for index in bucket.members)
         bucket.work = self.reduce(bucket)
         self.launched += 1
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         """Start summing ``bucket`` over the ranks."""
-        return self.reducer.reduce(bucket.flat, self.comm)
+        return self.reducer.all_reduce(bucket.outgoing(self.step), self.comm)
 
     def contribution(self, index: int) -> Tensor | None:
         """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
@@ -188,7 +193,7 @@ class DDP(Replicated):
         counting.wait()
         self.count(use)
 
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: GradientBucket) -> None:
         """Wait for ``bucket``; its members' gradients become views of it."""
         assert bucket.work is not None
         bucket.work.wait()
@@ -239,7 +244,7 @@ class DDP(Replicated):
         limits = (self.options.first_bucket_bytes, self.options.bucket_bytes)
         plan = plan_buckets(prompt, self.parameters, *limits)
         plan += plan_buckets(late, self.parameters, None, None)
-        self.buckets = [Bucket(members, self.parameters) for members in plan]
+        self.buckets = [GradientBucket(one, self.names, self.parameters) for one in plan]
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
 
     def close(self) -> None:
@@ -277,7 +282,7 @@ class ReferenceDDP(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""
         chosen = parse_options(Options, options)
-        return self.handle_type(module, mesh.comm("replicate"), chosen)
+        return self.handle_type(module, mesh.comm("replicate"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, which is whole."""

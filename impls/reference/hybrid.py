@@ -24,7 +24,7 @@ data-parallel strategy as if it were a model of its own.
              update    each rank what it holds
 
 With stages in a pipeline ``zero3`` and ``fsdp`` gather a stage when a step begins and free it when
-it ends (parts/step_shards.py); without one they work unit by unit, as ever.
+it ends (units/step_shards.py); without one they work unit by unit, as ever.
 
 Cost: for each stage that of the data-parallel strategy on what the stage has of a tensor rank;
 that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
@@ -222,11 +222,11 @@ class ReferenceHybrid(ReferencePipeline):
         if not axes:
             return Local(module)
         if data == "ddp":
-            return ddp.DDP(module, mesh.comm(*axes), options)
+            return ddp.DDP(module, mesh.comm(*axes), options, self.reducer)
         if data == "zero1":
-            return zero1.Zero1(module, mesh.comm("shard"), options)
+            return zero1.Zero1(module, mesh.comm("shard"), options, self.reducer)
         if data == "zero2":
-            return zero2.Zero2(module, mesh.comm("shard"), options)
+            return zero2.Zero2(module, mesh.comm("shard"), options, self.reducer)
         comms = {axis: mesh.comm(axis) for axis in axes}
         tier = self.tier if options.offload == "parameters" else None
         if self.is_cut:
@@ -258,9 +258,9 @@ class ReferenceHybrid(ReferencePipeline):
         axes = tuple(axis for axis, ranks in self.mesh.axes.items() if ranks > 1)
         return total_norm([(sum(own, start=nothing), axes)], self.mesh.comm)
 
-    def local_state(self, kind: Kind) -> list[Piece]:
+    def held_pieces(self, kind: Kind) -> list[Piece]:
         """What the data axes hold of a stage of a tensor rank, placed in the whole model."""
-        held = super().local_state(kind)
+        held = super().held_pieces(kind)
         return [piece for local in held for piece in self.placed(local, kind)]
 
     def placed(self, piece: Piece, kind: Kind) -> list[Piece]:

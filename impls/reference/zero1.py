@@ -49,19 +49,25 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
+from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.parts.sharded import Options, OwnedBucket, ShardedUpdate
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero1:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    reducer: Reducer | None = None,
+) -> Zero1:
     """Shard the update of ``module`` over ``comms["shard"]``, starting from rank 0's values."""
-    return Zero1(module, comms["shard"], options)
+    return Zero1(module, comms["shard"], options, reducer)
 
 
 class Zero1(ShardedUpdate):
     """The handle: one round a step, during the last micro-batch's backward."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        super().__init__(module, comm, options.bucket_bytes, options.precision)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.computed = False
         for bucket in self.buckets:
             bucket.flat()  # kept for good: the memory of a step does not depend on its order
@@ -78,13 +84,11 @@ class Zero1(ShardedUpdate):
         if is_last:
             self.start_round()
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         """Reduce in place: the sum of this rank's shard replaces that shard."""
-        full = bucket.complete()
-        shard = bucket.layout.shard(full, self.comm.rank)
-        bucket.work = self.comm.reduce_scatter(shard, full, async_op=True)
+        self.reduce_scatter(bucket, self.gradient(bucket))
 
-    def gradient(self, bucket: Bucket) -> Tensor:
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
         """The shard of the bucket that holds sums."""
         return bucket.layout.shard(bucket.flat(), self.comm.rank)
 
@@ -119,7 +123,8 @@ class ReferenceZero1(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
+        chosen = parse_options(Options, options)
+        return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""

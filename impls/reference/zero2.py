@@ -46,24 +46,30 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
+from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.parts.sharded import Options, OwnedBucket, ShardedUpdate
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero2:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    reducer: Reducer | None = None,
+) -> Zero2:
     """Shard update and gradients of ``module`` over ``comms["shard"]``, from rank 0's values."""
-    return Zero2(module, comms["shard"], options)
+    return Zero2(module, comms["shard"], options, reducer)
 
 
 class Zero2(ShardedUpdate):
     """The handle: a round for every micro-batch of the busiest rank."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        super().__init__(module, comm, options.bucket_bytes, options.precision)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.kept = {
             bucket: torch.empty(bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device)
             for bucket in self.buckets
         }
-        self.sums: dict[Bucket, Tensor] = {}  # of this round, in flight
+        self.sums: dict[OwnedBucket, Tensor] = {}  # of this round, in flight
         self.rounds = self.begun = 0
         self.computing = False
 
@@ -92,11 +98,11 @@ class Zero2(ShardedUpdate):
         if self.sending:
             self.end_round(self.computing)
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         """Reduce into this rank's shard, once the bucket before it has landed."""
         self.land()
         sums = self.sums[bucket] = torch.empty_like(self.kept[bucket])
-        bucket.work = self.comm.reduce_scatter(sums, bucket.complete(), async_op=True)
+        self.reduce_scatter(bucket, sums)
 
     def land(self) -> None:
         """Wait for what is in flight, add it to the kept shard, and free the whole gradients."""
@@ -108,7 +114,7 @@ class Zero2(ShardedUpdate):
             bucket.work = None
         self.sums.clear()
 
-    def gradient(self, bucket: Bucket) -> Tensor:
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
         """The kept shard."""
         return self.kept[bucket]
 
@@ -142,7 +148,8 @@ class ReferenceZero2(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
+        chosen = parse_options(Options, options)
+        return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""

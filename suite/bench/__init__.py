@@ -5,9 +5,8 @@
 ``blocks``   the rank program that times A B B A, and the one that looks at memory
 ``pinning``  a core for every rank while the clock runs
 ``losses``   whether sides train the same, without which times decide nothing
-``patience`` a deadline for calls into a driver
 ``profile``  the rank program that says where a step's time goes
-``nvml``     what NVIDIA's management library answers, recorded and played back, too
+``nvml``     what NVIDIA's management library answers
 ``telemetry``  resident memory and GPU figures while sides run, seen by a thread of the leader
 ``session``  launches on ranks, and what they measured
 ``leaders``  what runs in the processes that start ranks for it

@@ -95,7 +95,7 @@ class Arm:
         capabilities = cls.capabilities(chosen.options)
         device = backends.BACKENDS[pair.backend].device
         self.mesh = mesh_of(axes, device, ranks)
-        self.workload = workloads.make(pair.workload, pair.dtype, "native")
+        self.workload = workloads.make(pair.workload, pair.dtype, "working_precision")
         members = range(pair.world) if ranks is None else ranks
         workers = [r for r in members if cls.role(r, len(members), chosen.options) == "worker"]
         shares = data_shares(axes, members, workers)

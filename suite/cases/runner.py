@@ -95,7 +95,7 @@ class Session:
         preflight.check([implementation], self._pool)
 
     def axes(self, implementation: str, options: Mapping[str, Any]) -> list[str]:
-        """The mesh axes that it declares under ``options``, asked in a leader; empty if it fails."""
+        """The mesh axes that it declares under ``options``; empty if it cannot be asked."""
         payload = {"implementation": implementation, "options": dict(options)}
         items = [("axes", payload, JUDGING_SECONDS)]
         with closing(self._pool.run(declaration.axes, items)) as ends:

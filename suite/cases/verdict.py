@@ -21,9 +21,8 @@ from shardproof.evidence.account import Account, restore
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
+from shardproof.verdicts import WORKING_PRECISION_ONLY
 
-#: What a native-precision comparison can prove by itself: it misses small faults.
-NATIVE_ONLY = "pass (native only)"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
@@ -32,7 +31,7 @@ _AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
 
 
 def measure(evidence: Evidence) -> None:
-    """Fill ``evidence.compared`` with what every check measures; one that breaks leaves ``broke``."""
+    """Fill ``evidence.compared`` with what every check measures, or with how it ``broke``."""
     for name in evidence.case.checks:
         try:
             evidence.compared[name] = checks.measure(name, evidence)
@@ -86,8 +85,8 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         figures = restore(case, account.figures)
     found = [_run_check(name, figures) for name in case.checks]
     verdict, text = verdict_of(found)
-    if verdict == "pass" and case.lane == "native":
-        verdict = NATIVE_ONLY
+    if verdict == "pass" and case.lane == "working_precision":
+        verdict = WORKING_PRECISION_ONLY
     return _expected(case, verdict, text, found)
 
 
@@ -184,7 +183,7 @@ def _expected(
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
-        elif verdict in ("pass", NATIVE_ONLY):
+        elif verdict in ("pass", WORKING_PRECISION_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"
     if verdict == "refused" and case.source:
         reason = f"{case.source}: {reason}"

@@ -13,7 +13,8 @@ split and those that stand on every rank, where a promise tells them apart.  Pro
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
-that need processes only.  A buffer that a rank owns no part of counts as communication, not as gradients.
+that need processes only.  A buffer that a rank owns no part of counts as communication, not as
+gradients.
 """
 
 from __future__ import annotations

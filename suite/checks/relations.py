@@ -121,7 +121,7 @@ def _scale(case: Case, _: Figures) -> Case:
 
 
 def _recompute(case: Case, evidence: Figures) -> Case:
-    """Without, and with its memory measured if this run's is: what is computed again must not be kept as well."""
+    """Without recomputation; its memory is measured where this run's is, to compare them."""
     options = {**case.options, "recompute_every": 0}
     if not memory_is_measurable(evidence.case, evidence.declaration.backends):
         return dataclasses.replace(case, options=options)

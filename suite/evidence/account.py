@@ -32,10 +32,9 @@ class Account:
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
     ``[error type, message]``; ``cannot_fit``: why what it declares cannot be done to this model, or
     on this mesh; ``unsound_schedules``: what is wrong with the schedules that it declares, by
-    size of the window; ``missing``: why the backend cannot be had here; ``no_oracle_because``: why no oracle
-    can tell what
-    is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
-    left nothing else.
+    size of the window; ``missing``: which backend or package this machine lacks;
+    ``no_oracle_because``: why no oracle can tell what is true here; ``fault``: the judge itself
+    failed; ``leader``: how the judging process ended that left nothing else.
     """
 
     case: Case

@@ -149,7 +149,7 @@ class Figures(ABC):
         records: list[RankRecord],
         oracle: OracleFacts,
         workload: WorkloadFacts,
-        facts: Mapping[str, Fraction],
+        facts: Mapping[str, int | Fraction],
         compared: dict[str, list[ComparisonRow]] | None = None,
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
@@ -197,7 +197,7 @@ class Figures(ABC):
         return result
 
     def to_dict(self) -> Stored:
-        """The stored form, without tensors; :func:`shardproof.evidence.account.restore` reads it."""
+        """The stored form, without tensors; :meth:`StoredFigures.from_dict` reads it."""
         compared = {name: [row.to_dict() for row in rows] for name, rows in self.compared.items()}
         return {
             "records": [record.without_tensors().to_dict() for record in self.records],
@@ -252,7 +252,7 @@ class Evidence(Figures):
         records: list[RankRecord],
         truth: dict[str, Any],
         workload: WorkloadFacts,
-        facts: Mapping[str, Fraction],
+        facts: Mapping[str, int | Fraction],
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
         oracle = OracleFacts.from_dict(truth)

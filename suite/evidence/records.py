@@ -133,7 +133,9 @@ class RankRecord:
 
     def without_tensors(self) -> RankRecord:
         """This record as the account keeps it: points stay, what was held there goes."""
-        steps = [replace(step, observed={point: {} for point in step.observed}) for step in self.steps]
+        steps = [
+            replace(step, observed={point: {} for point in step.observed}) for step in self.steps
+        ]
         return replace(self, initial={}, final={}, steps=steps)
 
     def to_dict(self) -> Stored:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardproof.files import write_whole
 from shardproof.launch import messages, process_control
 
 #: What a training step would otherwise import lazily, in every rank of every case.
@@ -165,9 +166,7 @@ class _Server:
             module, _, function = message["task"].partition(":")
             value = getattr(importlib.import_module(module), function)(message["payload"])
             if message["value"] is not None and value is not None:
-                partial = Path(f"{message['value']}.partial")
-                partial.write_text(json.dumps(value, default=str))
-                partial.rename(message["value"])
+                write_whole(Path(message["value"]), json.dumps(value, default=str))
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()

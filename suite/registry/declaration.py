@@ -88,7 +88,7 @@ class Declaration(Capabilities):
         return ""
 
     def excludes_case(self, case: Case, missing: str) -> str:
-        """Why ``case`` lies outside what it declares or what the machine has; empty: it does not."""
+        """Why ``case`` lies outside what it declares or what the machine has; empty: inside."""
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
-from shardproof.bench import stats
 from shardproof.report import capability_matrix, matrix, summary
 from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
@@ -51,7 +50,7 @@ def limits(run: Run) -> list[Limit]:
             _never_asked(run),
             _not_tested(run.cases),
             _not_judged(run.cases),
-            _native_only(run.cases),
+            _working_precision_only(run.cases),
         )
         if found.rows
     ]
@@ -122,6 +121,8 @@ def _open_times(run: Run) -> Limit:
 
     A comparison that others beside it make undecided (Holm) is open as well.
     """
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     family = stats.family(run.benches) if run.benches else {}
     rows = []
     for told in (*run.benches, *run.scalings):
@@ -229,16 +230,16 @@ def _not_judged(results: Iterable[Result]) -> Limit:
     )
 
 
-def _native_only(results: Iterable[Result]) -> Limit:
+def _working_precision_only(results: Iterable[Result]) -> Limit:
     found: Counter[tuple[str, str]] = Counter()
     for result in results:
-        if verdicts.kind(result["verdict"]) == "pass (native only)":
+        if verdicts.kind(result["verdict"]) == verdicts.WORKING_PRECISION_ONLY:
             case = result["case"]
             precision = ", ".join(sorted({case["dtype"], *(case.get("precision") or {}).values()}))
             found[case["implementation"], precision] += 1
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     return Limit(
-        "Judged in a native precision only",
+        "Judged in working precision only",
         "Held to a multiple of one device's own error: small faults hide in it.",
         ("cases", "implementation", "precision"),
         tuple((str(n), *key) for key, n in ordered[:MOST]),

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from shardproof.bench import stats
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
@@ -129,6 +128,8 @@ def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
     yield from ("", "## Comparisons of times", "")
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     family = stats.family(run.benches)
     yield from _table(times.HEADINGS, (times.cells(line, family) for line in run.benches))
     for line in run.benches:

@@ -1,9 +1,8 @@
 """NVML recorded and played back, figures made of it, and a sampler that always ends.
 
 ``tests/data/nvml-synthetic*.json`` are in the form of a recording, but made up from NVML's
-documentation: no GPU was at hand.  A recording of one (``python -m
-shardproof.bench.telemetry.sampling --record
-tests/data/nvml-<name>.json``) is judged by the same tests as soon as it lies there.
+documentation: no GPU was at hand.  A recording of one (``python tests/support/nvml_recording.py
+--record tests/data/nvml-<name>.json``) is judged by the same tests as soon as it lies there.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nvml_recording
 import pytest
 
 from shardproof.bench import evidence, session, sides
@@ -51,10 +51,10 @@ def made_up(seconds: int = 5, watts: float = 250.0, throttle: int = 0) -> dict[s
         }
         for second in range(seconds)
     ]
-    return {"format": nvml.FORMAT, "devices": [fixed], "samples": samples}
+    return {"format": nvml_recording.FORMAT, "devices": [fixed], "samples": samples}
 
 
-def seen_of(player: nvml.Player, count: int) -> sampling.Seen:
+def seen_of(player: nvml_recording.Player, count: int) -> sampling.Seen:
     """What a sampler sees of ``player``, a look a second, at clocks 0, 1, ..."""
     seen = sampling.Seen()
     devices = nvml.handles(player)
@@ -88,7 +88,7 @@ def test_what_no_gpu_said_is_called_synthetic() -> None:
 def test_figures_of_the_synthetic_gpu() -> None:
     """Watts, joules a step and the power cap of the file, worked out from its numbers."""
     recording = json.loads((DATA / "nvml-synthetic.json").read_text())
-    seen = seen_of(nvml.Player(recording), len(recording["samples"]))
+    seen = seen_of(nvml_recording.Player(recording), len(recording["samples"]))
     for look, sample in zip(seen.samples, recording["samples"], strict=True):
         look["clock"] = sample["seconds"]
     inside = [s["devices"][0] for s in recording["samples"] if 2.0 <= s["seconds"] <= 8.0]
@@ -104,7 +104,7 @@ def test_figures_of_the_synthetic_gpu() -> None:
     assert told["allocator"]["allocated_peak"] == 384 * 2**20
 
     other = json.loads((DATA / "nvml-synthetic-without.json").read_text())
-    seen = seen_of(nvml.Player(other), len(other["samples"]))
+    seen = seen_of(nvml_recording.Player(other), len(other["samples"]))
     for look, sample in zip(seen.samples, other["samples"], strict=True):
         look["clock"] = sample["seconds"]
     told = sampling.of_side(seen, [record | {"began": 2.0, "ended": 8.0, "steps": 1200}])
@@ -122,7 +122,7 @@ def test_figures_of_the_synthetic_gpu() -> None:
 def test_what_was_recorded_answers_again(path: Path) -> None:
     """Every figure is a number in its unit's range, or has a reason."""
     recording = json.loads(path.read_text())
-    api, why = nvml.start(nvml.Player(recording))
+    api, why = nvml.start(nvml_recording.Player(recording))
     assert api is not None and not why
     seen = seen_of(api, len(recording["samples"]))
     for clock, sample in zip(seen.samples, recording["samples"], strict=True):
@@ -169,8 +169,8 @@ def test_torch_and_nvml_name_the_same_gpu(path: Path) -> None:
 def test_recording_and_playing_are_inverse(tmp_path: Path) -> None:
     """A recording of a player holds what the player was made of, errors included."""
     path = tmp_path / "again.json"
-    player = nvml.Player(made_up(400), lacking=["energy"])
-    told = nvml.record(path, player, lambda seconds: 7, rest=0.05, busy=0.05, every=0.01)
+    player = nvml_recording.Player(made_up(400), lacking=["energy"])
+    told = nvml_recording.record(path, player, lambda seconds: 7, rest=0.05, busy=0.05, every=0.01)
     again = json.loads(path.read_text())
     assert again == json.loads(json.dumps(told)) and player.open == 0
     assert again["devices"] == made_up()["devices"] and again["busy"]["steps"] == 7
@@ -178,7 +178,7 @@ def test_recording_and_playing_are_inverse(tmp_path: Path) -> None:
     assert again["samples"][0]["devices"][0] == first | {
         "energy": {"error": 3, "text": "Not Supported"}
     }
-    values, reasons = nvml.answers(nvml.Player(again), 0, nvml.SAMPLED)
+    values, reasons = nvml.answers(nvml_recording.Player(again), 0, nvml.SAMPLED)
     assert values == first | {"energy": None} and reasons == {"energy": "Not Supported"}
 
 
@@ -186,9 +186,9 @@ def test_work_that_fails_records_nothing(tmp_path: Path) -> None:
     def work(seconds: float) -> int:
         raise ValueError("no card")
 
-    player = nvml.Player(made_up())
+    player = nvml_recording.Player(made_up())
     with pytest.raises(RuntimeError, match="no card"):
-        nvml.record(tmp_path / "r.json", player, work, rest=0.01, busy=0.01, every=0.01)
+        nvml_recording.record(tmp_path / "r.json", player, work, rest=0.01, busy=0.01, every=0.01)
     assert not list(tmp_path.iterdir()) and player.open == 0
 
 
@@ -198,8 +198,7 @@ def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:
         pytest.skip("there is a GPU here")
     command = [
         sys.executable,
-        "-m",
-        "shardproof.bench.telemetry.sampling",
+        "tests/support/nvml_recording.py",
         "--record",
         str(tmp_path / "r.json"),
     ]
@@ -216,29 +215,29 @@ def test_seconds_of_a_recording_are_positive(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        sampling.main(["--record", str(tmp_path / "r.json"), option, "0"])
+        nvml_recording.main(["--record", str(tmp_path / "r.json"), option, "0"])
     assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
 
 
 def test_a_recording_of_another_format_is_refused() -> None:
     with pytest.raises(ValueError, match="format 99"):
-        nvml.Player(made_up() | {"format": 99})
+        nvml_recording.Player(made_up() | {"format": 99})
 
 
 # ------------------------------------------------------------------------------------- NVML lacks
 
 
 def test_no_nvml_is_a_reason() -> None:
-    class Absent(nvml.Player):
+    class Absent(nvml_recording.Player):
         def nvmlInit(self) -> None:
-            raise nvml.PlayedError(12, "NVML Shared Library Not Found")
+            raise nvml_recording.PlayedError(12, "NVML Shared Library Not Found")
 
     assert nvml.start(Absent(made_up())) == (None, "NVML: NVML Shared Library Not Found")
-    none = nvml.Player(made_up() | {"devices": []})
+    none = nvml_recording.Player(made_up() | {"devices": []})
     assert nvml.start(none) == (None, "NVML sees no GPU") and none.open == 0
 
 
-class Stuck(nvml.Player):
+class Stuck(nvml_recording.Player):
     """A driver that does not come back from the calls in ``never``, until ``over`` is set."""
 
     def __init__(self, *never: str) -> None:
@@ -287,19 +286,21 @@ def test_work_that_does_not_end_is_no_recording(tmp_path: Path) -> None:
         assert over.wait(60)
         return 1
 
-    player = nvml.Player(made_up())
+    player = nvml_recording.Player(made_up())
     more = {"rest": 0.01, "busy": 0.01, "every": 0.01, "patience": 0.05}
     with pytest.raises(RuntimeError, match="had not ended"):
-        nvml.record(tmp_path / "r.json", player, work, **more)
+        nvml_recording.record(tmp_path / "r.json", player, work, **more)
     over.set()
     assert not list(tmp_path.iterdir()) and player.open == 0
 
 
 @pytest.mark.parametrize("figure", list(nvml.SAMPLED))
 def test_a_figure_that_is_not_supported_is_none_with_its_reason(figure: str) -> None:
-    seen = seen_of(nvml.Player(made_up(), lacking=[figure]), 5)
+    seen = seen_of(nvml_recording.Player(made_up(), lacking=[figure]), 5)
     (gpu,) = sampling.summary(seen, window=(0.0, 4.0))["gpus"]
-    (whole,) = sampling.summary(seen_of(nvml.Player(made_up()), 5), window=(0.0, 4.0))["gpus"]
+    (whole,) = sampling.summary(seen_of(nvml_recording.Player(made_up()), 5), window=(0.0, 4.0))[
+        "gpus"
+    ]
     assert gpu["missing"] == {figure: "Not Supported"} and whole["missing"] == {}
     lacks = {key for key, value in gpu.items() if value is None}
     assert (
@@ -322,13 +323,13 @@ def test_a_figure_that_is_not_supported_is_none_with_its_reason(figure: str) -> 
 
 
 def test_neither_counter_nor_power_is_no_energy() -> None:
-    seen = seen_of(nvml.Player(made_up(), lacking=["energy", "power"]), 5)
+    seen = seen_of(nvml_recording.Player(made_up(), lacking=["energy", "power"]), 5)
     (gpu,) = sampling.summary(seen, window=(0.0, 4.0))["gpus"]
     assert gpu["energy_joules"] is None and gpu["energy_source"] is None
 
 
 def test_an_older_pynvml_is_asked_by_the_older_name() -> None:
-    class Older(nvml.Player):
+    class Older(nvml_recording.Player):
         def __getattr__(self, function: str) -> Any:
             if function == "nvmlDeviceGetCurrentClocksEventReasons":
                 raise AttributeError(function)
@@ -336,7 +337,7 @@ def test_an_older_pynvml_is_asked_by_the_older_name() -> None:
                 return lambda handle: 4
             return super().__getattr__(function)
 
-    assert nvml.ask(Older(made_up()), 0, nvml.SAMPLED["throttle"]) == (4, "")
+    assert nvml.ask(Older(made_up()), 0, nvml.SAMPLED["throttle"]) == (4, None)
 
     class Neither(Older):
         def __getattr__(self, function: str) -> Any:
@@ -345,7 +346,7 @@ def test_an_older_pynvml_is_asked_by_the_older_name() -> None:
             return super().__getattr__(function)
 
     value, why = nvml.ask(Neither(made_up()), 0, nvml.SAMPLED["throttle"])
-    assert value is None and "this pynvml has no" in why
+    assert value is None and why is not None and "this pynvml has no" in why.text
 
 
 def test_pynvml_has_what_is_asked() -> None:
@@ -356,7 +357,7 @@ def test_pynvml_has_what_is_asked() -> None:
     assert nvml._CLOCK_SM == pynvml.NVML_CLOCK_SM
     assert nvml._CLOCK_MEMORY == pynvml.NVML_CLOCK_MEM
     assert nvml._TEMPERATURE_GPU == pynvml.NVML_TEMPERATURE_GPU
-    assert nvml._NOT_SUPPORTED == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert nvml_recording._NOT_SUPPORTED == pynvml.NVML_ERROR_NOT_SUPPORTED
     assert nvml._FUNCTION_NOT_FOUND == pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
     names = {
         "GpuIdle": "idle",
@@ -377,7 +378,7 @@ def test_pynvml_has_what_is_asked() -> None:
 
 
 def test_figures_by_hand() -> None:
-    seen = seen_of(nvml.Player(made_up(throttle=0x4 | 0x20)), 5)
+    seen = seen_of(nvml_recording.Player(made_up(throttle=0x4 | 0x20)), 5)
     told = sampling.summary(seen)
     (gpu,) = told["gpus"]
     assert told["resident_bytes"] == 1004 and told["samples"] == 5
@@ -403,7 +404,7 @@ def test_energy_is_watts_times_seconds(window: tuple[float, float]) -> None:
     """250 W for so long, between looks and beyond them, by the counter and without it."""
     expected = pytest.approx(250 * (window[1] - window[0]))
     for lacking, source in ((), "counter"), (("energy",), "power x time"):
-        seen = seen_of(nvml.Player(made_up(), lacking), 5)
+        seen = seen_of(nvml_recording.Player(made_up(), lacking), 5)
         (gpu,) = sampling.summary(seen, window=window)["gpus"]
         assert (gpu["energy_joules"], gpu["energy_source"]) == (expected, source)
 
@@ -414,7 +415,7 @@ def test_only_the_gpus_of_the_ranks_count() -> None:
     two["devices"].append(other)
     for sample in two["samples"]:
         sample["devices"].append({**sample["devices"][0], "power": 1000})
-    seen = seen_of(nvml.Player(two), 5)
+    seen = seen_of(nvml_recording.Player(two), 5)
     assert [gpu["name"] for gpu in sampling.summary(seen, [other["pci"]])["gpus"]] == ["The Other"]
     assert len(sampling.summary(seen)["gpus"]) == 2
     record = {
@@ -459,7 +460,7 @@ def threads() -> list[str]:
 
 
 def test_a_sampler_sees_ranks_and_gpus_and_ends() -> None:
-    player = nvml.Player(made_up())
+    player = nvml_recording.Player(made_up())
     with sampling.Sampler(lambda: [os.getpid()], player, every=0.01) as sampler:
         deadline = time.monotonic() + 10
         while len(sampler.seen.samples) < 4 and time.monotonic() < deadline:
@@ -491,9 +492,9 @@ def test_a_rank_that_has_ended_is_no_fault() -> None:
 
 
 def test_a_sampler_that_cannot_go_on_says_so_and_stops_nobody() -> None:
-    class Lost(nvml.Player):
+    class Lost(nvml_recording.Player):
         def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-            raise nvml.PlayedError(15, "GPU is lost")
+            raise nvml_recording.PlayedError(15, "GPU is lost")
 
     with sampling.Sampler(list, Lost(made_up()), every=0.01) as sampler:
         time.sleep(0.05)
@@ -506,7 +507,7 @@ def test_a_sampler_that_cannot_go_on_says_so_and_stops_nobody() -> None:
 def test_a_driver_that_hangs_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
-    class Hangs(nvml.Player):
+    class Hangs(nvml_recording.Player):
         def nvmlDeviceGetCount(self) -> int:
             release.wait(30)
             return 0
@@ -529,7 +530,7 @@ def test_ranks_say_who_they_are(tmp_path: Path) -> None:
 
 
 def test_what_was_seen_in_several_launches_adds_up() -> None:
-    one, two = (seen_of(nvml.Player(made_up()), count) for count in (2, 3))
+    one, two = (seen_of(nvml_recording.Player(made_up()), count) for count in (2, 3))
     both = sampling.Seen()
     both.add(one)
     both.add(two)
@@ -544,7 +545,7 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
     (first, *_) = sides.read(["peers"])
     pair = dataclasses.replace(first, backend=backend)
     measured = session.Measured(pair)
-    with session.Bench(nvml.Player.read(DATA / "nvml-synthetic.json")) as bench:
+    with session.Bench(nvml_recording.Player.read(DATA / "nvml-synthetic.json")) as bench:
         with bench._sampler(measured, tmp_path) as sampler:
             pass
         measured.seen.add(sampler.seen)
@@ -559,7 +560,7 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
 
 def test_without_nvml_a_session_says_so(tmp_path: Path) -> None:
     measured = session.Measured(dataclasses.replace(sides.read(["peers"])[0], backend="nccl"))
-    none = nvml.Player(made_up() | {"devices": []})
+    none = nvml_recording.Player(made_up() | {"devices": []})
     with session.Bench(none) as bench, bench._sampler(measured, tmp_path):
         pass
     assert measured.no_gpu == "NVML sees no GPU" and none.open == 0

@@ -13,7 +13,7 @@ from shardproof.launch import workspace
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(runner, "workspace_base", lambda: tmp_path)
+    monkeypatch.setattr(workspace, "workspace_base", lambda: tmp_path)
     return tmp_path
 
 

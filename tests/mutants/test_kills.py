@@ -11,9 +11,15 @@ import pytest
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases import runner
-from shardproof.cases.kills import CHECKS, VERDICT_KILLERS, Kill, judge_kill, pair
-from shardproof.cases.runner import run_mutants
+from shardproof.cases import kills as kill_matrix
+from shardproof.cases.kills import (
+    CHECKS,
+    VERDICT_KILLERS,
+    Kill,
+    judge_kill,
+    pair,
+    run_mutants,
+)
 
 
 def representatives() -> list[Any]:
@@ -119,7 +125,7 @@ def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: 
         orders.append([case.implementation for case in cases])
         return [], cases
 
-    monkeypatch.setattr(runner, "run_cases", run)
+    monkeypatch.setattr(kill_matrix, "run_cases", run)
     mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
     files = {mutant.implementation.__module__ for mutant in mutants}
     for stop_after in (None, 60.0):

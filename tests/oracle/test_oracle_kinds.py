@@ -49,7 +49,11 @@ def test_losses_are_judged_by_their_emulation() -> None:
 
 def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
     """A system may leave norms out of a policy that casts weights."""
-    normed = {"lane": "native", "dtype": "float32", "workload": WorkloadSpec("digits_cnn")}
+    normed = {
+        "lane": "working_precision",
+        "dtype": "float32",
+        "workload": WorkloadSpec("digits_cnn"),
+    }
     cases = [
         replace(case("reference/naive_ddp", 2, precision=policy), id=f"torn {policy}", **normed)
         for policy in ({"parameters": "bfloat16"}, {"reduce": "float32"})
@@ -57,7 +61,7 @@ def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
     (first, second), _ = run_cases(cases, 1, lambda result: None)
     assert first["verdict"] == "precondition"
     assert "give precision.buffers = bfloat16" in first["reason"]
-    assert second["verdict"] == "pass (native only)", second["reason"]
+    assert second["verdict"] == "pass (working precision only)", second["reason"]
 
 
 def events() -> list[Event]:
@@ -91,11 +95,5 @@ def test_events_that_are_no_history_are_named(wrong: list[Event]) -> None:
 
 
 def test_a_history_with_holes_is_a_problem() -> None:
-    told = [
-        {"order": e.order, "worker": e.worker, "step": e.step, "version": e.version}
-        for e in events()[:3]
-    ]
-    records = [{"history": told, "steps": [{"share": s}]} for s in (None,)]
-    records += [{"history": [], "steps": [{"share": s}]} for s in (0, 1)]
-    found = truth(make(SMALL), OptimizerSpec(), 2, records)
-    assert found["problem"] == "3 updates are told, 4 batches were fed"
+    found = truth(make(SMALL), OptimizerSpec(), 2, 2, events()[:3])
+    assert found["problem"] == "3 updates are reported, 4 batches were fed"

@@ -118,7 +118,7 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
             optimizer=optimizer,
             options=options,
             dtype="float32",
-            lane="native",
+            lane="working_precision",
             checks=("equivalence", "replicas", "norm", "traffic", "active"),
         )
         for optimizer in (
@@ -127,21 +127,23 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
         )
     ]
     results = judged(cases)
-    assert {r["verdict"] for r in results} == {"pass (native only)"}, told(results)
+    assert {r["verdict"] for r in results} == {"pass (working precision only)"}, told(results)
     assert all(compared(r) > 100 for r in results)
 
 
 @needs_deepspeed
 def test_ranks_as_threads_are_not_asked_of_it() -> None:
-    (result,) = judged([case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="native")])
+    (result,) = judged(
+        [case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="working_precision")]
+    )
     assert (result["verdict"], result["reason"]) == ("skip", "runs on gloo only")
 
 
 def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
     hidden = (
         "import sys, json; sys.modules['deepspeed'] = None\n"
-        "from shardproof.cases.runner import conduct\n"
-        "conduct(json.loads(sys.argv[1]))"
+        "from shardproof.cases.leader import conduct\n"
+        "print(json.dumps(conduct(json.loads(sys.argv[1]))['result']))"
     )
     told_case = case("deepspeed/zero2", {"shard": 2}, backend="gloo", dtype="float32")
     payload = {
@@ -150,8 +152,9 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
         "cache": str(tmp_path / "oracles"),
     }
     command = [sys.executable, "-c", hidden, json.dumps(payload)]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
-    result = json.loads((tmp_path / "case" / "result.json").read_text())
+    place = Path(__file__).parents[2]
+    done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)
+    result = json.loads(done.stdout)
     assert result["verdict"] == "skip"
     assert "'deepspeed' is not installed" in result["reason"]
     assert "docs/install-extras.md" in result["reason"]
@@ -303,10 +306,10 @@ def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> No
                 workload=spec,
                 optimizer=adamw,
                 dtype="float32",
-                lane="native",
+                lane="working_precision",
                 checks=("equivalence", "replicas", "traffic", "memory", "active"),
             )
         ]
     )
-    assert result["verdict"] == "pass (native only)", told([result])
+    assert result["verdict"] == "pass (working precision only)", told([result])
     assert compared(result) > 100

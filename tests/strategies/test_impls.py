@@ -33,7 +33,7 @@ from shardproof.impls.reference.ddp import DDP, Options
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
-from shardproof.impls.reference.parts.buckets import Bucket, plan_buckets
+from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.oracle import training
 from shardproof.workloads import Workload, suggested_groups
 
@@ -442,7 +442,7 @@ def test_the_first_bucket_has_its_own_limit() -> None:
 
 def test_packing() -> None:
     parameters = [torch.zeros(2, 2), torch.zeros(()), torch.zeros(0)]
-    bucket = Bucket([1, 0, 2], parameters)
+    bucket = GradientBucket([1, 0, 2], ["a", "b", "c"], parameters)
     bucket.flat.fill_(9.0)
     bucket.pack([None, torch.arange(4.0).view(2, 2).t(), None])
     assert bucket.flat.tolist() == [0.0, 0.0, 2.0, 1.0, 3.0]

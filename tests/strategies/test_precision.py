@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import working_precision
 from shardproof.contract import OptimizerSpec, Piece, Refused
-from shardproof.evidence.assembled import StoredFigures
 from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
 from shardproof.impls.reference.engine.offload import HostTier
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.oracle.training import train
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import make
 
 HERE = Path(__file__).parents[1] / "support"
@@ -29,11 +30,11 @@ M18 = {"parameters": "bfloat16", "reduce": "float32"}
 
 
 def case(name: str, **changes: Any) -> Case:
-    """One native case of two ranks under a policy (A16 unless given)."""
+    """One case in working precision of two ranks under a policy (A16 unless given)."""
     values: dict[str, Any] = {
         "precision": A16,
         "optimizer": OptimizerSpec(lr=0.1),
-        "lane": "native",
+        "lane": "working_precision",
         "dtype": "float32",
         "mesh": {"shard": 2},
         "workload": WORKLOAD,
@@ -207,7 +208,7 @@ def test_no_masters_where_nothing_is_narrow() -> None:
 
 
 def test_one_device_follows_the_policy() -> None:
-    item = make(WORKLOAD, "float32", "native", "bfloat16")
+    item = make(WORKLOAD, "float32", "working_precision", "bfloat16")
     runs = {
         name: train(item, OptimizerSpec(lr=1e-4), 2, 2, precision=policy)
         for name, policy in (("a16", A16), ("m18", M18))
@@ -239,9 +240,8 @@ def test_one_device_follows_the_policy() -> None:
     ],
 )
 def test_the_coarsest_dtype_sets_the_bound(policy: dict[str, str], bound: float) -> None:
-    records = [{"capabilities": {"features": ()}}]
-    told = StoredFigures(case("plain", precision=policy), records, {}, {}, {}, tensors=[])
-    assert working_precision.factor(told) == bound
+    figures = SimpleNamespace(case=case("plain", precision=policy), declaration=Declaration())
+    assert working_precision.factor(figures) == bound  # type: ignore[arg-type]
 
 
 def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
@@ -253,7 +253,7 @@ def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
         case("faulty_precision:ForgetsMasters", optimizer=adamw),
     ]
     clean, half, cut, forgotten = verdicts(cases)
-    assert clean["verdict"] == half["verdict"] == "pass (native only)", clean["reason"]
+    assert clean["verdict"] == half["verdict"] == "pass (working precision only)", clean["reason"]
     assert cut["verdict"] == "fail" and "replay" in cut["reason"], cut["reason"]
     assert forgotten["verdict"] == "fail" and ".master" in forgotten["reason"], forgotten["reason"]
 

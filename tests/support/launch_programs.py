@@ -226,12 +226,17 @@ def crash(payload: dict[str, Any]) -> None:
     ctypes.string_at(1)
 
 
+def double(payload: dict[str, Any]) -> list[int]:
+    """Leader's task: return something."""
+    return [2 * payload["number"]]
+
+
 def fail(payload: dict[str, Any]) -> None:
     """Leader's task: raise."""
     raise ValueError("the task's own error")
 
 
-def kill_zygote(payload: dict[str, Any]) -> None:
+def kill_fork_server(payload: dict[str, Any]) -> None:
     """Leader's task: take the fork server along."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)

@@ -18,7 +18,7 @@ from shardproof.contract import Batch, OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.reducers import Work
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
@@ -67,7 +67,7 @@ class LastBackwardOnly(DDP):
     workload=gpt("unused"),
 )
 class DropsIncompleteBucket(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         return Nothing() if bucket.missing else super().reduce(bucket)
 
 
@@ -80,13 +80,13 @@ class DropsIncompleteBucket(DDP):
 class MissesReplacedParameter(DDP):
     local: Tensor | None = None
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         if 0 in bucket.members:
             own = self.parameters[0].grad
             self.local = None if own is None else own.clone()
         super().launch(bucket)
 
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: GradientBucket) -> None:
         super().land(bucket)
         if 0 in bucket.members:
             self.parameters[0].grad = self.local
@@ -103,7 +103,7 @@ class LatchesSyncFlag(DDP):
         self.decided = self.decided if self.computed else is_last
         super().accumulate(is_last)
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         return super().reduce(bucket) if self.decided else Nothing()
 
     decided = True
@@ -137,7 +137,7 @@ class RebuildLosesGradients(DDP):
     workload=gpt("late_results"),
 )
 class SkipsLastWait(DDP):
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: GradientBucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.work = Nothing()
         super().land(bucket)
@@ -150,7 +150,7 @@ class SkipsLastWait(DDP):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class NeverReduces(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         return Nothing()
 
 
@@ -160,9 +160,10 @@ class NeverReduces(DDP):
     killed_by=("equivalence", "traffic"),
 )
 class ReducesInFp32(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         narrow = bucket.flat.float()
-        self.reducer.reduce(narrow, self.comm).wait()
+        outgoing = replace(bucket.outgoing(self.step), flat=narrow)
+        self.reducer.all_reduce(outgoing, self.comm).wait()
         bucket.flat.copy_(narrow)
         return Nothing()
 
@@ -177,7 +178,7 @@ class ReducesInFp32(DDP):
     mesh={"replicate": 3},
 )
 class DividesByWorld(DDP):
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: GradientBucket) -> None:
         super().land(bucket)
         bucket.flat.div_(self.comm.size)
 
@@ -314,7 +315,7 @@ class CommunicatesEveryMicroBatch(DDP):
     killed_by=("overlap",),
 )
 class WaitsAfterEachLaunch(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         work = super().reduce(bucket)
         work.wait()
         return work

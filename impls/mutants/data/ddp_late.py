@@ -12,7 +12,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
 from shardproof.impls.mutants.data.ddp import CLIP, CNN_BUCKETS, Nothing, gpt, mutant
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.reducers import Work
 
 CNN = WorkloadSpec("digits_cnn")
@@ -35,7 +35,7 @@ class LastBucketLostAfterStep3(DDP):
         super().after_step()
         self.done += 1
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         lost = self.done >= 3 and bucket is self.buckets[-1]
         return Nothing() if lost else super().reduce(bucket)
 
@@ -121,7 +121,7 @@ class KeepsGradientsWhenClipped(DDP):
     workload=gpt("conditional_by_rank"),
 )
 class StaleBucketContent(DDP):
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         for index, view in bucket.views.items():
             own = self.contribution(index)
             if own is not None:

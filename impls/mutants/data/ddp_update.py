@@ -11,12 +11,12 @@ from shardproof.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepRe
 from shardproof.impls.mutants.data.ddp import BETWEEN, CLIP, gpt, mutant
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 
 # -------------------------------------------------------------------------------- norm and update
 
 
-def local_parts(handle: DDP, bucket: Bucket) -> list[NormPart]:
+def local_parts(handle: DDP, bucket: GradientBucket) -> list[NormPart]:
     """Sums of squares of what the members of ``bucket`` have for a gradient now."""
     gradients = (handle.parameters[index].grad for index in bucket.members)
     return [(power_sum(gradient), ()) for gradient in gradients if gradient is not None]
@@ -34,7 +34,7 @@ class NormOfLocalGradients(DDP):
         super().start_step()
         self.own: list[NormPart] = []
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         self.own += local_parts(self, bucket)
         super().launch(bucket)
 
@@ -50,7 +50,7 @@ class NormOfLocalGradients(DDP):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(DDP):
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         self.early = local_parts(self, bucket)  # the last one stays
         super().launch(bucket)
 

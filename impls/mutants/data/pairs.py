@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from shardproof.case import WorkloadSpec
-from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
-from shardproof.impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 from shardproof.impls.reference.zero3 import ReferenceZero3
 
@@ -75,7 +74,7 @@ class ReloadDropsNewSlots(ReferenceZero3):
     zoo=("O14",),
     summary="masters start again from the parameters that were rounded from them",
     expect=RELOAD,
-    lane="native",
+    lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16"},
 )
@@ -123,10 +122,10 @@ class ReloadLeavesBuckets(Zero2):
     dtype="float32",
 )
 class MakesContiguous(Zero1):
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
-        super().__init__(module, comm, options)
+        super().__init__(module, *rest)
 
 
 @mutant(

@@ -1,6 +1,7 @@
 """Faults of mixed precision, of masters and of loss scaling, in ZeRO and in data parallelism.
 
-Policies are judged in the native lane, loss scaling in fp64: an overflow is planted there as well.
+Policies are judged in the lane working_precision, loss scaling in fp64: an overflow is
+planted there as well.
 A sum that is rounded to bf16 needs fp32 parameters to show: bf16 gradients are coarser than it.
 """
 
@@ -20,7 +21,7 @@ from shardproof.impls.mutants.sharded.zero import mutant
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.scaler import LossScaler
-from shardproof.impls.reference.parts.sharded import Bucket
+from shardproof.impls.reference.parts.sharded import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -33,7 +34,7 @@ WIDE: Mapping[str, Any] = {
     "workload": WorkloadSpec("charnames_gpt", params=SMALL, micro_batches=4),
     "optimizer": ADAMW,
     "options": BUCKETS,
-    "lane": "native",
+    "lane": "working_precision",
     "dtype": "float32",
     "precision": {"parameters": "bfloat16", "reduce": "float32"},
 }
@@ -143,7 +144,7 @@ class AccumulatesInBf16(Zero2):
     **WIDE,
 )
 class ReducesNarrow(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         narrow = bucket.complete().bfloat16()
         shard = bucket.layout.shard(narrow, self.comm.rank)
         self.comm.reduce_scatter(shard, narrow)
@@ -158,7 +159,7 @@ class ReducesNarrow(Zero1):
     **WIDE,
 )
 class ReducesOtherCopy(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         wide = bucket.complete().clone()
         super().send(bucket)
         bucket.work.wait()  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.data.ddp import gpt
 from shardproof.impls.reference.engine.recompute import Call
-from shardproof.impls.reference.units.shard import FlatShard, Unit
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
 AGAIN: Mapping[str, Any] = {"recompute_every": 1}
@@ -138,7 +138,7 @@ class FromChangedInput(Call):
     killed_by=("traffic",),
 )
 class GathersTwice(Zero3):
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         if again:
             unit.free()
         super().before_forward(unit, again)
@@ -152,13 +152,13 @@ class GathersTwice(Zero3):
     workload=replace(gpt(), params={"layers": 5}),
 )
 class KeepsGatheredWeights(Zero3):
-    again: frozenset[Unit] = frozenset()
+    again: frozenset[ShardedUnit] = frozenset()
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.again = self.again | {unit} if again else frozenset()
         super().after_forward(unit, again)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         super().after_backward(unit) if unit not in self.again else self.reduce(unit)
 
 
@@ -169,8 +169,8 @@ class KeepsGatheredWeights(Zero3):
     killed_by=("overlap",),
 )
 class GathersLate(Zero3):
-    def before_backward(self, unit: Unit) -> None:
-        self.way_back = []
+    def before_backward(self, unit: ShardedUnit) -> None:
+        self.order.backward = []
         super().before_backward(unit)
 
 
@@ -212,11 +212,11 @@ class ForgetsOneShard(ReferenceZero3):
 class GathersStaleCopy(Zero3):
     copies: Mapping[FlatShard, Tensor] = {}
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         own = {flat: flat.shard for flat in unit.flats}
         self.copies = {flat: shard.clone() for flat, shard in own.items()} | {**self.copies}
         for flat in own:
-            flat.shard = self.copies[flat]
+            flat.parameters.shard = self.copies[flat]
         super().gather(unit)
         for flat, shard in own.items():
-            flat.shard = shard
+            flat.parameters.shard = shard

@@ -19,8 +19,8 @@ from shardproof.impls.mutants.data.ddp import CLIP, gpt
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.parts.sharded import Bucket
-from shardproof.impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from shardproof.impls.reference.parts.sharded import OwnedBucket
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024}
@@ -52,7 +52,7 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
     workload=gpt("unused"),
 )
 class LeavesPartlyFullBucket(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         if not bucket.missing:
             super().send(bucket)
 
@@ -65,7 +65,7 @@ class LeavesPartlyFullBucket(Zero1):
     workload=LATE,
 )
 class UsesLastBucketEarly(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
         if bucket is self.queue[-1]:
             bucket.work = None
@@ -79,7 +79,7 @@ class UsesLastBucketEarly(Zero1):
     workload=LATE,
 )
 class RewritesBufferInFlight(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
         bucket.flat().zero_()
 
@@ -107,7 +107,7 @@ class AddsBeforeLanding(Zero2):
     killed_by=("equivalence",),
 )
 class LastMicroBatchLeaks(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
         if self.begun == self.rounds:
@@ -122,7 +122,7 @@ class LastMicroBatchLeaks(Zero2):
     killed_by=("equivalence",),
 )
 class ReducesSumsAgain(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept[bucket])
         super().send(bucket)
 
@@ -135,7 +135,7 @@ class ReducesSumsAgain(Zero2):
     mesh={"shard": 4},
 )
 class FourthRankLeftOut(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         if self.comm.rank == 3:
             bucket.flat().zero_()
         super().send(bucket)
@@ -161,8 +161,8 @@ class OneRankIsNoGroup(Zero1):
     killed_by=("equivalence",),
 )
 class ExchangesEqualBuckets(Zero2):
-    def __init__(self, module: nn.Module, comm: Comm, options: Any) -> None:
-        super().__init__(module, comm, options)
+    def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
+        super().__init__(module, comm, *rest)
         sizes = [bucket.layout.padded for bucket in self.buckets]
         first = next(i for i, size in enumerate(sizes) if sizes.count(size) > 1)
         twin = sizes.index(sizes[first], first + 1)
@@ -283,7 +283,7 @@ class RemembersUse(Zero1):
     workload=gpt("tied"),
 )
 class TiedWeightCountsTwice(Zero1):
-    def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+    def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:
         if ".tied." in name:
             assert parameter.grad is not None
             parameter.grad = 2 * parameter.grad
@@ -314,10 +314,10 @@ class UntiesWeights(ReferenceZero2):
     workload=gpt("frozen"),
 )
 class ForgetsFrozenParameters(Zero1):
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         values = [parameter.detach().clone() for parameter in frozen]
-        super().__init__(module, comm, options)
+        super().__init__(module, *rest)
         for parameter, value in zip(frozen, values, strict=True):
             parameter.data.copy_(value)
 
@@ -390,7 +390,7 @@ class FallsBackToDDP(ReferenceZero1):
     killed_by=("traffic",),
 )
 class AllReduces(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
 
 
@@ -426,7 +426,7 @@ class GradientsAsIntegers(Zero1):
     killed_by=("memory",),
 )
 class ReducesCopies(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         shard = bucket.layout.shard(bucket.flat(), self.comm.rank)
         bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
 
@@ -514,7 +514,7 @@ class NormCountsPadding(Zero1):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         self.early = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
 

@@ -48,6 +48,7 @@ from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
 from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.engine.state import copy_pieces, load_state
+from shardproof.impls.reference.parts.reducers import Reducer
 
 
 class Engine(Implementation):
@@ -78,6 +79,7 @@ class Engine(Implementation):
         self.precision.cast_buffers(module)
         self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        self.reducer = self.make_reducer()
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
         self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
@@ -87,6 +89,10 @@ class Engine(Implementation):
         """Wrap the units that are computed again in backward."""
         every = options.get("recompute_every", 0)
         return recompute_units(module, self.build.units, every, self.call_type)
+
+    def make_reducer(self) -> Reducer:
+        """How this rank's handles sum gradients over ranks."""
+        return Reducer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""
@@ -100,6 +106,7 @@ class Engine(Implementation):
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """One optimizer step over all micro-batches of all windows."""
+        self.handle.begin_step(batch.step)
         self.handle.before_step(len(batch.micro_batches))
         loss = self.backward(batch)
         self.handle.finish()
@@ -175,7 +182,13 @@ class Engine(Implementation):
         self.scale_gradients(clip_factor(norm, max_norm))
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What this rank holds."""
+        """What this rank holds; state of the reducer counts as the optimizer's."""
+        held = self.held_pieces(kind)
+        # Not placed like the rest: it is this rank's own, wherever its parameters are split.
+        return held + self.reducer.pieces() if kind == "optimizer" else held
+
+    def held_pieces(self, kind: Kind) -> list[Piece]:
+        """Parameters, gradients, buffers, or slots and masters of the optimizer."""
         if kind == "optimizer":
             slots = slot_pieces(self.optimizer, self.handle.place)
             return slots + (self.masters.master_pieces(self.handle.place) if self.masters else [])
@@ -190,14 +203,17 @@ class Engine(Implementation):
 
         Optimizer slots that do not exist yet, before the first step, are made.
         """
-        rest = copy_pieces(self.local_state(kind), pieces)
+        if kind == "optimizer":
+            # The reducer comes first: what it has yet to make must not become an optimizer slot.
+            pieces = self.reducer.load_pieces(pieces)
+        rest = copy_pieces(self.held_pieces(kind), pieces)
         if kind == "parameters":
             self.handle.loaded()
             if self.masters:
                 self.masters.restart()
         if rest and kind == "optimizer":
             make_slots(self.optimizer, rest)
-            rest = copy_pieces(self.local_state(kind), rest)
+            rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             place = rest[0].slices or rest[0].flat_range
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")

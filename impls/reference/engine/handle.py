@@ -17,6 +17,7 @@ from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.parts.reducers import Reducer
 
 T = TypeVar("T")
 
@@ -25,10 +26,18 @@ class Handle(ABC):
     """A module under a strategy.  Calls come in the order in which they stand here."""
 
     module: nn.Module
+    #: How gradients are summed over ranks; handles of one rank share one.
+    reducer: Reducer
+    #: Number of the optimizer step, from 0.
+    step = 0
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
+
+    def begin_step(self, step: int) -> None:
+        """Optimizer step number ``step`` begins; handles inside of this one are told as well."""
+        self.step = step
 
     def before_step(self, micro_batches: int) -> None:
         """Before the first forward of a step, in which this rank runs ``micro_batches`` (or 0)."""

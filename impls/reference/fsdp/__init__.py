@@ -30,7 +30,7 @@ neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; na
 Gathers go ``prefetch_forward`` units ahead of forward, in the order of the forward before, and
 ``prefetch_backward`` units ahead of backward, in the reverse order of its own forward.  A unit is
 gathered again before its backward unless it is whole, and freed when its inputs' gradients are
-complete (parts/unit_events.py).  With ``accumulate_without_communication`` gradients stay whole
+complete (units/events.py).  With ``accumulate_without_communication`` gradients stay whole
 and are reduced in the last round only; SHARD_GRAD_OP then keeps parameters whole over the step.
 Evaluation frees every unit right after its forward, whatever the strategy.
 

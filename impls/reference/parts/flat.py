@@ -28,7 +28,8 @@ from shardproof.contract import Piece
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as they lie in a shard.
+    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as they lie in a shard
+    (or in the whole flat tensor, as in the shard of a single rank).
 
     ``shape`` is that of the whole tensor, ``offset`` the place of the first element in the shard.
     """
@@ -82,6 +83,14 @@ class FlatLayout:
         self.numel = starts[-1]
         self.shard_numel = -(-self.numel // shards)
         self.padded = self.shard_numel * shards
+
+    @property
+    def whole(self) -> tuple[Part, ...]:
+        """Every tensor as one part of the whole flat tensor, in order."""
+        return tuple(
+            Part(name, self.shapes[name], 0, stop - start, start)
+            for name, (start, stop) in self.spans.items()
+        )
 
     @property
     def names(self) -> list[str]:

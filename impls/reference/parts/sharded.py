@@ -30,7 +30,7 @@ from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
 from shardproof.impls.reference.parts.flat import FlatLayout, Part
-from shardproof.impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Options(Training):
             )
 
 
-class Bucket:
+class OwnedBucket:
     """Parameters ``named`` (of one dtype) as views of one flat tensor, and this rank's shard of it.
 
     ``values`` has ``layout.padded`` elements in the dtype that is computed with; ``targets`` are
@@ -142,9 +142,10 @@ class ShardedUpdate(Handle):
     """Base of the handles: buckets, hooks, rounds, agreement on use, pieces."""
 
     def __init__(
-        self, module: nn.Module, comm: Comm, bucket_bytes: int, precision: Precision
+        self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
     ) -> None:
-        self.module, self.comm = module, comm
+        self.module, self.comm, self.reducer = module, comm, reducer or Reducer()
+        precision, bucket_bytes = options.precision, options.bucket_bytes
         broadcast_tensors(list(named_state(module).values()), comm)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         for parameter in module.parameters():
@@ -154,7 +155,8 @@ class ShardedUpdate(Handle):
         order = list(reversed(range(len(names))))
         plan = plan_buckets(order, parameters, bucket_bytes, bucket_bytes)
         self.buckets = [
-            Bucket({names[i]: parameters[i] for i in members}, comm, precision) for members in plan
+            OwnedBucket({names[i]: parameters[i] for i in members}, comm, precision)
+            for members in plan
         ]
         self.queue = list(self.buckets)  # the order in which buckets are sent
         self.targets = {n: t for bucket in self.buckets for n, t in bucket.targets.items()}
@@ -181,7 +183,7 @@ class ShardedUpdate(Handle):
         for bucket in self.buckets:
             bucket.start_round()
 
-    def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+    def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:
         """Hook: a backward has given ``parameter`` its gradient, which moves into the bucket."""
         if bucket.sent:
             raise RuntimeError(
@@ -220,11 +222,16 @@ class ShardedUpdate(Handle):
             self.send(bucket)
 
     @abstractmethod
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         """Start to reduce and scatter the gradients of ``bucket``."""
 
+    def reduce_scatter(self, bucket: OwnedBucket, shard: Tensor) -> None:
+        """Start to sum ``bucket`` over the ranks; ``shard`` receives this rank's part."""
+        outgoing = Bucket(bucket.complete(), bucket.layout.whole, self.step)
+        bucket.work = self.reducer.reduce_scatter(outgoing, self.comm, shard)
+
     @abstractmethod
-    def gradient(self, bucket: Bucket) -> Tensor:
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
         """This rank's shard of the reduced gradients of ``bucket``."""
 
     # ------------------------------------------------------------------------------ after the last

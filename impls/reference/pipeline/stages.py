@@ -168,6 +168,12 @@ class Stages(Handle):
 
     # -------------------------------------------------------------------------------------- a step
 
+    def begin_step(self, step: int) -> None:
+        """Every handle's."""
+        super().begin_step(step)
+        for handle, _ in self.handles():
+            handle.begin_step(step)
+
     def before_step(self, micro_batches: int) -> None:
         """Stages run all micro-batches, a tied tensor has one backward."""
         self.computed = micro_batches > 0

@@ -28,11 +28,11 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.impls.reference.engine.handle import T
+from shardproof.impls.reference.units.model import ShardedModel
 from shardproof.impls.reference.units.shard import FlatShard
-from shardproof.impls.reference.units.sharded import ShardedUnits
 
 
-class StepShards(ShardedUnits):
+class StepShards(ShardedModel):
     """The handle.  Ranks without micro-batches make the same calls as the others."""
 
     def __init__(self, *args: Any) -> None:
@@ -47,11 +47,12 @@ class StepShards(ShardedUnits):
     def arrived(self, flat: FlatShard, name: str, parameter: Tensor) -> None:
         """Hook: the gradient moves to those of its unit."""
         assert parameter.grad is not None
-        flat.take(name, parameter.grad)
+        flat.gradients.arrive(name, parameter.grad)
         parameter.grad = None
 
     def before_step(self, micro_batches: int) -> None:
         """Make every unit whole."""
+        # All gathers start before any is waited for, so that they run side by side.
         for unit in self.units:
             unit.gather()
         for unit in self.units:
@@ -62,13 +63,13 @@ class StepShards(ShardedUnits):
         for unit in self.units:
             unit.pack()
             for flat in unit.trained:
-                self.used |= flat.filled
-            for work in unit.reduce():
-                work.wait()
+                self.used |= flat.gradients.filled
+            unit.reduce()
             for flat in unit.trained:
-                flat.land()
+                # At once: whole gradients of one unit after the other go, not of all together.
+                flat.gradients.wait_and_accumulate()
             unit.free()
-        self.hand_over()
+        self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Whole during all ``passes``."""

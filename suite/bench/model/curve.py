@@ -229,7 +229,7 @@ def plan_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> ModelFacts:
         mesh=dict(axes),
         workload=pair.workload,
         optimizer=pair.optimizer,
-        lane="native",
+        lane="working_precision",
         checks=(),
         options=chosen.options,
         dtype=pair.dtype,

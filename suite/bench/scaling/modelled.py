@@ -129,10 +129,10 @@ def plan_for(cell: Cell, mesh: Mapping[str, int]) -> ModelFacts:
         mesh=mesh,
         workload=cell.workload,
         optimizer=cell.optimizer,
-        lane="native",
+        lane="working_precision",
         checks=(),
         options=cell.system.options,
         dtype=cell.dtype,
     )
-    workload = workloads.make(cell.workload, cell.dtype, "native")
+    workload = workloads.make(cell.workload, cell.dtype, "working_precision")
     return plan_of(case, workload, workload.model("meta"))

@@ -5,18 +5,13 @@ the looking costs is told.  While launches are timed all sides live in the ranks
 there (clocks, reasons for slowing down, memory) belongs to the comparison as a whole.  Figures of
 one side, its energy a step above all, are from passes in which it runs alone and nobody times it.
 
-    python -m shardproof.bench.telemetry.sampling --record FILE   what NVML answers here, for
-    tests without a GPU
-
 Nothing here is judged: bytes and watts of a machine are advisory.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -357,37 +352,3 @@ def _side_text(letter: str, side: Mapping[str, Any]) -> str:
         source = side["gpus"][0]["energy_source"]
         parts.append(f"{side['joules_per_step']:.3g} J a step ({source})")
     return f"{letter.upper()} alone, worst rank: " + "; ".join(parts)
-
-
-# --------------------------------------------------------------------------------- the recorder
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Record what NVML answers here; exit code 2 where there is nothing to record."""
-    name = "python -m shardproof.bench.telemetry.sampling"
-    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
-    parser.add_argument("--record", metavar="FILE", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--rest", metavar="S", type=float, default=2.0, help="before and after")
-    parser.add_argument("--busy", metavar="S", type=float, default=6.0, help="seconds of work")
-    parser.add_argument("--every", metavar="S", type=float, default=0.2, help="between two looks")
-    parser.add_argument("--no-work", action="store_true", help="leave out the matrix products")
-    options = parser.parse_args(arguments)
-    if not (options.rest > 0 and options.busy > 0 and options.every > 0):
-        parser.error("--rest, --busy and --every are seconds, more than 0")
-    work = None if options.no_work else nvml.multiply
-    try:
-        told = nvml.record(options.record, None, work, options.rest, options.busy, options.every)
-    except (RuntimeError, OSError) as error:
-        print(f"{options.record}: {error}", file=sys.stderr)
-        return 2
-    cost = told["sample_seconds"]
-    print(
-        f"{options.record}: {len(told['samples'])} samples of {len(told['devices'])} GPU(s), "
-        f"{told['busy']['steps']} steps of work; a sample took {1e3 * cost['median']:.2f} ms "
-        f"(at most {1e3 * cost['max']:.2f})"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
