@@ -32,9 +32,9 @@ def case(system: str, world: int, **values: object) -> Case:
 
 def test_losses_are_judged_by_their_emulation() -> None:
     cases = [
-        case("tests.oracle_systems:HalfDDP", 3),
-        case("tests.oracle_systems:ForgetfulHalfDDP", 3),
-        case("tests.oracle_systems:HonestPlainHalfDDP", 3),
+        case("tests.support.oracle_systems:HalfDDP", 3),
+        case("tests.support.oracle_systems:ForgetfulHalfDDP", 3),
+        case("tests.support.oracle_systems:HonestPlainHalfDDP", 3),
     ]
     results, _ = run_cases(cases, 2, lambda result: None)
     verdicts = {r["case"]["implementation"].split(":")[1]: r for r in results}
