@@ -15,7 +15,7 @@ from shardproof.checks import Outcome, active, memory, overlap, traffic
 from shardproof.costs import COST_MODELS, CostModel, NoCostModel
 from shardproof.costs.expression import CaseFacts
 from shardproof.ledgers.memory import MemoryLedger, summary
-from shardproof.report.memory import MEASURED, memory_rows
+from shardproof.report.memory import MEASURED, with_figures
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
@@ -257,7 +257,7 @@ def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
         }
         for changed in ({}, whole)
     ]
-    cells = sorted(row[MEASURED] for row in memory_rows(results))
+    cells = sorted(row[MEASURED] for row, _ in with_figures(results))
     assert cells[1] == "nothing held" and cells[0].endswith("x")
 
 
