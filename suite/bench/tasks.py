@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench.sides import LETTERS, Pair, Side
+from shardproof.files import write_whole
 
 
 def examine_sides(payload: dict[str, Any]) -> None:
@@ -133,14 +134,14 @@ def launched(
     ledgers: bool = False,
 ) -> dict[str, Any]:
     """The ``records`` of ``program`` on fresh ranks, or the ``problem``: (verdict, sentence)."""
-    from shardproof import pack
+    from shardproof import tensor_bytes
     from shardproof.launch.ranks import root_cause, run_ranks
 
     workdir.mkdir(parents=True)
     outcomes = run_ranks(backend, world, program, workdir, deadline, ledgers=ledgers)
     cause = root_cause(outcomes)
     if cause is None:
-        return {"records": [pack.load(o.record) for o in outcomes if o.record is not None]}
+        return {"records": [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]}
     if cause.error_type == "Refused":
         return {"problem": ("precondition", cause.message)}
     verdict = "hang" if cause.status == "hung" else "crash"
@@ -152,6 +153,4 @@ def tell(payload: Mapping[str, Any], told: Mapping[str, Any]) -> None:
     """Leave word for the session that waits for this leader."""
     workdir = Path(payload["workdir"])
     workdir.mkdir(parents=True, exist_ok=True)
-    partial = workdir / "told.partial"
-    partial.write_text(json.dumps(told))
-    partial.replace(workdir / "told.json")
+    write_whole(workdir / "told.json", json.dumps(told))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, checks, pack, registry, workloads
+from shardproof import backends, checks, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import describe, facts_for_judge, run_rank
 from shardproof.cases.verdict import decide, declared_away, outside_profile
@@ -118,7 +118,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
             return None
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     began = time.monotonic()
     truth = _truth(case, implementation, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
@@ -209,7 +209,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
 
 

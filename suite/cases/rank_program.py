@@ -8,7 +8,6 @@ them is not counted.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof import backends, registry
+from shardproof import backends, registry, tensor_bytes
 from shardproof.case import DATA_AXES, Case, data_shares
 from shardproof.comm import Mesh
 from shardproof.contract import (
@@ -274,7 +273,14 @@ class _Rank:
                 state = self.implementation.full_state("parameters")
             except Refused:
                 return None
-        return {name: tensor_digest(tensor) for name, tensor in state.items()}
+        return {
+            name: {
+                "digest": tensor_bytes.digest(tensor),
+                "shape": list(tensor.shape),
+                "dtype": tensor_bytes.dtype_name(tensor),
+            }
+            for name, tensor in state.items()
+        }
 
     def _step(self, step: int) -> dict[str, Any]:
         if self.implementation is None:
@@ -388,21 +394,12 @@ def _differ(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
     for one, other in zip(before, after, strict=True):
         if any(one[key] != other[key] for key in one if key != "tensor"):
             return True
-        first, second = tensor_digest(one["tensor"]), tensor_digest(other["tensor"])
-        if first != second:
+        first, second = one["tensor"], other["tensor"]
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return True
+        if tensor_bytes.raw(first) != tensor_bytes.raw(second):  # the same NaN is no difference
             return True
     return False
-
-
-def tensor_digest(tensor: Tensor) -> dict[str, Any]:
-    """SHA-256 of the bytes, shape and dtype, as ``evidence.assembled.describe`` tells them."""
-    plain = tensor.detach().cpu().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return {
-        "digest": hashlib.sha256(data).hexdigest(),
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-    }
 
 
 def _copy(piece: Piece) -> Piece:

@@ -20,6 +20,7 @@ from typing import Any
 
 from shardproof.case import Case
 from shardproof.cases.kills import Kill, judge_kill, pair
+from shardproof.files import write_whole
 from shardproof.launch.pool import Pool
 from shardproof.registry import preflight
 
@@ -134,10 +135,9 @@ def conduct(payload: dict[str, Any]) -> None:
     workdir.mkdir(parents=True)
     case = Case.from_dict(payload["case"])
     account, result = examine(case, workdir, Path(payload["cache"]))
-    for name, told in (("account.json", account.to_dict()), ("result.json", result)):
-        partial = workdir / f"{name}.partial"
-        partial.write_text(json.dumps(told, default=str))
-        partial.rename(workdir / name)
+    # The result comes last: where it is, the account is whole.
+    for name, data in (("account.json", account.to_dict()), ("result.json", result)):
+        write_whole(workdir / name, json.dumps(data, default=str))
 
 
 def tell_axes(payload: dict[str, Any]) -> None:
@@ -145,9 +145,7 @@ def tell_axes(payload: dict[str, Any]) -> None:
     from shardproof import registry
 
     axes = registry.load(payload["name"]).capabilities(payload["options"]).axes
-    partial = Path(payload["told"]).with_suffix(".partial")
-    partial.write_text(json.dumps(axes))
-    partial.rename(payload["told"])
+    write_whole(Path(payload["told"]), json.dumps(axes))
 
 
 def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, Any]]:

@@ -179,12 +179,10 @@ def _truth(oracle: Mapping[str, Any], step: int, point: str, kind: str) -> Mappi
 
 
 def _bytes_of(tensor: Tensor) -> dict[str, Any]:
-    import torch
+    from shardproof import tensor_bytes
 
-    plain = tensor.detach().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": tensor_bytes.dtype_name(tensor),
         "shape": list(tensor.shape),
-        "data": base64.b64encode(data).decode(),
+        "data": base64.b64encode(tensor_bytes.raw(tensor)).decode(),
     }

@@ -11,7 +11,6 @@ and decide from the second, so that a stored run is judged by the code that judg
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof import tensor_bytes
 from shardproof.case import DATA_AXES, Case
 from shardproof.schedules import Schedule
 
@@ -289,9 +289,7 @@ def describe(tensor: Tensor, first: Tensor | None, before: Mapping[str, Any]) ->
     are not those of ``first``, the lowest replica's copy (0 if it is that copy; -0 equals 0, NaN
     equals NaN). ``before`` is the row above, of the same tensor.
     """
-    plain = tensor.detach().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    digest = hashlib.sha256(data).hexdigest()
+    digest = tensor_bytes.digest(tensor)
     differs = 0
     if first is not None and not (digest == before["digest"] and before["differs"] == 0):
         if first.shape != tensor.shape or first.dtype != tensor.dtype:
@@ -301,7 +299,7 @@ def describe(tensor: Tensor, first: Tensor | None, before: Mapping[str, Any]) ->
     return {
         "digest": digest,
         "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": tensor_bytes.dtype_name(tensor),
         "differs": differs,
     }
 

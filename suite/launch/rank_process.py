@@ -23,7 +23,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from shardproof import pack
+from shardproof import tensor_bytes
+from shardproof.files import write_whole
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.outcome import RankOutcome, of_exception
 
@@ -158,7 +159,7 @@ def _live(plan: Plan, rank: int, hub: Hub | None) -> int:
     try:
         plan.link.join(rank, plan, hub)
         result = plan.program(rank, plan.world)
-        pack.dump(plan.record(rank), result)
+        tensor_bytes.dump(plan.record(rank), result)
         ended = time.monotonic() - plan.began
         pulse.state(heartbeat.RETURNED)
         if hub is None:
@@ -181,10 +182,7 @@ def _live(plan: Plan, rank: int, hub: Hub | None) -> int:
 def _account(plan: Plan, outcome: RankOutcome) -> None:
     told = ("status", "error_type", "message", "traceback", "is_comm_error", "consequence")
     fields = {name: getattr(outcome, name) for name in (*told, "exit_code", "ended", "blames")}
-    path = plan.end(outcome.rank)
-    partial = path.with_suffix(".end.partial")
-    partial.write_text(json.dumps(fields))
-    partial.replace(path)
+    write_whole(plan.end(outcome.rank), json.dumps(fields))
 
 
 def _wait_for_peers(plan: Plan) -> None:

@@ -8,7 +8,6 @@ shows whether containers or machines compute the same bits as processes on one m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -22,7 +21,9 @@ import torch
 
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.launch.outcome import RankOutcome, settle
+from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
 EXACT_LANES = ("bitwise", "dyadic")
@@ -43,9 +44,7 @@ def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cases": [case.to_dict() for case in cases],
     }
-    partial = records / ".plan.json"
-    partial.write_text(json.dumps(plan))
-    partial.replace(records / "plan.json")
+    write_whole(records / "plan.json", json.dumps(plan))
 
 
 def read_plan(records: Path) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def read_plan(records: Path) -> dict[str, Any]:
 
 
 def digests(record: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of every tensor that a rank observed.
+    """Dtype, shape and SHA-256 of the bytes of every tensor that a rank observed.
 
     Keys are ``step<s>/<point>/<kind>/<name>``; what was there after ``setup`` is ``initial/...``;
     of several pieces with one name the later ones get a number.
@@ -92,10 +91,7 @@ def digests(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().contiguous()
-    head = f"{plain.dtype} {tuple(plain.shape)} ".encode()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return hashlib.sha256(head + data).hexdigest()
+    return f"{dtype_name(tensor)} {list(tensor.shape)} {digest(tensor)}"
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 from shardproof import registry
 from shardproof.case import Case
 from shardproof.errors import InputError, Problem, SelectionError, shorten
+from shardproof.files import write_whole
 from shardproof.launch.pool import Ended, Pool
 
 #: For the import of a user's modules; torch is imported already.
@@ -69,9 +70,7 @@ def tell(payload: Mapping[str, Any]) -> None:
         registry.load(payload["name"])
     except (InputError, registry.BrokenImplementation) as error:
         fault = str(error)
-    partial = Path(payload["told"]).with_suffix(".partial")
-    partial.write_text(json.dumps(fault))
-    partial.rename(payload["told"])
+    write_whole(Path(payload["told"]), json.dumps(fault))
 
 
 def _fault(ended: Ended, told: Path) -> str:

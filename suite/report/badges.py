@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.report.capability_matrix import Cell, State, cells, overall
 from shardproof.runs.run_folder import Run
 
@@ -183,9 +184,7 @@ def write(run: Run, folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**texts, INDEX: index(run, names, whole)}.items():
-            partial = folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
+            write_whole(folder / name, text)
         for path in folder.glob("*.svg"):
             if path.name not in texts and _is_ours(path):
                 path.unlink()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
-from shardproof.bench import stats
 from shardproof.report import capability_matrix, matrix, summary
 from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
@@ -122,6 +121,8 @@ def _open_times(run: Run) -> Limit:
 
     A comparison that others beside it make undecided (Holm) is open as well.
     """
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     family = stats.family(run.benches) if run.benches else {}
     rows = []
     for told in (*run.benches, *run.scalings):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from shardproof.bench import stats
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.report import bubbles, kills, memory, summary, tables
 from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
@@ -65,9 +65,7 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
         remedy = f"put one line {begin} and below it one line {end} into it"
         raise SelectionError(Problem("--into: no markers", remedy, str(path)))
     new = pattern.sub(lambda _: f"{begin}\n{text.rstrip()}\n{end}", old)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(new, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, new)
 
 
 # ------------------------------------------------------------------------------------ sections
@@ -130,6 +128,8 @@ def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
     yield from ("", "## Comparisons of times", "")
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     family = stats.family(run.benches)
     yield from _table(times.HEADINGS, (times.cells(line, family) for line in run.benches))
     for line in run.benches:

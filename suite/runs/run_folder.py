@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeGuard
 
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
 from shardproof.version import VERSION
@@ -163,7 +164,7 @@ class RunFolder:
         self._write_header()
 
     def _write_header(self) -> None:
-        _replace(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
+        write_whole(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
         self.seal("run.json")
 
     def _mend_last_line(self) -> None:
@@ -309,13 +310,6 @@ def _is_invocation(told: Any) -> bool:
     )
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -438,4 +432,4 @@ class Durations:
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")
+        write_whole(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")

@@ -33,6 +33,7 @@ from shardproof.checks.numbers import (
     split_zero,
 )
 from shardproof.contract import OptimizerSpec
+from shardproof.files import write_whole
 from shardproof.oracle.training import train
 from shardproof.version import VERSION
 from shardproof.workloads import make
@@ -200,9 +201,7 @@ def measure(
 
 def write(record: Mapping[str, Any], path: Path = RECORD) -> None:
     """Put ``record`` beside the thresholds."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def lines(record: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof import pack, workloads
+from shardproof import tensor_bytes, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.rank_program import run_rank
 from shardproof.comm import Mesh
@@ -167,7 +167,7 @@ def _block(backend: str) -> float:
 
     with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
         outcomes = run_ranks(backend, RANKS, program, Path(folder), 60.0, ledgers=False)
-        records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+        records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     if len(records) != RANKS:
         raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))
     return max(float(record["seconds"]) for record in records)
@@ -201,7 +201,7 @@ def _in_one_rank(measure: Any) -> float:
         (outcome,) = run_ranks("in_memory", 1, program, Path(folder), 120.0, ledgers=False)
         if outcome.record is None:
             raise RuntimeError(outcome.sentence())
-        return float(pack.load(outcome.record)["seconds"])
+        return float(tensor_bytes.load(outcome.record)["seconds"])
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
@@ -62,7 +62,9 @@ def conduct(payload: dict[str, Any]) -> None:
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
-        result |= _compare(case, workload, [pack.load(o.record) for o in outcomes if o.record])
+        result |= _compare(
+            case, workload, [tensor_bytes.load(o.record) for o in outcomes if o.record]
+        )
     (workdir / "result.json").write_text(json.dumps(result))
 
 

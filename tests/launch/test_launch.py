@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.launch import heartbeat
 from shardproof.launch.fork_server import ForkServer, ForkServerError
@@ -86,7 +86,7 @@ def test_ranks_that_end_well_leave_records(
     assert found["cause"] is None
     for rank, outcome in enumerate(found["outcomes"]):
         assert (outcome["rank"], outcome["status"]) == (rank, "ok")
-        record = pack.load(Path(outcome["record"]))
+        record = tensor_bytes.load(Path(outcome["record"]))
         # The second all-reduce sums what the first one gave to every rank.
         assert record["rank"] == rank
         assert record["total"].item() == world * world * (world + 1) / 2

@@ -184,7 +184,7 @@ def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     lines[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
     family = {lines[0]["id"]: {"verdict": "inconclusive"}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits.stats, "family", lambda told: family)
+        patch.setattr("shardproof.bench.stats.family", lambda lines: family)
         [told] = limits.limits(Run(Path("run"), {"invocations": []}, benches=lines))
     assert told.rows == (
         (lines[0]["id"], "inconclusive", "small difference alone, not beside 1 comparisons (Holm)"),

@@ -24,7 +24,7 @@ from shardproof.runs import records
 from shardproof.runs.records import Manifest
 from shardproof.runs.resume import split
 from shardproof.runs.run_folder import Durations, RunFolder, find_run, read
-from shardproof.scenarios.budget import Plan, plan
+from shardproof.scenarios.budget import CaseSchedule, plan
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_a_budget_hides_no_failure_of_before(
     """Neither where the plan has no room for it, nor where the budget is used up on the way."""
     again, kept = split(run, None, failed=True)
     durations = Durations(run.parent / "none.json")
-    chosen = Plan([], again, 0.0) if planned else Plan(again, [], 0.0)
+    chosen = CaseSchedule([], again, 0.0) if planned else CaseSchedule(again, [], 0.0)
     with RunFolder(run, ["test", "--rerun-failed"]) as folder:
         code = execution.execute(folder, chosen, 1, 1e-5, durations, kept)
     assert code == 1

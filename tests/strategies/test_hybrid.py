@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -26,18 +25,12 @@ from shardproof.impls.reference.pipeline.stages import Stages
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
 BOUND = 1e-12
 SIZES = {"width": 12, "heads": 6, "seq": 6, "vocab": 97}
 Axes = dict[str, int]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def work(*traits: str, layers: int = 2, **values: Any) -> Workload:

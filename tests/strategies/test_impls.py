@@ -37,6 +37,8 @@ from shardproof.impls.reference.parts.buckets import GradientBucket, plan_bucket
 from shardproof.oracle import training
 from shardproof.workloads import Workload, suggested_groups
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"bucket_bytes": 6_000, "first_bucket_bytes": 1_500}
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference/ddp": SMALL,
@@ -58,14 +60,6 @@ MIXED = (
 )
 CLIPPED = OptimizerSpec(weight_decay=0.01, clip_norm=0.05, warmup_steps=2)
 BOUND = 1e-12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, name: str = "charnames_gpt", **knobs: Any) -> Workload:
@@ -408,7 +402,7 @@ def test_buffers_may_stay_local(name: str) -> None:
 # ------------------------------------------------------------------------------------------- parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=14),
     first=st.integers(1, 60),

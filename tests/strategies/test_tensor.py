@@ -28,16 +28,10 @@ from shardproof.impls.reference.tensor.loss import cross_entropy
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLIPPED = OptimizerSpec("adamw", 0.01, weight_decay=0.1, clip_norm=0.05)
 WIDE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 0.02}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, name: str = "charnames_gpt", **params: Any) -> Workload:
@@ -167,7 +161,7 @@ def merged(per_rank: list[list[Piece]]) -> dict[int, Tensor]:
     return copies
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> None:
     """A data-parallel strategy cuts what tensor parallelism left into flat ranges.

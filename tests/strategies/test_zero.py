@@ -21,6 +21,8 @@ from shardproof.impls.reference.parts.sharded import ShardedUpdate
 from shardproof.ledgers import program_order, traffic
 from shardproof.workloads import Workload, suggested_groups
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"bucket_bytes": 2_000}
 AXES = {"reference/ddp": "replicate", "reference/zero1": "shard", "reference/zero2": "shard"}
 MIXED = (
@@ -36,14 +38,6 @@ MIXED = (
 )
 ZEROS = ("reference/zero1", "reference/zero2")
 Rank = dict[str, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **knobs: Any) -> Workload:

@@ -26,6 +26,7 @@ from shardproof.bench import stats
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.sides import Pair
 from shardproof.cases.runner import JUDGING_SECONDS, Workspace
+from shardproof.files import write_whole
 from shardproof.launch.pool import Pool
 
 #: Steps of a segment, and before the first one.
@@ -77,7 +78,7 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
 
     What ranks returned, as ``watched`` and ``measured``, or ``problem``: a sentence.
     """
-    from shardproof import pack
+    from shardproof import tensor_bytes
     from shardproof.bench.model import probes
     from shardproof.launch.ranks import root_cause, run_ranks
 
@@ -106,16 +107,14 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
         if cause is not None:
             where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
             return {"problem": " ".join([cause.sentence(), *where])}
-        told[name] = [pack.load(o.record) for o in outcomes if o.record is not None]
+        told[name] = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
     return told
 
 
 def run(payload: Mapping[str, Any]) -> None:
     """:func:`lead` as a task of a pool; what it told goes to ``told.json`` in ``workdir``."""
     workdir = Path(payload["workdir"])
-    partial = workdir / "told.partial"
-    partial.write_text(json.dumps(lead(payload)))
-    partial.replace(workdir / "told.json")
+    write_whole(workdir / "told.json", json.dumps(lead(payload)))
 
 
 def launch(

@@ -13,7 +13,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardproof.bench import stats
 from shardproof.bench import tables as times
 from shardproof.report.drawings import svg
 
@@ -38,6 +37,8 @@ class Comparison:
 
 def comparisons(lines: Sequence[Line]) -> list[Comparison]:
     """Every comparison in the order in which they were timed."""
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     scale, family = _scale(lines), stats.family(lines)
     return [
         Comparison(
@@ -52,6 +53,8 @@ def comparisons(lines: Sequence[Line]) -> list[Comparison]:
 
 def lost(lines: Sequence[Line]) -> str:
     """A sentence if a difference does not stand beside all others of the run."""
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     return times.lost(lines, stats.family(lines)) or ""
 
 
