@@ -76,8 +76,8 @@ DATA_AXES = ("replicate", "shard")
 class DataStrategy:
     """A strategy of the data axes: its options, and how a module is put under it.
 
-    ``apply`` is given a model that no pipeline cuts, ``apply_to_stage`` a stage of one.  ``joined``:
-    both axes are one group to it.
+    ``apply`` takes a model that no pipeline cuts, ``apply_to_stage`` a stage of one.  ``joined``:
+    both data axes are one group to it.
     """
 
     options: type[Any]
@@ -99,7 +99,7 @@ DATA = {
 
 @dataclass(frozen=True)
 class Options(PipelineOptions, Training):
-    """``data``: the strategy of the data axes; ``data_options``: its own options, beside those here.
+    """``data``: the strategy of the data axes; ``data_options``: its options, beside those here.
 
     ``sequence_parallel`` and ``loss_parallel`` are for the tensor axis, the rest for the pipeline.
     """

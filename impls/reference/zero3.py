@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
@@ -72,7 +72,7 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    context: Context = Context(),
+    context: Context = PLAIN,
 ) -> Zero3:
     """Shard ``module`` over ``comms["shard"]``, from rank 0's values."""
     plan = plan_units(module, options.wrap, context.blocks)

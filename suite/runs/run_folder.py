@@ -30,12 +30,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
-from shardproof.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
@@ -274,7 +274,7 @@ def _lines(path: Path, strict: bool = False) -> Iterable[dict[str, Any]]:
                     raise SelectionError(problem) from None
                 continue  # cut off by a kill
             if isinstance(line, dict) and isinstance(line.get("kind"), str):
-                yield line
+                yield old_words.stored_line(line)
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
@@ -289,6 +289,10 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         raise SelectionError(
             Problem("is damaged", "choose another folder, or a whole copy of it", file=file)
         )
+    for invocation in header["invocations"]:
+        if "planned" in invocation:
+            planned = map(str, invocation["planned"])
+            invocation["planned"] = [old_words.renamed_name(name) for name in planned]
     return header
 
 

@@ -401,7 +401,7 @@ class SumsRunningTotals(TensorParallel):
 class SumsInHalfTheWidth(TensorParallel):
     def finish(self) -> None:
         for name, parameter in self.trained():
-            if isinstance(self.cuts[name], Whole) and parameter.grad is not None:
+            if isinstance(self.cuts[name], Uncut) and parameter.grad is not None:
                 parameter.grad = parameter.grad.float().to(parameter.dtype)
         super().finish()
 

@@ -102,6 +102,10 @@ class Context:
     tier: HostTier | None = None
 
 
+#: The backend's own collectives; units as the options say; shards on the device.
+PLAIN = Context()
+
+
 class Apply(Protocol):
     """The one signature of all strategies."""
 

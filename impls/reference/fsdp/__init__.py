@@ -67,7 +67,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
@@ -86,7 +86,7 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    context: Context = Context(),
+    context: Context = PLAIN,
 ) -> FSDP:
     """Shard ``module`` over ``comms["shard"]``, replicate it over ``comms["replicate"]``.
 

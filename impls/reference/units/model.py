@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
-from shardproof.impls.reference.engine.handle import Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.precision import Precision
@@ -33,7 +33,7 @@ class ShardedModel(Handle):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        context: Context = Context(),
+        context: Context = PLAIN,
     ) -> None:
         self.module, self.reducer = module, context.reducer
         self.shards, self.replicas = comms.get("shard"), comms.get("replicate")

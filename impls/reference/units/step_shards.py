@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.handle import Context, T
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.options import Training
 from shardproof.impls.reference.units.model import ShardedModel
 from shardproof.impls.reference.units.plan import UnitPlan
@@ -39,7 +39,7 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Training,
-    context: Context = Context(),
+    context: Context = PLAIN,
 ) -> StepShards:
     """Shard ``module`` over ``comms["shard"]``, as one unit: gathered and freed once a step."""
     whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.handle import Context, T
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.units.events import Listener, UnitEvents
 from shardproof.impls.reference.units.gradients import GradientState
@@ -45,7 +45,7 @@ class WrappedModel(ShardedModel, Listener):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        context: Context = Context(),
+        context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
         super().__init__(module, comms, plan, precision, context)
