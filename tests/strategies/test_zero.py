@@ -17,7 +17,7 @@ from shardproof.contract import KINDS, Batch, MicroBatch, OptimizerSpec, Piece, 
 from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import zero1, zero2
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.parts.sharded import ShardedUpdate
+from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 from shardproof.ledgers import program_order, traffic
 from shardproof.workloads import Workload, suggested_groups
 

@@ -86,8 +86,8 @@ class MissesReplacedParameter(DDP):
             self.local = None if own is None else own.clone()
         super().launch(bucket)
 
-    def land(self, bucket: GradientBucket) -> None:
-        super().land(bucket)
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
+        super().wait_and_publish(bucket)
         if 0 in bucket.members:
             self.parameters[0].grad = self.local
 
@@ -137,10 +137,10 @@ class RebuildLosesGradients(DDP):
     workload=gpt("late_results"),
 )
 class SkipsLastWait(DDP):
-    def land(self, bucket: GradientBucket) -> None:
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.work = Nothing()
-        super().land(bucket)
+        super().wait_and_publish(bucket)
 
 
 @mutant(
@@ -178,8 +178,8 @@ class ReducesInFp32(DDP):
     mesh={"replicate": 3},
 )
 class DividesByWorld(DDP):
-    def land(self, bucket: GradientBucket) -> None:
-        super().land(bucket)
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
+        super().wait_and_publish(bucket)
         bucket.flat.div_(self.comm.size)
 
 
@@ -338,7 +338,7 @@ class ReducesAfterBackward(DDP):
     workload=gpt("unused"),
 )
 class UnusedParameterBlocksAll(DDP):
-    def count(self, use: Tensor) -> None:
-        super().count(use)
-        self.fresh_late = set()
+    def count(self, votes: Tensor) -> None:
+        super().count(votes)
+        self.newly_late = set()
         self.root_computed = False

@@ -137,9 +137,9 @@ class StaleBucketContent(DDP):
     workload=gpt("unused"),
 )
 class UnusedGetZeroGradients(DDP):
-    def count(self, use: Tensor) -> None:
+    def count(self, votes: Tensor) -> None:
         kept = [p.grad for p in self.parameters]
-        super().count(use)
+        super().count(votes)
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
 

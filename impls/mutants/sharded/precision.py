@@ -21,7 +21,7 @@ from shardproof.impls.mutants.sharded.zero import mutant
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.scaler import LossScaler
-from shardproof.impls.reference.parts.sharded import OwnedBucket
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -130,8 +130,8 @@ class KeepsWideGradients(ReferenceZero1):
     **{**WIDE, "precision": {"reduce": "float32"}},
 )
 class AccumulatesInBf16(Zero2):
-    def land(self) -> None:
-        super().land()
+    def wait_and_accumulate(self) -> None:
+        super().wait_and_accumulate()
         for kept in self.kept.values():
             kept.copy_(kept.bfloat16())
 
@@ -148,7 +148,7 @@ class ReducesNarrow(Zero1):
         narrow = bucket.complete().bfloat16()
         shard = bucket.layout.shard(narrow, self.comm.rank)
         self.comm.reduce_scatter(shard, narrow)
-        bucket.layout.shard(bucket.flat(), self.comm.rank).copy_(shard)
+        bucket.own_gradients().copy_(shard)
 
 
 @mutant(
@@ -175,10 +175,10 @@ class ReducesOtherCopy(Zero1):
 class GathersWide(Zero1):
     def after_update(self) -> None:
         for bucket in self.buckets:
-            own = bucket.layout.shard(bucket.values, self.comm.rank).float()
-            wide = torch.empty_like(bucket.values, dtype=own.dtype)
+            own = bucket.parameters.shard.float()
+            wide = torch.empty_like(bucket.parameters.flat, dtype=own.dtype)
             self.comm.all_gather(wide, own)
-            bucket.values.copy_(wide)
+            bucket.parameters.flat.copy_(wide)
 
 
 #: Every part of a policy, with a buffer of floating point.

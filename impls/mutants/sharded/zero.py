@@ -19,7 +19,7 @@ from shardproof.impls.mutants.data.ddp import CLIP, gpt
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.parts.sharded import OwnedBucket
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -92,12 +92,12 @@ class RewritesBufferInFlight(Zero2):
     workload=LATE,
 )
 class AddsBeforeLanding(Zero2):
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:
         early = {bucket: sums.clone() for bucket, sums in self.sums.items()}
         for bucket, sums in self.sums.items():
             bucket.work.wait()  # type: ignore[union-attr]
             sums.copy_(early[bucket])
-        super().land()
+        super().wait_and_accumulate()
 
 
 @mutant(
@@ -149,9 +149,9 @@ class FourthRankLeftOut(Zero1):
     mesh={"shard": 1},
 )
 class OneRankIsNoGroup(Zero1):
-    def hand_over(self) -> None:
+    def publish_gradients(self) -> None:
         if self.comm.size > 1:
-            super().hand_over()
+            super().publish_gradients()
 
 
 @mutant(
@@ -212,8 +212,8 @@ class OptimizerOnOldTensors(Zero1):
     options={"bucket_bytes": 1},
 )
 class FirstPartOfEmptyShard(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         self.firsts = [list(bucket.parts.values())[0] for bucket in self.buckets]  # noqa: RUF015
 
 
@@ -224,12 +224,12 @@ class FirstPartOfEmptyShard(Zero1):
     killed_by=("equivalence",),
 )
 class DropsTailOfLastShard(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for bucket in self.buckets:
             if bucket.layout.padding and self.comm.rank == self.comm.size - 1:
                 name = list(bucket.parts)[-1]
-                bucket.targets[name].grad[-1:] = 0  # type: ignore[index]
+                self.targets[name].grad[-1:] = 0  # type: ignore[index]
 
 
 @mutant(
@@ -240,8 +240,8 @@ class DropsTailOfLastShard(Zero1):
     workload=gpt("conditional_by_rank"),
 )
 class GradientWhereUsedOnly(Zero2):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for name, target in self.targets.items():
             if name not in self.used:
                 target.grad = None
@@ -255,8 +255,8 @@ class GradientWhereUsedOnly(Zero2):
     optimizer=ADAMW,
 )
 class UnusedParameterDecays(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for target in self.targets.values():
             if target.grad is None:
                 target.grad = torch.zeros_like(target)
@@ -427,7 +427,7 @@ class GradientsAsIntegers(Zero1):
 )
 class ReducesCopies(Zero1):
     def send(self, bucket: OwnedBucket) -> None:
-        shard = bucket.layout.shard(bucket.flat(), self.comm.rank)
+        shard = bucket.own_gradients()
         bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
 
 
@@ -439,10 +439,25 @@ class ReducesCopies(Zero1):
 class GathersBeside(Zero1):
     def after_update(self) -> None:
         for bucket in self.buckets:
-            whole = torch.empty_like(bucket.values)
-            self.comm.all_gather(whole, bucket.layout.shard(bucket.values, self.comm.rank))
-            bucket.values.copy_(whole)
-            bucket.publish()
+            whole = torch.empty_like(bucket.parameters.flat)
+            self.comm.all_gather(whole, bucket.parameters.shard)
+            bucket.parameters.flat.copy_(whole)
+            bucket.parameters.copy_out()
+
+
+@mutant(
+    "zero1_makes_contiguous",
+    summary="a transposed parameter loses its strides and the memory of its own that keeps them",
+    killed_by=("memory",),
+    workload=gpt("non_contiguous"),
+)
+class MakesContiguous(Zero1):
+    # Planted at its bytes: whether a product over other strides is rounded otherwise is up to the
+    # CPU's kernels.
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+        super().__init__(module, *rest)
 
 
 @mutant(
@@ -452,9 +467,9 @@ class GathersBeside(Zero1):
     killed_by=("memory",),
 )
 class KeepsWholeGradients(Zero2):
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:
         whole = {bucket: bucket.full for bucket in self.sums}
-        super().land()
+        super().wait_and_accumulate()
         for bucket, full in whole.items():
             bucket.full = full
             bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]

@@ -33,6 +33,20 @@ class Training:
         at_least("recompute_every", self.recompute_every, 0)
 
 
+@dataclass(frozen=True)
+class WholeParameters(Training):
+    """Options of strategies that keep whole parameters on every rank: these cannot rest on the host
+    tier, for every rank computes with them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
+                "on every rank; valid here: none, optimizer"
+            )
+
+
 def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:
     """An instance of the dataclass ``kind`` from ``options``.
 
