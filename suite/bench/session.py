@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.backends import BACKENDS
+from shardproof.bench import tasks
 from shardproof.bench.model import measurement, scorecard
 from shardproof.bench.sides import LETTERS, Pair, natural_mesh
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import split
-from shardproof.cases.runner import JUDGING_SECONDS, Workspace
+from shardproof.cases.runner import JUDGING_SECONDS
+from shardproof.launch.fork_server import Task
 from shardproof.launch.pool import Pool
+from shardproof.registry.declaration import Answer
 
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
@@ -61,18 +64,12 @@ class Bench:
     """Runs comparisons, one launch at a time; leaving the ``with`` block ends every process."""
 
     def __init__(self, api: Any = None) -> None:
-        self._space = Workspace()
         self._asked, self._api, self._no_gpu = api, None, ""
-        self._pool = Pool(1, preload=("shardproof.bench.tasks",))
+        self._pool = Pool(1, tasks=(tasks.time_sides,))
         self._made = 0
 
     def __enter__(self) -> Bench:
-        self._path = self._space.__enter__()
-        try:
-            self._pool.__enter__()
-        except BaseException:
-            self._space.__exit__()
-            raise
+        self._pool.__enter__()
         self._api, self._no_gpu = nvml.start(self._asked)
         return self
 
@@ -80,7 +77,6 @@ class Bench:
         try:
             self._pool.__exit__()
         finally:
-            self._space.__exit__()
             if self._api is not None and (why := nvml.stop(self._api)):
                 print(f"telemetry: {why}", file=sys.stderr)
 
@@ -94,22 +90,26 @@ class Bench:
         found = []
         for pair in pairs:
             workdir = self.folder()
-            told = self._lead("examine_sides", pair, workdir, {}, 120.0)
+            told = self._lead(tasks.examine_sides, pair, workdir, {}, 120.0)
             measured = Measured(pair)
             for letter in LETTERS:
-                side, say = pair.side(letter), told.get(letter, {})
-                if say.get("refused"):
-                    remedy = f"correct --option-{letter}"
-                    raise SelectionError(
-                        Problem(f"{side.implementation}: {say['refused']}", remedy, pair.name)
-                    )
-                if say.get("missing") or "problem" in told:
-                    why = say.get("missing") or told["problem"][1]
-                    measured.problem = ("precondition", f"{side.implementation}: {why}")
+                side = pair.side(letter)
+                if "problem" in told:
+                    answer = Answer(missing=told["problem"][1])
+                else:
+                    answer = Answer.from_dict(told[letter])
+                if answer.refused:
+                    what = f"{side.implementation}: {answer.refused}"
+                    raise SelectionError(Problem(what, f"correct --option-{letter}", pair.name))
+                declared = answer.declaration
+                if answer.missing or declared is None:
+                    why = f"{side.implementation}: {answer.missing}"
+                    measured.problem = ("precondition", why)
                     break
-                measured.meshes[letter] = dict(side.mesh) or natural_mesh(say["axes"], pair.world)
-                measured.strategies[letter] = say["strategy"]
-                measured.on_threads = say["threads"] and (letter == "a" or measured.on_threads)
+                measured.meshes[letter] = dict(side.mesh) or natural_mesh(declared.axes, pair.world)
+                measured.strategies[letter] = declared.strategy
+                on_threads = "in_memory" in declared.backends
+                measured.on_threads = on_threads and (letter == "a" or measured.on_threads)
             measured.meshes["twin"] = measured.meshes.get("a", {})
             found.append(measured)
         return found
@@ -125,7 +125,7 @@ class Bench:
             sampler = self._sampler(measured, workdir)
             try:
                 with Watch(workdir, on_blocks, done), sampler:
-                    told = self._lead("time_sides", pair, workdir, measured.meshes | more)
+                    told = self._lead(tasks.time_sides, pair, workdir, measured.meshes | more)
             finally:
                 measured.seen.add(sampler.seen)
                 measured.rows += read_times(workdir)
@@ -144,7 +144,9 @@ class Bench:
             for letter in LETTERS:
                 workdir = self.folder()
                 with self._sampler(measured, workdir) as sampler:
-                    told = self._lead("run_alone", pair, workdir, _side(measured, letter), 300.0)
+                    told = self._lead(
+                        tasks.run_alone, pair, workdir, _side(measured, letter), 300.0
+                    )
                 if "problem" in told:
                     measured.sides[letter] = {"problem": told["problem"][1]}
                 else:
@@ -156,7 +158,7 @@ class Bench:
         worst: dict[str, int] = {}
         for letter in LETTERS:
             side = _side(measured, letter)
-            told = self._lead("weigh_side", measured.pair, self.folder(), side, 300.0)
+            told = self._lead(tasks.weigh_side, measured.pair, self.folder(), side, 300.0)
             if "problem" in told:
                 return {"problem": told["problem"][1]}
             worst[letter] = max(record["ledger"] for record in told["records"])
@@ -184,9 +186,7 @@ class Bench:
                 "rounds": measurement.ROUNDS,
                 "workdir": str(workdir),
             }
-            told = self.lead(
-                "shardproof.bench.model.measurement:run", pair.id, payload, 2 * pair.deadline
-            )
+            told = self.lead(measurement.lead, pair.id, payload, 2 * pair.deadline)
             if "problem" in told:
                 why = told["problem"]
                 measured.probed = {"problem": why if isinstance(why, str) else why[1]}
@@ -200,7 +200,7 @@ class Bench:
         found = {}
         for letter in LETTERS:
             more = {"side": letter, "mesh": measured.meshes[letter]}
-            told = self._lead("profile_side", measured.pair, self.folder(), more)
+            told = self._lead(tasks.profile_side, measured.pair, self.folder(), more)
             if "problem" in told:
                 measured.profile = {"problem": told["problem"][1]}
                 return
@@ -211,39 +211,35 @@ class Bench:
     def folder(self) -> Path:
         """A fresh work folder, not yet made."""
         self._made += 1
-        return self._path / f"launch{self._made}"
+        return self._pool.folder / f"launch{self._made}"
 
     def _lead(
         self,
-        task: str,
+        task: Task,
         pair: Pair,
         workdir: Path,
         more: Mapping[str, Any],
         deadline: float | None = None,
     ) -> dict[str, Any]:
-        """Run ``task`` in a leader; what it told, or ``{"problem": (verdict, sentence)}``."""
+        """Run ``task`` in a leader; what it returned, or ``{"problem": (verdict, sentence)}``."""
         payload = {"pair": pair.to_dict(), "workdir": str(workdir), **more}
-        return self.lead(
-            f"shardproof.bench.tasks:{task}", pair.id, payload, deadline or pair.deadline
-        )
+        return self.lead(task, pair.id, payload, deadline or pair.deadline)
 
     def lead(
-        self, task: str, name: str, payload: Mapping[str, Any], deadline: float
+        self, task: Task, name: str, payload: Mapping[str, Any], deadline: float
     ) -> dict[str, Any]:
-        """Run ``task`` in a leader; what it told, or ``{"problem": (verdict, sentence)}``.
+        """Run ``task`` in a leader; what it returned, or ``{"problem": (verdict, sentence)}``.
 
         ``payload`` names the ``workdir``; ``deadline`` is in seconds, without the leader's own.
         """
         items = iter([(name, dict(payload), deadline + JUDGING_SECONDS)])
         with closing(self._pool.run(task, items)) as ends:
-            (ended,) = list(ends)
-        path = Path(payload["workdir"]) / "told.json"
-        if path.exists():
-            told: dict[str, Any] = json.loads(path.read_text())
-            return told
-        lines = [line for line in ended.output.splitlines() if line.strip()]
-        why = "ran out of time" if ended.timed_out else lines[-1] if lines else "left no word"
-        return {"problem": ("hang" if ended.timed_out else "crash", f"the leader {why}")}
+            (end,) = list(ends)
+        if end.value is not None:
+            value: dict[str, Any] = end.value
+            return value
+        verdict = "hang" if end.timed_out else "crash"
+        return {"problem": (verdict, f"the measuring process {end.why_no_value}")}
 
 
 def _side(measured: Measured, letter: str) -> dict[str, Any]:

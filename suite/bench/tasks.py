@@ -1,112 +1,76 @@
 """What runs in leaders for a session of pairs: processes that start fresh ranks and wait for them.
 
-Each task takes a ``payload`` of plain data that names its ``workdir``, and leaves what it has to
-tell in ``told.json`` there (:func:`tell`); :meth:`shardproof.bench.session.Bench.lead` reads it.
+Each task takes a ``payload`` of plain data that names its ``workdir`` and returns plain data:
+the ``records`` of its ranks, or the ``problem``.  :meth:`shardproof.bench.session.Bench.lead` waits
+for it.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardproof.bench.sides import LETTERS, Pair, Side
-from shardproof.files import write_whole
+from shardproof.bench.sides import LETTERS, Pair
 
 
-def examine_sides(payload: dict[str, Any]) -> None:
-    """What each side says of itself, without running it."""
+def examine_sides(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """What each side declares and lacks here (:class:`Answer` by letter), without running it."""
+    from shardproof.registry.declaration import ask
+
     pair = Pair.from_dict(payload["pair"])
-    tell(
-        payload,
-        {
-            letter: about(pair.side(letter), pair.backend, pair.dtype, pair.world)
-            for letter in LETTERS
-        },
-    )
+    answers = {}
+    for letter in LETTERS:
+        side = pair.side(letter)
+        answer = ask(side.implementation, side.options, pair.backend, pair.dtype, pair.world)
+        answers[letter] = answer.to_dict()
+    return answers
 
 
-def about(side: Side, backend: str, dtype: str, world: int) -> dict[str, Any]:
-    """The ``axes`` that a system has, and what is ``missing`` here or that it ``refused``.
-
-    ``threads``: whether it also runs on ``in_memory``, where bytes are counted exactly.
-    """
-    import importlib.util
-
-    from shardproof import registry
-    from shardproof.backends import BACKENDS
-    from shardproof.contract import Refused
-
-    try:
-        system = registry.load(side.implementation)
-        claims = system.capabilities(side.options)
-    except registry.BrokenImplementation as error:
-        return {"missing": str(error)}
-    except Refused as error:
-        return {"refused": str(error)}
-    missing = BACKENDS[backend].available() or ""
-    absent = [name for name in claims.packages if importlib.util.find_spec(name) is None]
-    if absent:
-        missing = f"package {', '.join(absent)} is not installed"
-    elif backend not in claims.backends:
-        missing = f"does not run on {backend}, only on {', '.join(claims.backends)}"
-    elif dtype not in claims.dtypes:
-        missing = f"does not train in {dtype}, only in {', '.join(claims.dtypes)}"
-    elif claims.max_world is not None and world > claims.max_world:
-        missing = f"runs on at most {claims.max_world} ranks"
-    threads = "in_memory" in claims.backends
-    return {
-        "axes": list(claims.axes),
-        "missing": missing,
-        "threads": threads,
-        "strategy": system.strategy,
-    }
-
-
-def time_sides(payload: dict[str, Any]) -> None:
+def time_sides(payload: Mapping[str, Any]) -> dict[str, Any]:
     """One launch of A, its twin and B."""
     from shardproof.bench import timed_ranks
 
     pair = Pair.from_dict(payload["pair"])
     meshes = {side: payload[side] for side in timed_ranks.SIDES}
     workdir = Path(payload["workdir"])
-    _on_ranks(
-        payload,
-        pair,
+    return launched(
         pair.backend,
+        pair.world,
+        pair.deadline,
+        workdir,
         lambda rank, _: timed_ranks.run(
             pair, meshes, payload["launch"], payload["blocks"], workdir, rank
         ),
     )
 
 
-def weigh_side(payload: dict[str, Any]) -> None:
+def weigh_side(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Memory of one side on threads, which are counted exactly."""
     import dataclasses
 
     from shardproof.bench import timed_ranks
 
     pair = dataclasses.replace(Pair.from_dict(payload["pair"]), backend="in_memory")
-    _on_ranks(payload, pair, pair.backend, _of_side(timed_ranks.memory, pair, payload))
+    return _on_ranks(payload, pair, _of_side(timed_ranks.memory, pair, payload))
 
 
-def run_alone(payload: dict[str, Any]) -> None:
+def run_alone(payload: Mapping[str, Any]) -> dict[str, Any]:
     """One side on its own ranks, untimed."""
     from shardproof.bench import timed_ranks
 
     pair, workdir = Pair.from_dict(payload["pair"]), Path(payload["workdir"])
     program = functools.partial(timed_ranks.alone, workdir=workdir)
-    _on_ranks(payload, pair, pair.backend, _of_side(program, pair, payload))
+    return _on_ranks(payload, pair, _of_side(program, pair, payload))
 
 
-def profile_side(payload: dict[str, Any]) -> None:
+def profile_side(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Phases of one side's step."""
     from shardproof.bench.profile import profile
 
     pair = Pair.from_dict(payload["pair"])
-    _on_ranks(payload, pair, pair.backend, _of_side(profile, pair, payload))
+    return _on_ranks(payload, pair, _of_side(profile, pair, payload))
 
 
 def _of_side(
@@ -116,13 +80,9 @@ def _of_side(
 
 
 def _on_ranks(
-    payload: Mapping[str, Any],
-    pair: Pair,
-    backend: str,
-    program: Callable[[int, int], dict[str, Any]],
-) -> None:
-    workdir = Path(payload["workdir"])
-    tell(payload, launched(backend, pair.world, pair.deadline, workdir, program))
+    payload: Mapping[str, Any], pair: Pair, program: Callable[[int, int], dict[str, Any]]
+) -> dict[str, Any]:
+    return launched(pair.backend, pair.world, pair.deadline, Path(payload["workdir"]), program)
 
 
 def launched(
@@ -147,10 +107,3 @@ def launched(
     verdict = "hang" if cause.status == "hung" else "crash"
     where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
     return {"problem": (verdict, " ".join([cause.sentence(), *where]))}
-
-
-def tell(payload: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Leave word for the session that waits for this leader."""
-    workdir = Path(payload["workdir"])
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / "told.json", json.dumps(told))

@@ -1,23 +1,23 @@
-"""From a case to its account: load the implementation, run the ranks, assemble, measure.
+"""One case in its leader process: load the system, run its ranks, train the oracle, measure.
 
-:func:`examine` runs in the leader process of one case and never executes a step of the
-implementation itself.  What it leaves is judged by :func:`shardproof.cases.verdict.decide`.
+The leader never executes a step of the implementation itself.  :func:`conduct` is the task that
+``cases.runner`` sends here.  Next: ``launch/ranks.py`` starts the ranks, each of which runs
+``cases/rank_program.py``; then ``cases/verdict.py`` measures and decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, checks, registry, tensor_bytes, workloads
+from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
-from shardproof.cases.rank_program import describe, facts_for_judge, run_rank
-from shardproof.cases.verdict import decide, declared_away, outside_profile
+from shardproof.cases.rank_program import facts_for_judge, run_rank
+from shardproof.cases.verdict import decide, measure
 from shardproof.checks import relations, schedule
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
@@ -26,10 +26,20 @@ from shardproof.evidence.account import Account, strip, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
+from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload
 
 Run = Callable[..., list[RankOutcome]]
+
+
+def conduct(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Task of the leader: judge ``case`` in ``workdir``; returns its ``result`` and ``account``."""
+    workdir = Path(payload["workdir"])
+    workdir.mkdir(parents=True)
+    case = Case.from_dict(payload["case"])
+    account, result = examine(case, workdir, Path(payload["cache"]))
+    return {"result": result, "account": account.to_dict()}
 
 
 def examine(
@@ -46,8 +56,7 @@ def examine(
         evidence = _gather(account, workdir, cache, run)
         began = time.monotonic()
         if evidence is not None:
-            for name in case.checks:
-                evidence.compared[name] = _measure(name, evidence)
+            measure(evidence)
             account.figures = strip(evidence)
         result = decide(account, evidence)
         if evidence is not None:
@@ -69,20 +78,15 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     try:
         implementation = registry.load(case.implementation)
-        capabilities = implementation.capabilities(case.options)
+        declaration = account.declaration = Declaration.of(implementation, case.options)
     except registry.BrokenImplementation as error:
         account.broken = str(error)
         return None
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
         return None
-    claims = account.claims = describe(implementation, capabilities)
-    account.missing = (
-        backends.BACKENDS[case.backend].available(case.world)
-        or _lacking(capabilities.packages)
-        or ""
-    )
-    if outside_profile(claims) or declared_away(case, claims, account.missing):
+    account.missing = declaration.missing_here(case.backend, case.world)
+    if declaration.outside_profile() or declaration.excludes_case(case, account.missing):
         return None
     try:
         schedules = _schedules(case, implementation)
@@ -114,13 +118,13 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     account.outcomes = [dataclasses.asdict(outcome) | {"record": None} for outcome in outcomes]
     if "refuses" in case.expect or root_cause(outcomes) is not None:
         return None
-    if capabilities.oracle == "plain":
+    if declaration.oracle == "plain":
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
             return None
     records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     began = time.monotonic()
-    truth = _truth(case, implementation, workload, records, cache)
+    truth = _truth(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     facts = facts_of(case)
     evidence = Evidence(case, records, truth, facts_for_judge(workload), facts, schedules)
@@ -136,12 +140,12 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
     if "pipe" not in case.mesh:
         return {}
     cut = case.workload.cut(case.data_coordinates)
-    found = {}
+    schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
         claimed = schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
         if claimed is not None:
-            found[size] = claimed
-    return found
+            schedules[size] = claimed
+    return schedules
 
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
@@ -160,14 +164,6 @@ def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -
     )
 
 
-def _lacking(packages: Sequence[str]) -> str:
-    """Which of ``packages`` is not installed here; empty if none."""
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            return f"the optional package {name!r} is not installed: see docs/install-extras.md"
-    return ""
-
-
 def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     """Run the case that a relation derives from this one, and put its records beside them."""
     if run is not run_ranks:
@@ -179,13 +175,11 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         case, evidence.no_derived_run_because = relations.derive(evidence)
         if case is None:
             return
-        implementation = registry.load(case.implementation)
-        capabilities = implementation.capabilities(case.options)
+        declaration = Declaration.of(registry.load(case.implementation), case.options)
     except (Refused, registry.BrokenImplementation) as error:
         evidence.derived_run = f"the second run cannot be made: {error}"
         return
-    missing = _lacking(capabilities.packages)
-    reason = declared_away(case, describe(implementation, capabilities), missing)
+    reason = declaration.excludes_case(case, declaration.missing_here(case.backend, case.world))
     if reason:
         evidence.no_derived_run_because = f"{case.implementation} {reason}"
         return
@@ -216,38 +210,31 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
 def _truth(
     case: Case,
     implementation: type[Implementation],
+    declaration: Declaration,
     workload: Workload,
     records: list[dict[str, Any]],
     cache: Path,
 ) -> dict[str, Any]:
     """The oracle of the kind that the implementation names."""
-    capabilities = implementation.capabilities(case.options)
-    if capabilities.oracle == "replay":
+    if declaration.oracle == "replay":
         return replay.truth(workload, case.optimizer, case.steps, records)
-    if capabilities.oracle == "emulated":
+    if declaration.oracle == "emulated":
         # Not cached: these numbers depend on the implementation's own code.
         return training.train(
             workload,
             case.optimizer,
             case.data_coordinates,
             case.steps,
-            capabilities.buffers,
+            declaration.buffers,
             fold=implementation.emulator(case.options),
         )
-    return training.load_or_train(case, capabilities.buffers, cache)
-
-
-def _measure(name: str, evidence: Evidence) -> list[dict[str, Any]]:
-    try:
-        return checks.measure(name, evidence)
-    except Exception as error:  # noqa: BLE001 - a check that breaks must not pass for a pass
-        where = traceback.format_exception(error)[-2].strip()
-        return [{"broke": f"{error!r} ({where})"}]
+    return training.load_or_train(case, declaration.buffers, cache)
 
 
 def _failing_tensors(evidence: Evidence, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for told in result["checks"]:
-        if told["status"] == "fail" and told["worst"]:
-            found += [t for t in whole_tensors(evidence, told["worst"]) if t not in found]
-    return found
+    tensors: list[dict[str, Any]] = []
+    for outcome in result["checks"]:
+        if outcome["status"] == "fail" and outcome["worst"]:
+            named = whole_tensors(evidence, outcome["worst"])
+            tensors += [tensor for tensor in named if tensor not in tensors]
+    return tensors

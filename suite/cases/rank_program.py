@@ -39,6 +39,7 @@ from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import Workload
 
 #: What is looked at, and when.
@@ -71,10 +72,10 @@ class _Rank:
     def __init__(self, case: Case, workload: Workload, rank: int) -> None:
         self.case, self.workload, self.rank = case, workload, rank
         self.cls = registry.load(case.implementation)
-        self.capabilities = self.cls.capabilities(case.options)
+        self.declaration = Declaration.of(self.cls, case.options)
         self.implementation: Implementation | None = None
         self.log = program_order.current()
-        self.memory = open_memory(case, self.capabilities)
+        self.memory = open_memory(case, self.declaration)
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
@@ -93,7 +94,7 @@ class _Rank:
         record: dict[str, Any] = {
             "rank": self.rank,
             "cores": cores(),
-            "capabilities": describe(self.cls, self.capabilities),
+            "capabilities": self.declaration.to_dict(),
             "initial": {},
             "history": [],
             "final": {},
@@ -117,7 +118,7 @@ class _Rank:
                 record["full_state"] = self._full_state()
             if self.implementation is not None:
                 self.implementation.drain()
-                if self.capabilities.oracle == "replay":
+                if self.declaration.oracle == "replay":
                     record["final"] = self._holds(("parameters",))
                 record["history"] = [dataclasses.asdict(e) for e in self.implementation.events()]
                 self.implementation.close()
@@ -143,7 +144,7 @@ class _Rank:
         self.mesh = self._make_mesh(members)
         if self.rank in members:
             first = self.rank == members[0]
-            lends = self.capabilities.initial_state == "everywhere" or first
+            lends = self.declaration.initial_state == "everywhere" or first
             with self._aside():
                 state = self.workload.state() if lends else None
             self._set_up(self.mesh, state)
@@ -192,7 +193,7 @@ class _Rank:
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
         self.implementation.close()
         state = None
-        if self.rank == self.mesh.ranks[0] or self.capabilities.initial_state == "everywhere":
+        if self.rank == self.mesh.ranks[0] or self.declaration.initial_state == "everywhere":
             other = self.workload.build_for(self.mesh.ranks[0], 0)()
             named = itertools.chain(other.named_parameters(), other.named_buffers())
             state = {name: tensor.detach() for name, tensor in named}
@@ -246,7 +247,7 @@ class _Rank:
 
     def _judged_between_steps(self) -> bool:
         """Whether state between steps is one that others can tell: all ranks, always, in step."""
-        plain = self.capabilities.oracle == "plain" and "after_update" in self.capabilities.points
+        plain = self.declaration.oracle == "plain" and "after_update" in self.declaration.points
         return plain and not self.case.membership and self.implementation is not None
 
     def _evaluation(self, step: int) -> dict[str, Any] | None:
@@ -317,7 +318,7 @@ class _Rank:
             if not isinstance(result, StepResult):
                 what = type(result).__name__
                 raise BrokenContract(f"step {step} returned {what}, not a StepResult")
-        for point in self.capabilities.points:
+        for point in self.declaration.points:
             if point not in observed:
                 raise BrokenContract(f"step {step}: {point!r} was never observed")
         return {
@@ -377,14 +378,6 @@ def _placed(batch: Batch, device: str, factor: float) -> Batch:
 
     windows = tuple(tuple(place(micro) for micro in window) for window in batch.windows)
     return dataclasses.replace(batch, windows=windows)
-
-
-def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str, Any]:
-    """Capabilities as plain data, with the claimed strategy."""
-    fields = dataclasses.asdict(capabilities)
-    fields["features"] = sorted(capabilities.features)
-    fields["declines"] = dict(capabilities.declines)
-    return {"strategy": cls.strategy, **fields}
 
 
 def _differ(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:

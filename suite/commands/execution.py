@@ -60,7 +60,7 @@ def execute(
     ``kept`` are results that the folder holds already: they count, too, as do those of cases that
     the budget leaves out.
     """
-    from shardproof.cases import runner
+    from shardproof.cases.runner import run_cases
     from shardproof.report import junit
 
     console = make_console()
@@ -81,7 +81,7 @@ def execute(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            _, late = runner.run_cases(plan.chosen, jobs, note, seconds, folder.keep)
+            _, late = run_cases(plan.chosen, jobs, note, seconds, folder.keep)
         for case in late:
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
         left_out = [*plan.left_out, *late]
@@ -132,12 +132,12 @@ def execute_mutants(
     folder: RunFolder, mutants: Sequence[Any], jobs: int, budget: float | None, all_must_run: bool
 ) -> int:
     """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
-    from shardproof.cases import runner
+    from shardproof.cases.kills import mutant_cases, run_mutants
 
     console = make_console()
 
     def body(interrupts: Interrupts) -> int:
-        folder.plan(runner.mutant_cases(mutants), [mutant.name for mutant in mutants])
+        folder.plan(mutant_cases(mutants), [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
         with Progress(console, None, what, show_red=False) as progress:
 
@@ -147,7 +147,7 @@ def execute_mutants(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            kills = runner.run_mutants(mutants, jobs, note, seconds, folder.keep)
+            kills = run_mutants(mutants, jobs, note, seconds, folder.keep)
         lines = [asdict(kill) for kill in kills]
         for line in lines:
             folder.add(line, "kill")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.case import Case
 from shardproof.costs import ModelFacts
 from shardproof.costs.expression import CaseFacts
+from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -35,17 +36,15 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``cannot_fit``: why what it claims cannot be done to this model, or
-    on this mesh; ``unsound_schedules``: what is wrong with the schedules that it claims, by size of
-    the
-    window; ``missing``: why the backend cannot be had here; ``no_oracle_because``: why no oracle
-    can tell what
-    is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
-    left nothing else.
+    ``[error type, message]``; ``cannot_fit``: why what it declares cannot be done to this model, or
+    on this mesh; ``unsound_schedules``: what is wrong with the schedules that it declares, by
+    size of the window; ``missing``: which backend or package this machine lacks;
+    ``no_oracle_because``: why no oracle can tell what is true here; ``fault``: the judge itself
+    failed; ``leader``: how the judging process ended that left nothing else.
     """
 
     case: Case
-    claims: dict[str, Any] | None = None
+    declaration: Declaration | None = None
     broken: str = ""
     refused: list[str] | None = None
     cannot_fit: str = ""
@@ -63,12 +62,16 @@ class Account:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_dict` is its inverse."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return fields | {"case": self.case.to_dict()}
+        declared = None if self.declaration is None else self.declaration.to_dict()
+        return fields | {"case": self.case.to_dict(), "declaration": declared}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Account:
         """The account that :meth:`to_dict` described."""
-        return cls(**{**data, "case": Case.from_dict(data["case"])})
+        fields = {**data, "case": Case.from_dict(data["case"])}
+        declared = fields.pop("claims", None) or fields.get("declaration")  # the name in older runs
+        fields["declaration"] = None if declared is None else Declaration.from_dict(declared)
+        return cls(**fields)
 
 
 def strip(figures: Figures) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,8 @@ def replay(
     return versions
 
 
-def conduct(payload: dict[str, Any]) -> None:
-    """Run the ranks and compare the server with a replay; leaves ``result.json``."""
+def replayed(payload: dict[str, Any]) -> dict[str, Any]:
+    """Task of a leader: run the ranks and compare the server with a replay."""
     case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
@@ -65,7 +64,7 @@ def conduct(payload: dict[str, Any]) -> None:
         result |= _compare(
             case, workload, [tensor_bytes.load(o.record) for o in outcomes if o.record]
         )
-    (workdir / "result.json").write_text(json.dumps(result))
+    return {"result": result}
 
 
 def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:

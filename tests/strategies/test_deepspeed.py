@@ -142,8 +142,8 @@ def test_ranks_as_threads_are_not_asked_of_it() -> None:
 def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
     hidden = (
         "import sys, json; sys.modules['deepspeed'] = None\n"
-        "from shardproof.cases.runner import conduct\n"
-        "conduct(json.loads(sys.argv[1]))"
+        "from shardproof.cases.leader import conduct\n"
+        "print(json.dumps(conduct(json.loads(sys.argv[1]))['result']))"
     )
     told_case = case("deepspeed/zero2", {"shard": 2}, backend="gloo", dtype="float32")
     payload = {
@@ -152,8 +152,9 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
         "cache": str(tmp_path / "oracles"),
     }
     command = [sys.executable, "-c", hidden, json.dumps(payload)]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
-    result = json.loads((tmp_path / "case" / "result.json").read_text())
+    place = Path(__file__).parents[2]
+    done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)
+    result = json.loads(done.stdout)
     assert result["verdict"] == "skip"
     assert "'deepspeed' is not installed" in result["reason"]
     assert "docs/install-extras.md" in result["reason"]

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 from shardproof.impls.reference.zero3 import ReferenceZero3
@@ -115,20 +116,22 @@ class ReloadLeavesBuckets(Zero2):
 
 
 @mutant(
-    "zero1_makes_contiguous",
+    "zero1_averages_then_multiplies",
     ReferenceZero1,
-    summary="a transposed parameter loses its strides: its products are rounded otherwise",
+    summary="gradients are divided by the ranks before the sum and multiplied after it",
     expect=AS_DDP,
-    workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",), params={"width": 20}),
+    mesh={"shard": 3},
     lane="bitwise",
     dtype="float32",
 )
-class MakesContiguous(Zero1):
-    def __init__(self, module: nn.Module, *rest: Any) -> None:
-        for parameter in module.parameters():
-            # Before the buckets are made, which would have kept the strides.
-            parameter.data = parameter.data.contiguous()
-        super().__init__(module, *rest)
+class AveragesThenMultiplies(Zero1):
+    # A third of a number is rounded on every CPU, element by element: no order of sums decides.
+    def send(self, bucket: OwnedBucket) -> None:
+        bucket.complete().div_(self.comm.size)
+        super().send(bucket)
+
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
+        return super().gradient(bucket).mul_(self.comm.size)
 
 
 @mutant(

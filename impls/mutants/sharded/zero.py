@@ -460,6 +460,21 @@ class GathersBeside(Zero1):
 
 
 @mutant(
+    "zero1_makes_contiguous",
+    summary="a transposed parameter loses its strides and the memory of its own that keeps them",
+    killed_by=("memory",),
+    workload=gpt("non_contiguous"),
+)
+class MakesContiguous(Zero1):
+    # Planted at its bytes: whether a product over other strides is rounded otherwise is up to the
+    # CPU's kernels.
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+        super().__init__(module, *rest)
+
+
+@mutant(
     "zero2_keeps_whole_gradients",
     zoo=("F20",),
     summary="whole gradients are not let go after they were reduced",

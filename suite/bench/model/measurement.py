@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 import time
@@ -25,8 +24,7 @@ from typing import Any
 from shardproof.bench import stats
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.sides import Pair
-from shardproof.cases.runner import JUDGING_SECONDS, Workspace
-from shardproof.files import write_whole
+from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.launch.pool import Pool
 
 #: Steps of a segment, and before the first one.
@@ -73,10 +71,11 @@ def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
 
 
 def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Both launches for ``payload``: ``subjects`` (of one backend and world), ``rounds``, and
-    ``ladder`` (payloads by operation; absent: those that the steps send).
+    """Task of the leader: both launches of ``payload``.
 
-    What ranks returned, as ``watched`` and ``measured``, or ``problem``: a sentence.
+    It holds ``subjects`` (of one backend and world), ``rounds``, and ``ladder`` (payloads by
+    operation; absent: those that the steps send).  Returns what ranks returned, as ``watched`` and
+    ``measured``, or ``problem``: a sentence.
     """
     from shardproof import tensor_bytes
     from shardproof.bench.model import probes
@@ -111,35 +110,24 @@ def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
     return told
 
 
-def run(payload: Mapping[str, Any]) -> None:
-    """:func:`lead` as a task of a pool; what it told goes to ``told.json`` in ``workdir``."""
-    workdir = Path(payload["workdir"])
-    write_whole(workdir / "told.json", json.dumps(lead(payload)))
-
-
 def launch(
     subjects: Sequence[Subject], rounds: int, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Any]:
     """What :func:`lead` tells, from a leader of its own; ``sizes`` are those of its ``ladder``."""
-    with Workspace() as space, Pool(1, preload=("shardproof.bench.model.measurement",)) as pool:
-        workdir = space / "score"
-        workdir.mkdir()
+    with Pool(1, tasks=(lead,)) as pool:
         payload = {
             "subjects": [subject.to_dict() for subject in subjects],
             "rounds": rounds,
-            "workdir": str(workdir),
+            "workdir": str(pool.folder / "score"),
             "ladder": sizes,
         }
         seconds = 2 * subjects[0].pair.deadline + JUDGING_SECONDS
-        items = iter([("score", payload, seconds)])
-        with closing(pool.run("shardproof.bench.model.measurement:run", items)) as ends:
-            (ended,) = list(ends)
-        path = workdir / "told.json"
-        if path.exists():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
-        why = "ran out of time" if ended.timed_out else ended.output.strip() or "left no word"
-        return {"problem": f"the leader {why}"}
+        with closing(pool.run(lead, [("score", payload, seconds)])) as ends:
+            (end,) = list(ends)
+    if end.value is None:
+        return {"problem": f"the measuring process {end.why_no_value}"}
+    records: dict[str, Any] = end.value
+    return records
 
 
 def measure(

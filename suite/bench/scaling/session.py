@@ -21,10 +21,11 @@ from shardproof.bench.scaling.judge import conclude
 from shardproof.bench.scaling.matrix import BASES, THREADS, Cell, on_ranks, oversubscribed
 from shardproof.bench.session import Bench, OnBlocks, Watch, read_times
 from shardproof.bench.sides import natural_mesh
-from shardproof.bench.tasks import about, launched, tell
+from shardproof.bench.tasks import launched
 from shardproof.case import DATA_AXES, split
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import physical_cores
+from shardproof.registry.declaration import Answer, ask
 from shardproof.runs import run_folder
 
 _EXAMINING_SECONDS = 120.0
@@ -82,13 +83,16 @@ class Scaling:
             first = members[0]
             workdir = self._bench.folder()
             payload = {"cell": first.to_dict(), "workdir": str(workdir)}
-            told = self._bench.lead(
-                "shardproof.bench.scaling.session:examine", first.id, payload, _EXAMINING_SECONDS
-            )
-            if told.get("refused"):
+            told = self._bench.lead(examine, first.id, payload, _EXAMINING_SECONDS)
+            if "problem" in told:
+                answer = Answer(missing=told["problem"][1])
+            else:
+                answer = Answer.from_dict(told["answer"])
+            if answer.refused:
                 remedy = "correct its options in the scenario"
-                raise SelectionError(Problem(f"{first.title}: {told['refused']}", remedy))
-            found += _in_order([_measured(cell, told) for cell in members])
+                raise SelectionError(Problem(f"{first.title}: {answer.refused}", remedy))
+            room = told.get("room") or _cores()
+            found += _in_order([_measured(cell, answer, room) for cell in members])
         return found
 
     def time(self, measured: Measured, on_blocks: OnBlocks) -> None:
@@ -110,12 +114,7 @@ class Scaling:
             first += count
             try:
                 with Watch(workdir, on_blocks, done):
-                    told = self._bench.lead(
-                        "shardproof.bench.scaling.session:time_cell",
-                        cell.id,
-                        payload,
-                        cell.deadline,
-                    )
+                    told = self._bench.lead(time_cell, cell.id, payload, cell.deadline)
             finally:
                 measured.rows += read_times(workdir)
                 measured.seconds = time.monotonic() - began
@@ -132,35 +131,31 @@ class Scaling:
         """Most bytes that a rank holds in a step, counted exactly by ranks that are threads."""
         cell, workdir = measured.cell, self._bench.folder()
         payload = {"cell": cell.to_dict(), "mesh": measured.mesh, "workdir": str(workdir)}
-        told = self._bench.lead(
-            "shardproof.bench.scaling.session:weigh_cell", cell.id, payload, _EXAMINING_SECONDS
-        )
+        told = self._bench.lead(weigh_cell, cell.id, payload, _EXAMINING_SECONDS)
         if "problem" not in told:
             measured.peak_bytes = max(record["ledger"] for record in told["records"])
 
 
-def _measured(cell: Cell, told: Mapping[str, Any]) -> Measured:
-    """A cell of a system that said ``told`` of itself."""
-    room = told.get("room") or _cores()
-    missing = told.get("missing") or ("problem" in told and told["problem"][1])
+def _measured(cell: Cell, answer: Answer, room: dict[str, Any]) -> Measured:
+    """A cell, and whether the system that gave ``answer`` can run it in ``room``."""
+    declared, missing = answer.declaration, answer.missing
     mesh: dict[str, int] = {}
-    if not missing:
-        axes = [axis for axis in told["axes"] if axis in DATA_AXES]
-        most, batch = told.get("max_world"), cell.workload.global_batch
+    if declared is not None and not missing:
+        axes = [axis for axis in declared.axes if axis in DATA_AXES]
+        batch = cell.workload.global_batch
+        missing = declared.excludes(cell.backend, cell.dtype, cell.world)
         if not axes:
-            missing = f"has no data axis, only {', '.join(told['axes']) or 'none'}"
-        elif most is not None and cell.world > most:
-            missing = f"runs on at most {most} ranks"
-        elif batch < cell.world <= room["ranks"]:
+            missing = f"has no data axis, only {', '.join(declared.axes) or 'none'}"
+        elif not missing and batch < cell.world <= room["ranks"]:
             missing = f"{batch} samples do not go round {cell.world} ranks"
-        else:
+        elif not missing:
             mesh = natural_mesh(axes, cell.world)
     problem = ("precondition", f"{cell.title}: {missing}") if missing else None
     return Measured(
         *(cell, mesh, room),
         problem=problem,
-        strategy=told.get("strategy", ""),
-        on_threads=told.get("threads", False),
+        strategy="" if declared is None else declared.strategy,
+        on_threads=declared is not None and "in_memory" in declared.backends,
     )
 
 
@@ -247,25 +242,23 @@ def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
 # --------------------------------------------------------------------------------- in leaders
 
 
-def examine(payload: dict[str, Any]) -> None:
-    """What a system says of itself, without running it, and how many ranks fit here."""
-    from shardproof import registry
+def examine(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """What a system declares, without running it, and how many ranks fit here."""
     from shardproof.backends import BACKENDS
 
     cell = Cell.from_dict(payload["cell"])
-    told = about(cell.system, cell.backend, cell.dtype, 1)
-    if not told.get("missing") and not told.get("refused"):
-        claims = registry.load(cell.system.implementation).capabilities(cell.system.options)
-        told |= {"max_world": claims.max_world}
+    system = cell.system
+    answer = ask(system.implementation, system.options, cell.backend, cell.dtype, 1)
+    told: dict[str, Any] = {"answer": answer.to_dict()}
     if BACKENDS[cell.backend].device == "cuda":
         import torch
 
         gpus = torch.cuda.device_count()
         told["room"] = {"ranks": gpus, "of": "GPU" if gpus == 1 else "GPUs", "threads": 1}
-    tell(payload, told)
+    return told
 
 
-def time_cell(payload: dict[str, Any]) -> None:
+def time_cell(payload: Mapping[str, Any]) -> dict[str, Any]:
     """One launch; before the first one, a step is watched, so that the model knows its calls."""
     from shardproof.bench.model import probes
     from shardproof.bench.scaling import ranks
@@ -283,8 +276,7 @@ def time_cell(payload: dict[str, Any]) -> None:
             ledgers=True,
         )
         if "problem" in told:
-            tell(payload, told)
-            return
+            return told
         watched = told["records"][0]
 
     def program(rank: int, _: int) -> dict[str, Any]:
@@ -293,19 +285,18 @@ def time_cell(payload: dict[str, Any]) -> None:
         return ranks.run(cell, mesh, together, launch, blocks, watched, workdir, rank)
 
     told = launched(cell.backend, cell.world, cell.deadline, workdir, program)
-    tell(payload, told if watched is None else told | {"watched": watched})
+    return told if watched is None else told | {"watched": watched}
 
 
-def weigh_cell(payload: dict[str, Any]) -> None:
+def weigh_cell(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Peak bytes of a step, on threads."""
     from shardproof.bench import timed_ranks
 
     cell = replace(Cell.from_dict(payload["cell"]), backend="in_memory")
-    told = launched(
+    return launched(
         cell.backend,
         cell.world,
         cell.deadline,
         Path(payload["workdir"]),
         lambda rank, _: timed_ranks.memory(cell.pair(), "a", payload["mesh"], rank),
     )
-    tell(payload, told)
