@@ -320,7 +320,7 @@ def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
         peak = padded // 2 + padded  # a shard, and all stages of the rank gathered
         assert shards.peaks(rank, "forward", 0)["parameters"] == Bound(peak, peak)
         assert not whole.peaks(rank, "forward", 0)
-        assert (whole.left_over(rank, 0) or 0) < 400  # not even one layer
+        assert (whole.unclassified_limit(rank, 0) or 0) < 400  # not even one layer
     counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
     state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
     assert state == 2 * 8 * elements[0] + counters

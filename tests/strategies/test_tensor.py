@@ -23,7 +23,7 @@ from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import tensor
 from shardproof.impls.reference.tensor import layers, operators
-from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Whole
+from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Uncut
 from shardproof.impls.reference.tensor.loss import cross_entropy
 from shardproof.oracle import training
 from shardproof.workloads import Workload
@@ -196,7 +196,7 @@ def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> Non
 
 def test_copies_are_numbered_over_both_axes() -> None:
     piece = Piece.whole("w", torch.ones(2, 3), replica=2)
-    assert [p.replica for p in Whole((2, 3), 1, 4).place(piece)] == [9]
+    assert [p.replica for p in Uncut((2, 3), 1, 4).place(piece)] == [9]
     cut = Split((4, 3), 0, (Block(0, 1), Block(2, 3, 1, 2)), (2, 4))
     assert [(p.slices, p.replica, p.incomplete) for p in cut.place(piece)] == [
         (((0, 1), (0, 3)), 2, False),

@@ -32,7 +32,7 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
 from shardproof.impls.reference.engine.offload import HostTier
@@ -43,7 +43,7 @@ from shardproof.impls.reference.engine.optimizer import (
     set_learning_rate,
     slot_pieces,
 )
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -86,6 +86,11 @@ class Engine(Implementation):
         self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
         # Over the strategy's tensors, which are not those that the module was built with.
         self.optimizer = self.make_optimizer()
+
+    def context(self, options: Training) -> Context:
+        """What a strategy with ``options`` gets beside them."""
+        tier = self.tier if options.offload == "parameters" else None
+        return Context(self.reducer, self.build.units, tier)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Wrap the units that are computed again in backward."""
