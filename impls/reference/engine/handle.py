@@ -150,15 +150,15 @@ class Whole(Handle):
 
     def pieces(self, kind: Kind) -> list[Piece]:
         """Whole tensors."""
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         if kind == "parameters":
-            found = dict(self.module.named_parameters())
+            whole = dict(self.module.named_parameters())
         elif kind == "buffers":
-            found = dict(self.module.named_buffers())
+            whole = dict(self.module.named_buffers())
         elif kind == "gradients":
             pairs = zip(self.names, self.parameters, strict=True)
-            found = {name: p.grad for name, p in pairs if p.grad is not None}
-        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in found.items()]
+            whole = {name: p.grad for name, p in pairs if p.grad is not None}
+        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in whole.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """Whole as well."""
