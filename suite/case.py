@@ -1,7 +1,8 @@
 """A case: one cell of a scenario's matrix, as plain data.
 
 Cases travel between processes and into ``cases.jsonl`` as JSON, so everything here is made of
-strings, numbers, tuples and dictionaries.  This module imports nothing but the contract.
+strings, numbers, tuples and dictionaries.  This module imports nothing but the
+contract and the table of old words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardproof import old_words
 from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
@@ -135,7 +137,7 @@ class Case:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """The case that :meth:`to_dict` described."""
-        fields = dict(data)
+        fields = old_words.stored_case(dict(data))
         workload = dict(fields["workload"])
         workload["traits"] = tuple(workload.get("traits", ()))
         fields["workload"] = WorkloadSpec(**workload)

@@ -21,14 +21,15 @@ Sees what depends on the cut (a mean of means), on who holds which data (a rank 
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
 again, a threshold, a second eps), on what is kept for backward (fresh dropout masks, buffers that
 are updated twice), on state that lies in no piece (a counter that starts again), on when and how
-parameters are gathered, and the last bit (a product over other strides), without believing the
-oracle.
+parameters are gathered, and the last bit (a sum in another order, a mean multiplied again), without
+believing the oracle.
 
 *Cannot see* a fault that both runs share (a sum where a mean belongs passes *permute* and *scale*;
 an update with a wrong sign passes all but *world1* and *same_as*), nor traffic, order or any other
-memory; nor anything where the relation does not hold by definition (BatchNorm or a branch by
-micro-batch under *split*, a generator that no piece holds under *reload*): these are ``skip`` with
-the reason.
+memory; nor strides that are lost, where the CPU's kernels add alike over both (``memory`` sees them
+by the bytes that keep them); nor anything where the relation does not hold by definition (BatchNorm
+or a branch by micro-batch under *split*, a generator that no piece holds under *reload*): these are
+``skip`` with the reason.
 """
 
 from __future__ import annotations

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardproof import verdicts
+from shardproof import VERSION, verdicts
 from shardproof.commands import bench, bench_pairs, compare, evidence
 from shardproof.errors import InputError, Problem, SelectionError
 from shardproof.launch.process_control import cores
-from shardproof.version import VERSION
 
 if TYPE_CHECKING:
     from shardproof.runs.run_folder import Run

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, SelectionError, nearest
@@ -86,8 +87,8 @@ def prove(
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
     backends = _known(backends, "backends", BACKENDS)
-    lanes = _known(lanes, "lanes", DTYPES)
-    checks = _known(checks, "checks", KNOWN_CHECKS)
+    lanes = _known(lanes, "lanes", DTYPES, "lane")
+    checks = _known(checks, "checks", KNOWN_CHECKS, "check")
     _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
     _known(() if axis is None else (axis,), "axis", get_args(Axis), empty=True)
     for mesh in meshes:
@@ -146,13 +147,21 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
     return axes[0] if axes else "replicate"
 
 
-def _known(names: Any, what: str, valid: Collection[str], empty: bool = False) -> Sequence[Any]:
-    """``names``, each of which must be among ``valid``."""
+def _known(
+    names: Any,
+    what: str,
+    valid: Collection[str],
+    kind: old_words.Kind | None = None,
+    empty: bool = False,
+) -> Sequence[Any]:
+    """``names``, each of which must be among ``valid``; old words for a ``kind`` warn."""
     if isinstance(names, str):
         names = (names,)
     remedy = f"{what}: {', '.join(valid)}"
     if not isinstance(names, Collection) or not (names or empty):
         raise SelectionError(Problem(f"{what} names none", remedy, repr(names)))
+    if kind is not None:
+        names = [old_words.current(kind, name) for name in names]
     for name in names:
         if name not in valid:
             raise SelectionError(Problem(f"unknown {what}", remedy, str(name)))

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shardproof import old_words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
@@ -192,14 +193,8 @@ def read(path: Path) -> Snapshot:
             machine=dict(document["machine"]),
             taken=str(document["taken"]),
             versions=versions,
-            cases={
-                name: _entry(name, row, document, versions)
-                for name, row in document["cases"].items()
-            },
-            timed={
-                name: _entry(name, row, document, versions)
-                for name, row in document["timed"].items()
-            },
+            cases={e.id: e for e in _entries(document, "cases", versions, path)},
+            timed={e.id: e for e in _entries(document, "timed", versions, path)},
             kills={str(name): bool(killed) for name, killed in document["kills"].items()},
             keys=list(document["keys"]),
         )
@@ -217,12 +212,21 @@ def _damage(path: Path) -> Iterator[None]:
         raise SelectionError(Problem(what, remedy, file=str(path))) from None
 
 
+def _entries(
+    document: Mapping[str, Any], part: str, versions: Sequence[Version], path: Path
+) -> Iterator[Entry]:
+    """The entries of ``part`` in the words of now; those of old words warn."""
+    for name, row in document[part].items():
+        yield _entry(old_words.current_name(name, str(path)), row, document, versions)
+
+
 def _entry(
     name: str, row: Mapping[str, Any], document: Mapping[str, Any], versions: Sequence[Version]
 ) -> Entry:
     version, cell, names = row["at"]
     implementation, strategy, backend, world = row["is"]
-    keys, values = document["figures"][names], row.get("figures", [])
+    keys = [old_words.renamed_name(key) for key in document["figures"][names]]
+    values = row.get("figures", [])
     if any(isinstance(value, (list, dict)) for value in values):
         raise ValueError(f"a figure of {name} is not a scalar")
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
@@ -234,7 +238,7 @@ def _entry(
         strategy=strategy_of(str(implementation).split(" v ")[0], str(strategy)),
         backend=str(backend),
         world=int(world),
-        verdict=str(row["verdict"]),
+        verdict=old_words.renamed("verdict", str(row["verdict"])),
         version=versions[version],
         figures=dict(zip(keys, values, strict=True)),
         cell=dict(document["cells"][cell]),

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import working_precision
 from shardproof.checks.numbers import (
@@ -35,7 +36,6 @@ from shardproof.checks.numbers import (
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
 from shardproof.oracle.training import train
-from shardproof.version import VERSION
 from shardproof.workloads import make
 
 RECORD = Path(__file__).parents[1] / "checks" / "calibration.json"

@@ -21,7 +21,7 @@ from shardproof.ledgers.memory import MemoryLedger, summary
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.traffic import Call
 from shardproof.registry.declaration import Declaration
-from shardproof.report.memory import MEASURED, memory_rows
+from shardproof.report.memory import MEASURED, with_figures
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
@@ -264,7 +264,7 @@ def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
         }
         for changed in ({}, whole)
     ]
-    cells = sorted(row[MEASURED] for row in memory_rows(results))
+    cells = sorted(row[MEASURED] for row, _ in with_figures(results))
     assert cells[1] == "nothing held" and cells[0].endswith("x")
 
 

@@ -101,7 +101,7 @@ def test_prose_is_no_figure(run: Run, check: str, key: str) -> None:
     assert both(run, old, made.changed(old, 0, made.figure(check, key, "else"))).unchanged
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_is_always_told(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Whichever number of whichever rank, phase and class: it shows, with its path."""
@@ -384,7 +384,6 @@ samples = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(samples, samples)
 def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> None:
     one, other = welch.difference(x, y), welch.difference(y, x)
@@ -396,7 +395,6 @@ def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> N
     assert one.error >= max(x.error, y.error) * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(samples)
 def test_a_sample_beside_itself_differs_by_nothing(x: Sample) -> None:
     found = welch.difference(x, x)

@@ -93,7 +93,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tree=TREES)
 def test_any_tree_survives(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     found = through(tmp_path_factory.mktemp("tree"), tree)
@@ -125,7 +125,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert tensor_bytes.load(path) == [1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_is_an_error_of_ours_or_other_data(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

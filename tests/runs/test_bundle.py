@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from archives import Part, forge
 
-from shardproof import report
+from shardproof import VERSION, report
 from shardproof.bench import evidence, session
 from shardproof.bench.sides import Pair, Side
 from shardproof.case import WorkloadSpec
@@ -41,7 +41,6 @@ from shardproof.runs.bundle import (
 )
 from shardproof.runs.run_folder import Durations, RunFolder, read
 from shardproof.scenarios.budget import plan
-from shardproof.version import VERSION
 
 pytestmark = pytest.mark.usefixtures("temporary")
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -26,18 +25,12 @@ from shardproof.impls.reference.pipeline.stages import Stages
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
 BOUND = 1e-12
 SIZES = {"width": 12, "heads": 6, "seq": 6, "vocab": 97}
 Axes = dict[str, int]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def work(*traits: str, layers: int = 2, **values: Any) -> Workload:
@@ -327,7 +320,7 @@ def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
         peak = padded // 2 + padded  # a shard, and all stages of the rank gathered
         assert shards.peaks(rank, "forward", 0)["parameters"] == Bound(peak, peak)
         assert not whole.peaks(rank, "forward", 0)
-        assert (whole.left_over(rank, 0) or 0) < 400  # not even one layer
+        assert (whole.unclassified_limit(rank, 0) or 0) < 400  # not even one layer
     counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
     state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
     assert state == 2 * 8 * elements[0] + counters

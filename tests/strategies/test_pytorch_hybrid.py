@@ -18,18 +18,12 @@ from shardproof.costs.expression import facts_of
 from shardproof.costs.upstream.torch_hybrid import TorchHybrid
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "pytorch/hybrid"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
 SIZES = {"width": 8, "heads": 4, "seq": 4, "layers": 2, "vocab": 97}
 BOTH: dict[str, Any] = {"sequence_parallel": True, "loss_parallel": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **params: Any) -> Workload:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_ranks import succeed
 
 from shardproof import registry, workloads
@@ -29,6 +28,8 @@ from shardproof.workloads import Workload
 sys.path.append(str(Path(__file__).parents[1] / "contract_trial"))
 from trial_cases import case, compared, judged, told
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "pytorch/pipelining"
 SIZES = {"layers": 4, "width": 8, "heads": 2, "seq": 8, "vocab": 96}
 
@@ -45,14 +46,6 @@ def make(work: Workload, rank: int, ranks: int, **options: Any) -> Implementatio
     spec = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
     system.setup(work.build_for(rank), work.state(), spec, Mesh({"pipe": ranks}), options)
     return system
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -------------------------------------------------------------------------------------- as data

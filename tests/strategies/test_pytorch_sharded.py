@@ -28,17 +28,11 @@ from shardproof.contract import (
 from shardproof.impls.pytorch import fsdp2
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FSDP1, FSDP2 = "pytorch/fsdp1", "pytorch/fsdp2"
 ZRO = "pytorch/zero_redundancy_optimizer"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str) -> Workload:

@@ -40,18 +40,12 @@ from shardproof.impls.pytorch.tensor_styles import (
 )
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "pytorch/tensor_parallel"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
 SIZES = {"width": 12, "heads": 6, "seq": 6, "layers": 2, "vocab": 96}
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **params: Any) -> Workload:

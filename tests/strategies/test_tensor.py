@@ -23,21 +23,15 @@ from shardproof.costs import COST_MODELS, CostModel
 from shardproof.costs.expression import facts_of
 from shardproof.impls.reference import tensor
 from shardproof.impls.reference.tensor import layers, operators
-from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Whole
+from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Uncut
 from shardproof.impls.reference.tensor.loss import cross_entropy
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLIPPED = OptimizerSpec("adamw", 0.01, weight_decay=0.1, clip_norm=0.05)
 WIDE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 0.02}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, name: str = "charnames_gpt", **params: Any) -> Workload:
@@ -167,7 +161,7 @@ def merged(per_rank: list[list[Piece]]) -> dict[int, Tensor]:
     return copies
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> None:
     """A data-parallel strategy cuts what tensor parallelism left into flat ranges.
@@ -202,7 +196,7 @@ def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> Non
 
 def test_copies_are_numbered_over_both_axes() -> None:
     piece = Piece.whole("w", torch.ones(2, 3), replica=2)
-    assert [p.replica for p in Whole((2, 3), 1, 4).place(piece)] == [9]
+    assert [p.replica for p in Uncut((2, 3), 1, 4).place(piece)] == [9]
     cut = Split((4, 3), 0, (Block(0, 1), Block(2, 3, 1, 2)), (2, 4))
     assert [(p.slices, p.replica, p.incomplete) for p in cut.place(piece)] == [
         (((0, 1), (0, 3)), 2, False),

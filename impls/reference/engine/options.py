@@ -33,6 +33,20 @@ class Training:
         at_least("recompute_every", self.recompute_every, 0)
 
 
+@dataclass(frozen=True)
+class WholeParameters(Training):
+    """Options of strategies that keep whole parameters on every rank: these cannot rest on the host
+    tier, for every rank computes with them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
+                "on every rank; valid here: none, optimizer"
+            )
+
+
 def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:
     """An instance of the dataclass ``kind`` from ``options``.
 
@@ -91,14 +105,15 @@ def _value(name: str, hint: Any, value: Any) -> Any:
             if isinstance(value, list):
                 item = get_args(kind)[0]
                 return tuple(_value(f"{name}[{i}]", item, v) for i, v in enumerate(value))
+        # Not isinstance, by which True would be the number 1.
         elif type(value) is kind or (kind is float and type(value) is int):
             return value
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
     choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
     meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
-    told = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
-    raise Refused(told.rstrip("; "))
+    message = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    raise Refused(message.rstrip("; "))
 
 
 def _kind_name(kind: Any) -> str:

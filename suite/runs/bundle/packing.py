@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.bundle.form import (
     ALWAYS,
@@ -31,7 +32,6 @@ from shardproof.runs.bundle.form import (
 from shardproof.runs.integrity import require_unchanged
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import read
-from shardproof.version import VERSION
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,21 @@
-"""Whole parameters of which each rank updates a shard: what ZeRO-1 and ZeRO-2 have in common.
+"""What ZeRO-1 and ZeRO-2 share: parameters are whole, each rank updates a shard of every bucket.
 
-Trained parameters lie in flat buckets, in reverse order of registration; that layout never changes,
-for the optimizer's state hangs on it.  Each rank owns an equal shard of each bucket: it gets that
-shard's gradient, updates it, and gives it to all.
+Trained parameters lie in buckets (owned_bucket.py), in reverse order of registration, for that is
+nearly the order in which backward makes gradients.  A *round* reduces every bucket once:
 
-One *round* reduces every bucket once, in one order on all ranks: a full bucket waits for those
-before it.  A bucket that was not full on some rank when its backward had ended held up those behind
-it: from the next step on it is sent last.
+    [r1] start_round        nothing has arrived; from now on full buckets are sent
+    [r2] arrived            during backward: a gradient moves into its bucket
+    [r3] send_full_buckets  in the order of the queue, up to the first bucket that is not full
+    [r4] end_round          after backward: the rest is sent; which buckets were not full is noted
+    [r5] publish_gradients  once a step: agree on use, give the optimizer the gradients of its parts
+
+A bucket that was not full on some rank when backward ended has held up those behind it.  From the
+next step on it is sent last.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,20 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.contract import Kind, OptimizerSpec, Piece, Refused
+from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import Training, at_least
-from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.options import WholeParameters, at_least
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
-from shardproof.impls.reference.parts.flat import FlatLayout, Part
-from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
+from shardproof.impls.reference.parts.reducers import Reducer
 
 
 @dataclass(frozen=True)
-class Options(Training):
+class Options(WholeParameters):
     """``bucket_bytes`` limits a bucket."""
 
     bucket_bytes: int = 25 * 2**20
@@ -42,100 +44,6 @@ class Options(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("bucket_bytes", self.bucket_bytes, 1)
-        if self.offload == "parameters":
-            raise Refused(
-                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
-                "on every rank; valid here: none, optimizer"
-            )
-
-
-class OwnedBucket:
-    """Parameters ``named`` (of one dtype) as views of one flat tensor, and this rank's shard of it.
-
-    ``values`` has ``layout.padded`` elements in the dtype that is computed with; ``targets`` are
-    this rank's parts of it, one-dimensional, by name: what the optimizer updates.  A parameter that
-    is not contiguous is no view but a copy: with other strides a product rounds otherwise.
-    """
-
-    @torch.no_grad()
-    def __init__(self, named: Mapping[str, Tensor], comm: Comm, precision: Precision) -> None:
-        self.comm = comm
-        self.layout = FlatLayout(named, comm.size)
-        self.dtype = precision.reduction(self.layout.dtype)
-        self.device = next(iter(named.values())).device
-        self.values = self.layout.empty(self.device, precision.compute(self.layout.dtype))
-        self.layout.pack(self.values, named)
-        #: Parameters with strides of their own, which keep them, beside their place in the bucket.
-        self.strided: list[tuple[Tensor, Tensor]] = []
-        for name, view in self.layout.views(self.values).items():
-            if named[name].is_contiguous():
-                named[name].data = view
-            else:
-                named[name].data = named[name].data.to(view.dtype)
-                self.strided.append((named[name].data, view))
-        self.parts: dict[str, Part] = {part.name: part for part in self.layout.parts(comm.rank)}
-        own = self.layout.shard(self.values, comm.rank)
-        self.targets = {name: part.of_shard(own) for name, part in self.parts.items()}
-        for target in self.targets.values():
-            if target.dtype != self.dtype:
-                target.grad_dtype = self.dtype
-        self.full: Tensor | None = None
-        self.views: dict[str, Tensor] = {}
-        self.filled: set[str] = set()
-        self.start_round()
-
-    def start_round(self) -> None:
-        """Nothing has arrived in this backward, nothing is in flight."""
-        self.missing = set(self.layout.names)
-        self.sent = False
-        self.work: Work | None = None  # while it is in flight: it holds on to its memory
-
-    def flat(self) -> Tensor:
-        """This rank's gradients (uninitialized when it is made)."""
-        if self.full is None:
-            self.full = self.layout.empty(self.device, self.dtype)
-            self.views = self.layout.views(self.full)
-        return self.full
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to what the flat gradients have of parameter ``name``."""
-        self.flat()
-        if name in self.filled:
-            self.views[name].add_(gradient)
-        else:
-            self.views[name].copy_(gradient)
-        self.filled.add(name)
-
-    def complete(self) -> Tensor:
-        """The flat gradients, zero where this rank has none."""
-        flat = self.flat()
-        for name, view in self.views.items():
-            if name not in self.filled:
-                view.zero_()
-        return flat
-
-    def release(self) -> None:
-        """Let the flat gradients go."""
-        self.full, self.views = None, {}
-        self.filled.clear()
-
-    def take_values(self) -> None:
-        """Into the bucket what only lies beside it."""
-        for parameter, view in self.strided:
-            view.copy_(parameter)
-
-    def publish(self) -> None:
-        """Out of the bucket what also lies beside it."""
-        for parameter, view in self.strided:
-            parameter.copy_(view)
-
-    def gather(self) -> Work | None:
-        """Start giving this rank's shard of the values to all (in place)."""
-        if not self.layout.padded:
-            return None
-        own = self.layout.shard(self.values, self.comm.rank)
-        work: Work = self.comm.all_gather(self.values, own, async_op=True)
-        return work
 
 
 class ShardedUpdate(Handle):
@@ -145,26 +53,25 @@ class ShardedUpdate(Handle):
         self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
     ) -> None:
         self.module, self.comm, self.reducer = module, comm, reducer or Reducer()
-        precision, bucket_bytes = options.precision, options.bucket_bytes
+        # Rank 0's values come first: buckets copy what they find.
         broadcast_tensors(list(named_state(module).values()), comm)
+        options.precision.cast_frozen(module)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(precision.compute(parameter.dtype))
         names, parameters = list(trained), list(trained.values())
         order = list(reversed(range(len(names))))
-        plan = plan_buckets(order, parameters, bucket_bytes, bucket_bytes)
+        # Laid out once and for all: the optimizer's state hangs on who owns what.
+        plan = plan_buckets(order, parameters, options.bucket_bytes, options.bucket_bytes)
         self.buckets = [
-            OwnedBucket({names[i]: parameters[i] for i in members}, comm, precision)
+            OwnedBucket({names[i]: parameters[i] for i in members}, comm, options.precision)
             for members in plan
         ]
         self.queue = list(self.buckets)  # the order in which buckets are sent
-        self.targets = {n: t for bucket in self.buckets for n, t in bucket.targets.items()}
+        self.targets = {n: t for b in self.buckets for n, t in b.parameters.targets.items()}
         self.sending = False
-        self.launched = 0
-        self.used: set[str] = set()
+        self.launched = 0  # buckets of the queue that were sent in this round
+        self.used: set[str] = set()  # parameters that this rank used in this step
         self.held_up: set[int] = set()  # buckets that were not full when a backward had ended
-        self.late: set[int] = set()
+        self.late: set[int] = set()  # those of all ranks, of all steps
         self.hooks = [
             trained[name].register_post_accumulate_grad_hook(partial(self.arrived, bucket, name))
             for bucket in self.buckets
@@ -177,13 +84,13 @@ class ShardedUpdate(Handle):
 
     # ------------------------------------------------------------------------------------ a round
 
-    def start_round(self) -> None:
+    def start_round(self) -> None:  # [r1]
         """From now on full buckets are sent."""
         self.sending, self.launched = True, 0
         for bucket in self.buckets:
             bucket.start_round()
 
-    def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:
+    def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:  # [r2]
         """Hook: a backward has given ``parameter`` its gradient, which moves into the bucket."""
         if bucket.sent:
             raise RuntimeError(
@@ -193,22 +100,24 @@ class ShardedUpdate(Handle):
             )
         assert parameter.grad is not None
         bucket.add(name, parameter.grad)
-        parameter.grad = None
+        parameter.grad = None  # no second copy: its memory serves the next gradient of backward
         self.used.add(name)
         if self.sending:
             bucket.missing.discard(name)
             self.send_full_buckets()
 
-    def send_full_buckets(self) -> None:
+    def send_full_buckets(self) -> None:  # [r3]
         """Send in the agreed order, up to the first bucket that still waits for a gradient."""
+        # A full bucket waits for those before it: all ranks must make the same calls in one order.
         while self.launched < len(self.queue) and not self.queue[self.launched].missing:
             self.launch()
 
-    def end_round(self, computed: bool) -> None:
+    def end_round(self, computed: bool) -> None:  # [r4]
         """Send what backward left; ``computed``: there was a backward in this round."""
         for index, bucket in enumerate(self.buckets):
             if computed and bucket.missing:
                 self.held_up.add(index)
+        # Without a gradient of its own this rank still adds zeros: the others wait for it.
         while self.launched < len(self.queue):
             self.launch()
         self.sending = False
@@ -218,17 +127,17 @@ class ShardedUpdate(Handle):
         bucket = self.queue[self.launched]
         self.launched += 1
         bucket.sent = True
-        if bucket.layout.padded:
+        if bucket.layout.padded:  # a bucket of empty tensors is empty on all ranks
             self.send(bucket)
+
+    def reduce_scatter(self, bucket: OwnedBucket, shard: Tensor) -> None:
+        """Start to sum ``bucket`` over the ranks; ``shard`` receives this rank's part."""
+        outgoing = bucket.outgoing(self.step)
+        bucket.work = self.reducer.reduce_scatter(outgoing, self.comm, shard)
 
     @abstractmethod
     def send(self, bucket: OwnedBucket) -> None:
         """Start to reduce and scatter the gradients of ``bucket``."""
-
-    def reduce_scatter(self, bucket: OwnedBucket, shard: Tensor) -> None:
-        """Start to sum ``bucket`` over the ranks; ``shard`` receives this rank's part."""
-        outgoing = Bucket(bucket.complete(), bucket.layout.whole, self.step)
-        bucket.work = self.reducer.reduce_scatter(outgoing, self.comm, shard)
 
     @abstractmethod
     def gradient(self, bucket: OwnedBucket) -> Tensor:
@@ -236,23 +145,24 @@ class ShardedUpdate(Handle):
 
     # ------------------------------------------------------------------------------ after the last
 
-    def hand_over(self) -> None:
+    def publish_gradients(self) -> None:  # [r5]
         """Give the optimizer's targets their gradients, none to what no rank used.
 
         The ranks agree by integers: who used which parameter, which buckets were held up.
         """
         names = [name for bucket in self.buckets for name in bucket.layout.names]
-        votes = [int(name in self.used) for name in names]
-        votes += [int(index in self.held_up) for index in range(len(self.buckets))]
-        ballot = torch.tensor(votes, dtype=torch.int32, device=self.device)
-        self.comm.all_reduce(ballot)
-        used = dict(zip(names, ballot.tolist(), strict=False))
-        held_up = ballot[len(names) :].tolist()
+        used = [int(name in self.used) for name in names]
+        held_up = [int(index in self.held_up) for index in range(len(self.buckets))]
+        votes = torch.tensor([*used, *held_up], dtype=torch.int32, device=self.device)
+        self.comm.all_reduce(votes)  # one call for both
+        users = dict(zip(names, votes.tolist(), strict=False))
         for bucket in self.buckets:
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
-                bucket.targets[name].grad = part.of_shard(shard) if used[name] else None
-        self.late |= {index for index, count in enumerate(held_up) if count}
+                # Not zero but none, or weight decay and momentum would move what nobody used.
+                self.targets[name].grad = part.of_shard(shard) if users[name] else None
+        # Taken from the sum, so that all ranks have the same queue in the next step.
+        self.late |= {index for index, n in enumerate(votes[len(names) :].tolist()) if n}
 
     @property
     def device(self) -> torch.device:
@@ -264,7 +174,8 @@ class ShardedUpdate(Handle):
         return {name: t.grad for name, t in self.targets.items() if t.grad is not None}
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """One sum over this rank's shards; every rank has one, were it of nothing."""
+        """One sum over this rank's shards."""
+        # A rank whose shards are padding only has a sum as well: adding sums up is a collective.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in self.gradients().values():
             total += power_sum(gradient, order)
@@ -278,11 +189,11 @@ class ShardedUpdate(Handle):
 
     def after_update(self) -> None:
         """All get everybody's updated shards."""
-        works = [bucket.gather() for bucket in self.buckets]
+        works = [bucket.gather() for bucket in self.buckets]  # all in flight before the first wait
         for bucket, work in zip(self.buckets, works, strict=True):
             if work is not None:
                 work.wait()
-            bucket.publish()
+            bucket.parameters.copy_out()
 
     def after_step(self) -> None:
         """Clear gradients; late buckets go to the end of the queue."""
@@ -300,12 +211,12 @@ class ShardedUpdate(Handle):
         """Parameters and buffers whole, a replica on each rank; of gradients this rank's parts."""
         if kind == "gradients":
             return [self.place(name, "", tensor) for name, tensor in self.gradients().items()]
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         if kind == "parameters":
-            found = dict(self.module.named_parameters())
+            whole = dict(self.module.named_parameters())
         elif kind == "buffers":
-            found = dict(self.module.named_buffers())
-        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in found.items()]
+            whole = dict(self.module.named_buffers())
+        return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in whole.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """A part like that of the parameter; a single number (Adam's step) whole."""
@@ -319,7 +230,7 @@ class ShardedUpdate(Handle):
     def loaded(self) -> None:
         """Buckets take what was loaded beside them."""
         for bucket in self.buckets:
-            bucket.take_values()
+            bucket.parameters.copy_in()
 
     def close(self) -> None:
         """Remove the hooks."""
