@@ -171,11 +171,11 @@ class CostModel(ABC):
         return {}
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
-        """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
+        """Bytes by judged class in host memory (offload); :meth:`resident` is the device's."""
         return {}
 
     def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
-        """Floating-point bytes that ``rank`` copies between the tiers in ``step``, by direction."""
+        """Floating-point bytes that ``rank`` copies to the host and back, by direction."""
         return {"down": 0, "up": 0}
 
     def prefetch(self) -> Prefetch | None:

@@ -311,7 +311,7 @@ def _of_file(storage: torch.UntypedStorage) -> bool:
 
 
 def _on_host(tensor: Tensor, other: Tensor) -> bool:
-    """Whether ``tensor`` lies on the host tier: beside an accelerator the CPU, else in files."""
+    """Whether ``tensor`` lies in host memory: beside an accelerator the CPU, else in files."""
     if tensor.device.type != "cpu":
         return False
     if other.device.type not in ("cpu", "meta"):
