@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import working_precision
 from shardproof.contract import OptimizerSpec, Piece, Refused
-from shardproof.evidence.assembled import StoredFigures
 from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
 from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.oracle.training import train
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import make
 
 HERE = Path(__file__).parents[1] / "support"
@@ -241,9 +242,8 @@ def test_one_device_follows_the_policy() -> None:
     ],
 )
 def test_the_coarsest_dtype_sets_the_bound(policy: dict[str, str], bound: float) -> None:
-    records = [{"capabilities": {"features": ()}}]
-    figures = StoredFigures(case("plain", precision=policy), records, {}, {}, {}, tensors=[])
-    assert working_precision.factor(figures) == bound
+    figures = SimpleNamespace(case=case("plain", precision=policy), declaration=Declaration())
+    assert working_precision.factor(figures) == bound  # type: ignore[arg-type]
 
 
 def test_clean_policies_pass_and_faulty_masters_do_not() -> None:

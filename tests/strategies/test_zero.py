@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch import Tensor, nn
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Batch, MicroBatch, OptimizerSpec, Piece, Point, Refused
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import zero1, zero2
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
@@ -82,7 +82,7 @@ def drive(system: Engine, batches: list[Batch]) -> list[dict[str, Any]]:
 
 def whole(ranks: list[list[dict[str, Any]]], step: int, moment: str) -> dict[str, Tensor]:
     """What the ranks held, put together; every element once."""
-    state = assemble({rank: moments[step][moment] for rank, moments in enumerate(ranks)})
+    state = assembled({rank: moments[step][moment] for rank, moments in enumerate(ranks)})
     assert not state.problems, state.problems
     return state.first()
 
