@@ -12,8 +12,9 @@ split and those that stand on every rank, where a promise tells them apart.  Pro
 :mod:`shardproof.costs`; the accounting (A32, A16, ...) is named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
-allocator rounds up, or a backend whose threads free late: gloo is weighed for systems that need
-processes only.  A buffer that a rank owns no part of counts as communication, not as gradients.
+allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
+that need processes only.  A buffer that a rank owns no part of counts as communication, not as
+gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
-from shardproof.costs.expression import CaseFacts
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
@@ -39,15 +40,16 @@ Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 def decide(evidence: Figures) -> Outcome:
     """Compare every rank's bytes with the promise of the claimed strategy."""
-    case, strategy = evidence.case, evidence.capabilities["strategy"]
+    case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")
-    if not memory_is_measurable(case, evidence.capabilities["backends"]):
-        return Outcome("memory", "skip", f"{case.backend} frees late: weighed on in_memory")
+    if not memory_is_measurable(case, evidence.declaration.backends):
+        return Outcome(
+            "memory", "skip", f"{case.backend} frees late: memory is measured on in_memory"
+        )
     if case.membership:
-        return Outcome("memory", "skip", "members change: no promise")
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    cost_model = cost_model_of(strategy, plan)
+        return Outcome("memory", "skip", "members change: no strategy promises memory")
+    cost_model = cost_model_of(strategy, evidence.plan)
     if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
@@ -58,20 +60,20 @@ def decide(evidence: Figures) -> Outcome:
         marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record, marks),
-            *_peaks(evidence, cost_model, record["rank"], peaks),
+            *_peaks(evidence, cost_model, record.rank, peaks),
             *_moved(evidence, cost_model, record),
             *_apart(cost_model, record, figures),
         ):
             if low <= held <= high:
                 continue
-            rank, bound = record["rank"], low if held < low else high
+            rank, bound = record.rank, low if held < low else high
             wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             message = (
                 f"rank {rank}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} "
                 f"promised ({strategy}, {accounting.id})"
             )
-            if record["unmatched"]:
-                message += f"; computed for the observation: {', '.join(record['unmatched'][:3])}"
+            if record.unmatched:
+                message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
             distance = float(abs(held - bound))
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures)
@@ -82,14 +84,13 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 
 def _resident(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any], marks: Weights
+    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: Weights
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
-    rank, updated, unjudged = record["rank"], -1, cost_model.unjudged()
+    rank, updated, unjudged = record.rank, -1, cost_model.unjudged()
     for step in evidence.steps:
-        told = record["steps"][step]
-        for point in told["observed"]:
-            if point == "after_update" and not told["metrics"].get("skipped"):
+        for point in record.steps[step].observed:
+            if point == "after_update" and not record.steps[step].skipped:
                 updated = step
             found = marks.get((step, point), {})
             for tier, promised in (
@@ -117,32 +118,30 @@ def _resident(
                 yield "held", step, point, "activations and temporaries", held, 0, limit
 
 
-def _moved(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
-) -> Iterator[Comparison]:
+def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     """Bytes copied between the tiers in every step; they are no network traffic."""
     updated, found = -1, Counter[tuple[int, str]]()
-    for row in record["memory"]:
-        if row["moment"] == "moved" and row["where"] in PHASES:
-            found[row["step"], row["kind"]] += row["bytes"]
+    for row in record.memory:
+        if row.moment == "moved" and row.where in PHASES:
+            found[row.step, row.kind] += row.bytes
     for step in evidence.steps:
-        updated = updated if record["steps"][step]["metrics"].get("skipped") else step
-        for way, size in cost_model.host_traffic(record["rank"], step, updated).items():
+        updated = updated if record.steps[step].skipped else step
+        for way, size in cost_model.host_traffic(record.rank, step, updated).items():
             yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
 
 
 def _apart(
-    cost_model: CostModel, record: Mapping[str, Any], figures: dict[str, Any]
+    cost_model: CostModel, record: RankRecord, figures: dict[str, Any]
 ) -> Iterator[Comparison]:
     """Bytes of parameters after the last update, by how they lie on the ranks."""
-    told, last = record["steps"][-1], len(record["steps"]) - 1
-    held = told.get("held", {}).get("after_update", {}).get("parameters", {})
+    last = len(record.steps) - 1
+    held = record.steps[-1].held.get("after_update", {}).get("parameters", {})
     plan = cost_model.plan
     sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
-    for kind, wanted in cost_model.by_layout(record["rank"]).items():
+    for kind, wanted in cost_model.by_layout(record.rank).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
         found = sum(held.get(name, 0) * sizes[name] for name in wanted)
-        figures.setdefault(f"{kind}_bytes", {})[str(record["rank"])] = found
+        figures.setdefault(f"{kind}_bytes", {})[str(record.rank)] = found
         yield "held", last, "after_update", f"{kind} parameters", found, size, size
 
 
@@ -155,17 +154,17 @@ def _peaks(
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
 
-def _weights(evidence: Figures, record: Mapping[str, Any], moment: str) -> Weights:
+def _weights(evidence: Figures, record: RankRecord, moment: str) -> Weights:
     found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
-    on_gpu = any(row["device"].startswith("cuda") for row in record["memory"])
-    for row in record["memory"]:
-        if row["moment"] == moment:
+    on_gpu = any(row.device.startswith("cuda") for row in record.memory)
+    for row in record.memory:
+        if row.moment == moment:
             # Beside a GPU the host's memory is the host tier; without one it is a file's pages.
-            host = row["device"] == "file" or (on_gpu and row["device"] == "cpu")
+            host = row.device == "file" or (on_gpu and row.device == "cpu")
             tier = "host" if host else "device"
-            found[row["step"], row["where"]][tier][row["kind"]] += row["bytes"]
+            found[row.step, row.where][tier][row.kind] += row.bytes
     return found
 
 
@@ -174,7 +173,7 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
     last = evidence.steps[-1]
     resident, peaks, totals = {}, {}, []
     for record in evidence.records:
-        rank = str(record["rank"])
+        rank = str(record.rank)
         tiers = _weights(evidence, record, "mark").get((last, "after_update"), {})
         held = {f"{t}": dict(classes) for t, classes in tiers.items()}
         resident[rank] = held
@@ -203,18 +202,16 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
         "ratio_theory": None if theory is None else str(theory),
         "ratio_limit": None if limit is None else str(limit),
-        "promised": {str(r["rank"]): _promised(evidence, cost_model, r) for r in evidence.records},
+        "promised": {str(r.rank): _promised(evidence, cost_model, r) for r in evidence.records},
         "resident": resident,
         "peaks": peaks,
     }
 
 
-def _promised(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
-) -> dict[str, Any]:
+def _promised(evidence: Figures, cost_model: CostModel, record: RankRecord) -> dict[str, Any]:
     """Bytes by tier and class that ``record``'s rank should hold after its last update."""
-    rank, last = record["rank"], evidence.steps[-1]
-    done = [s for s in evidence.steps if not record["steps"][s]["metrics"].get("skipped")]
+    rank, last = record.rank, evidence.steps[-1]
+    done = [s for s in evidence.steps if not record.steps[s].skipped]
     updated = done[-1] if done else -1
     device = cost_model.resident(rank, last, updated) | cost_model.at_point(
         rank, "after_update", updated

@@ -10,7 +10,8 @@
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
 kill is ignored; where one case has several lines, the last counts, but one that was left out
-later keeps its result.  Of the machine only an allow-list is recorded, never the environment.
+later keeps its result.  Of the machine only an allow-list is recorded; of the environment only the
+variables that choose a CPU's kernels (:data:`KERNEL_VARIABLES`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scal
 FORMAT = 1
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
 _KEPT_DURATIONS = 5
+#: They make torch, oneDNN and MKL use other kernels than the CPU's best: those round otherwise.
+KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 #: Lists of an invocation: what it was about to run.
 _PLANNED = ("planned", "kills", "benches")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -330,7 +338,16 @@ def fingerprint() -> dict[str, Any]:
         "system": platform.system(),
         "machine": platform.machine(),
         "gpus": _gpus(),
+        "kernels": _kernels(),
     }
+
+
+def _kernels() -> dict[str, str]:
+    """What torch computes with on this CPU, and the variables that were set; ranks inherit both."""
+    import torch  # not above: who only reads runs does without
+
+    told = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    return {"torch": torch.backends.cpu.get_cpu_capability(), **told}
 
 
 def _versions() -> dict[str, Any]:

@@ -96,6 +96,18 @@ def test_ranks_that_end_well_leave_records(
         assert "all_reduce" in outcome["last_call"] and outcome["calls"] == 2
 
 
+def test_ranks_compute_with_the_kernels_that_the_environment_chooses(
+    importable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    with ForkServer(["launch_programs"]) as fork_server:
+        for backend in BACKENDS:
+            (tmp_path / backend).mkdir()
+            found = attempt(fork_server, tmp_path / backend, backend, "kernels")
+            assert [o["output"] for o in found["outcomes"]] == ["DEFAULT COMPATIBLE\n"] * 3
+
+
 FAST = {
     "raise": ("raised", "ValueError", "the guilty rank's own error"),
     "unpackable": ("raised", "TypeError", "cannot pack object at .value"),

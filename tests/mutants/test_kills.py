@@ -5,6 +5,10 @@ Here one fault a file and a killer is planted; ``make mutants`` plants all of th
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,12 @@ from shardproof.cases.kills import (
     judge_kill,
     pair,
     run_mutants,
+)
+
+#: Other kernels than those that torch and MKL choose for a machine.
+KERNELS = (
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
 )
 
 
@@ -38,6 +48,24 @@ def test_planted_faults_are_killed_beside_passing_parents() -> None:
     kills = run_mutants(representatives(), 1, lambda result: None)
     assert len(kills) >= 20
     assert not {kill.name: kill.why_not for kill in kills if not kill.killed}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [{}, *KERNELS], ids=lambda told: "-".join(told.values()))
+def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
+    tmp_path: Path, kernels: dict[str, str]
+) -> None:
+    command = ["mutants", "-j", "1", "--results", str(tmp_path / "run")]
+    for fault in ("zero1_makes_contiguous", "zero1_averages_then_multiplies"):
+        command += ["--impl", fault]
+    done = subprocess.run(
+        [sys.executable, "-m", "suite", *command],
+        env={**os.environ, **kernels},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "2 faults judged (2 killed, 0 survive)" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_check_that_faces_faults_kills_one() -> None:

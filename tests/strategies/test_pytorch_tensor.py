@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardproof import registry, workloads
@@ -28,7 +29,6 @@ from shardproof.contract import (
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.pytorch.tensor_parallel import SharedContext
 from shardproof.impls.pytorch.tensor_styles import (
     dtensor_pieces,
@@ -172,7 +172,7 @@ def test_pieces_cover_all_that_there_is(options: dict[str, Any], traits: tuple[s
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
     blocks = [p for p in found[1]["parameters"] if p["name"] == "blocks.0.attention.qkv.weight"]
@@ -187,7 +187,7 @@ def test_initial_parameters_are_those_of_rank_0() -> None:
         return rows(system.local_state("parameters")), system.full_state("parameters")
 
     found = succeed(body, 3)
-    whole = assemble({rank: pieces for rank, (pieces, _) in enumerate(found)})
+    whole = assembled({rank: pieces for rank, (pieces, _) in enumerate(found)})
     for name, tensor in work.state().items():
         assert torch.equal(whole.replica(name), tensor)
         for _, full in found:
@@ -234,10 +234,10 @@ def test_a_rank_may_hold_several_blocks_of_one_name() -> None:
             for start, stop in rows
         ]
 
-    found = assemble({0: blocks(0), 1: blocks(1)})
+    found = assembled({0: blocks(0), 1: blocks(1)})
     assert not found.problems
     assert torch.equal(found.replica("qkv"), full)
-    assert assemble({0: blocks(0), 1: blocks(0)}).problems
+    assert assembled({0: blocks(0), 1: blocks(0)}).problems
 
 
 def test_a_partial_sum_is_no_piece() -> None:

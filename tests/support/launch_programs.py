@@ -167,12 +167,19 @@ def empty(rank: int, world: int) -> dict[str, Any]:
     return {}
 
 
+def kernels(rank: int, world: int) -> dict[str, Any]:
+    """What this rank computes with."""
+    print(torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR"))
+    return {}
+
+
 def trial(payload: dict[str, Any]) -> None:
     """Leader's task: run the ranks and write what became of them."""
     workdir = Path(payload["workdir"])
     backend: Any = payload["backend"]
     fault = payload["fault"]
-    chosen = {"mismatch": mismatched, "meeting": meeting, "empty": empty}.get(fault)
+    programs = {"mismatch": mismatched, "meeting": meeting, "empty": empty, "kernels": kernels}
+    chosen = programs.get(fault)
     began = time.monotonic()
     seen: list[int] = []
     outcomes = run_ranks(

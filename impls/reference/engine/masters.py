@@ -116,6 +116,8 @@ class Masters:
             if working.grad is None:
                 master.grad = None
                 continue
+            # The narrow gradient goes before the next one is widened: they are never all held
+            # twice.
             gradient, working.grad = working.grad, None
             master.grad = self._wide(name, gradient, master.dtype)
 
@@ -123,6 +125,7 @@ class Masters:
     def copy_up(self) -> None:
         """Round the masters that were updated into the working tensors; their gradients go."""
         for working, master in self.pairs.values():
+            # Without a gradient nothing was updated; with the same memory nothing is to be copied.
             if master.grad is not None and working.data_ptr() != master.data_ptr():
                 working.copy_(master)
             master.grad = None
@@ -135,6 +138,7 @@ class Masters:
         """``gradient`` times the factor in ``dtype`` where masters live; in place if it is so."""
         if self.tier is not None and not self.tier.holds(gradient):
             gradient = self.landed[name].copy_(gradient)
+        # Widened first: the product with a small factor would be 0 in fp16.
         return gradient.to(dtype).mul_(self.factor.to(dtype))
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor]]:
@@ -167,4 +171,5 @@ class Masters:
         for working, master in self.pairs.values():
             loaded = working.to(master.device)
             rounds = master.to(loaded.dtype) == loaded
+            # A master that rounds to what was loaded knows more digits of the same value.
             master.copy_(torch.where(rounds, master, loaded.to(master.dtype)))

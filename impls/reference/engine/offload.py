@@ -48,10 +48,12 @@ class HostTier:
         elements = torch.Size(shape).numel()
         if self.pinned:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        # A file of no bytes cannot be mapped.
         if not elements:
             return torch.empty(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix="host-tier-") as file:
             file.truncate(elements * dtype.itemsize)
+            # The mapping outlives the name, which goes here: a crash leaves no file behind.
             flat = torch.from_file(file.name, shared=True, size=elements, dtype=dtype)
         return flat.view(shape)
 

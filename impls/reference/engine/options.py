@@ -105,14 +105,15 @@ def _value(name: str, hint: Any, value: Any) -> Any:
             if isinstance(value, list):
                 item = get_args(kind)[0]
                 return tuple(_value(f"{name}[{i}]", item, v) for i, v in enumerate(value))
+        # Not isinstance, by which True would be the number 1.
         elif type(value) is kind or (kind is float and type(value) is int):
             return value
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
     choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
     meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
-    told = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
-    raise Refused(told.rstrip("; "))
+    message = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    raise Refused(message.rstrip("; "))
 
 
 def _kind_name(kind: Any) -> str:

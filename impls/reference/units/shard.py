@@ -17,7 +17,8 @@ from shardproof.comm import Comm
 from shardproof.impls.reference.engine.offload import HostTier
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout, Part
-from shardproof.impls.reference.units.gradients import Gradients, GradientState
+from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.units.gradients import Gradients
 from shardproof.impls.reference.units.parameters import Parameters, ParameterState
 
 
@@ -128,20 +129,15 @@ class ShardedUnit:
 
     # ---------------------------------------------------------------------------------- gradients
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction of its gradients is under way."""
-        return any(flat.gradients.state is GradientState.REDUCING for flat in self.trained)
-
     def pack(self) -> None:
         """Bring together the gradients that have arrived."""
         for flat in self.trained:
             flat.gradients.pack()
 
-    def reduce(self) -> None:
-        """Start to reduce what is trained and packed."""
+    def reduce(self, reducer: Reducer, step: int) -> None:
+        """Start to reduce what is trained and packed, in optimizer step number ``step``."""
         for flat in self.trained:
-            flat.gradients.reduce()
+            flat.gradients.reduce(reducer, step)
 
 
 def tensors_in(value: object) -> Iterable[Tensor]:
