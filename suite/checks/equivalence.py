@@ -250,11 +250,11 @@ def _ascends(evidence: Figures) -> bool:
 
 def _tied_over_stages(evidence: Figures) -> bool:
     """Whether stages of a pipeline share a parameter."""
-    plan = evidence.plan
-    if plan is None or "pipe" not in plan.axes:
+    facts = evidence.model_facts
+    if facts is None or "pipe" not in facts.axes:
         return False
-    stages = stages_of(plan)
-    return any(len(stages.homes(tensor)) > 1 for tensor in plan.trainable)
+    stages = stages_of(facts)
+    return any(len(stages.homes(tensor)) > 1 for tensor in facts.trainable)
 
 
 def _check_names(

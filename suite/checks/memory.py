@@ -49,12 +49,12 @@ def decide(evidence: Figures) -> Outcome:
         )
     if case.membership:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
-    cost_model = cost_model_of(strategy, evidence.plan)
+    cost_model = cost_model_of(strategy, evidence.model_facts)
     if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
         return Outcome("memory", "skip", cost_model.why_not_measured())
-    accounting = accounting_of(cost_model.plan)
+    accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
         marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
@@ -136,8 +136,8 @@ def _apart(
     """Bytes of parameters after the last update, by how they lie on the ranks."""
     last = len(record.steps) - 1
     held = record.steps[-1].held.get("after_update", {}).get("parameters", {})
-    plan = cost_model.plan
-    sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
+    facts = cost_model.facts
+    sizes = {t.name: ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters}
     for kind, wanted in cost_model.by_layout(record.rank).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
         found = sum(held.get(name, 0) * sizes[name] for name in wanted)
@@ -185,10 +185,10 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         }
     whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
     promised = None if unjudged else cost_model.total()
-    shards = cost_model.plan.size("shard")
+    shards = cost_model.facts.size("shard")
     limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
-    whole_layers = all(cost_model.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
+    whole_layers = all(cost_model.facts.size(axis) == 1 for axis in ("pipe", "tensor"))
     theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
     return {
         "strategy": cost_model.strategy,

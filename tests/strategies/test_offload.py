@@ -104,21 +104,21 @@ def test_formulas_by_hand() -> None:
     assert zero1.resident(0, 0, 0)["optimizer_state"] == zero1.resident(0, 0, 0)["masters"] == 0
     assert sum(zero1.host(rank, 0, 0)["masters"] for rank in (0, 1)) == 4 * 19
     assert zero1.host(0, 0, -1)["optimizer_state"] == 0
-    moved = [zero1.moved(rank, 0, 0) for rank in (0, 1)]
+    moved = [zero1.host_traffic(rank, 0, 0) for rank in (0, 1)]
     assert [sum(m[way] for m in moved) for way in ("down", "up")] == [4 * 19, 4 * 19]
-    assert zero1.moved(0, 1, 0) == {"down": 0, "up": 0}, "a skipped update moves nothing"
+    assert zero1.host_traffic(0, 1, 0) == {"down": 0, "up": 0}, "a skipped update moves nothing"
     narrow = plan("zero2", "optimizer", precision={"parameters": "bfloat16", "reduce": "float32"})
-    moved = [narrow.moved(rank, 0, 0) for rank in (0, 1)]
+    moved = [narrow.host_traffic(rank, 0, 0) for rank in (0, 1)]
     assert [sum(m[way] for m in moved) for way in ("down", "up")] == [4 * 19, 2 * 19]
     zero3 = plan("zero3", "parameters")
     assert set(zero3.resident(0, 0, 0).values()) == {0}
     assert zero3.host(0, 0, 0)["parameters"] == 40
     # Two rounds, each gathers twice.
-    assert zero3.moved(0, 0, 0) == {"down": 40, "up": 4 * 40}
+    assert zero3.host_traffic(0, 0, 0) == {"down": 40, "up": 4 * 40}
     # The root of FSDP stays whole until backward is over; a unit does so if it is kept.
     unit = {"wrap": {"units": ["b"]}}
     moved = [
-        plan("fsdp", "parameters", **unit, **options).moved(0, 0, 0)["up"]
+        plan("fsdp", "parameters", **unit, **options).host_traffic(0, 0, 0)["up"]
         for options in (
             {},
             {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -133,8 +133,8 @@ def test_formulas_by_hand() -> None:
     for ranks, times in ((2, 4), (4, 2)):
         cut = plan("fsdp", "parameters", ranks, **unit, reshard_after_forward=2)
         root, block = (4 * -(-n // ranks) for n in (15, 4))
-        assert cut.moved(0, 0, 0)["up"] == 2 * root + times * block
-    assert plan("zero3", "none").moved(0, 0, 0) == {"down": 0, "up": 0}
+        assert cut.host_traffic(0, 0, 0)["up"] == 2 * root + times * block
+    assert plan("zero3", "none").host_traffic(0, 0, 0) == {"down": 0, "up": 0}
     assert plan("zero3", "none").payload() == zero3.payload()
 
 
