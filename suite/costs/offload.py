@@ -1,4 +1,4 @@
-"""What offloading moves to host memory, and how many bytes a step moves between the two.
+"""What offloading moves to host memory, and how many bytes a step moves between host and device.
 
 ``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
 parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and

@@ -187,7 +187,7 @@ def test_loaded_parameters_restart_only_masters_that_do_not_round_to_them() -> N
     assert master.tolist() == [1 + 2.0**-12, 3.0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the tiers are one where no GPU is")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="host and device are one without a GPU")
 def test_masters_on_the_host_restart_from_parameters_on_the_gpu() -> None:
     working = torch.ones(2, dtype=BF16, device="cuda")
     groups = [{"params": [("w", working)], "lr": 1.0}]

@@ -1,8 +1,9 @@
-"""Masters: the optimizer runs on copies of what a strategy hands it, in another dtype or place.
+"""Masters: the optimizer updates copies of what a strategy hands it, in another dtype or place.
 
-Problem.  A bf16 parameter of size 1 cannot take a step below 1/256: updates of a usual learning
-rate round away.  So what is computed with is narrow, what is updated is wide.  The same copies
-serve offloading: an optimizer whose tensors lie in host memory updates masters there.
+Problem.  A bf16 parameter of size 1 cannot take a step smaller than 1/256, so updates at a usual
+learning rate are rounded away.  Forward and backward therefore compute with narrow tensors, and the
+optimizer updates wide copies of them.  The same copies serve offloading: where the optimizer's
+tensors lie in host memory, it updates masters there.
 
     what                where
     working tensors     what ``Handle.param_groups`` gives: shards or whole parameters
@@ -14,10 +15,11 @@ serve offloading: an optimizer whose tensors lie in host memory updates masters 
     update      per working tensor: gradient times factor -> master.grad (a copy down), free it;
                 optimizer step; master -> working tensor (a copy up, rounded)
 
-Cost: bytes a parameter that this rank updates: 4 for an fp32 master, and as many again for its
-gradient, from the copy down until the update has used it (none where gradients are summed in the
-masters' dtype and memory; in host memory it is kept, for that memory is dear to get).  ZeRO (arXiv
-1910.02054, section 3.1): 2 + 2 + 12 = parameter + gradient + (master, two moments).
+Cost: bytes for each parameter that this rank updates: 4 for an fp32 master, and as many again for
+its gradient, from the copy down until the update has used it.  There is no second gradient where
+gradients are summed in the masters' dtype and place; in host memory it is kept, because allocating
+there is slow.  ZeRO (arXiv 1910.02054, section 3.1): 2 + 2 + 12 = parameter + gradient + (master,
+two moments).
 Numbers: a master starts from the working tensor, hence rounded, as in Megatron-LM and DeepSpeed;
 from then on the working tensor is its master, rounded once.
 Left out: stochastic rounding; masters for a working tensor that has its dtype and place already.

@@ -1,4 +1,4 @@
-"""Host memory: where state rests that the device has no room for.
+"""Host memory: where state rests that does not fit on the device.
 
 Problem.  Optimizer state is the largest part of a model's state and is touched once a step.  It can
 rest, and be updated, in host memory; the device keeps what forward and backward compute with
@@ -10,20 +10,20 @@ rest, and be updated, in host memory; the device keeps what forward and backward
     parameters    shards of parameters, their gradients and state     what is gathered; gradients
 
     beside a GPU        pinned host memory
-    without one         memory mapped from files that have no name any more: the pages belong to
-                        files and not to the process, moves between the two are real copies, and
-                        the files go when their memory does, on a crash as well
+    without one         memory mapped from unlinked files: the pages belong to files and not to the
+                        process, copies between host and device are real copies, and the files
+                        disappear with their memory, after a crash as well
 
-    update     gradients go down in the dtype in which they were summed; the optimizer runs on the
-               host; parameters come up in the dtype that is computed with (a blocking copy_
-               casts on the host)
+    update     gradients are copied down in the dtype in which they were summed; the optimizer runs
+               on the host; parameters are copied up in the dtype that is computed with (a blocking
+               copy_ casts on the host)
 
-Cost: bytes moved a step and rank, over the elements that it updates: its gradients down + its
-parameters up (2 + 2 bytes an element in bf16: ZeRO-Offload, section 4.1).  They are no network
-traffic.  The host holds masters, gradients and state of those elements.
+Cost: bytes copied a step and rank, over the elements that it updates: gradients down + parameters
+up (2 + 2 bytes an element in bf16: ZeRO-Offload, section 4.1).  They are no network traffic.  The
+host holds masters, gradients and state of those elements.
 Numbers: the optimizer does the same operations on the same values.
-Left out: gradients that go down bucket by bucket during backward, an update that overlaps with
-moves, and disks (NVMe).
+Left out: copying gradients bucket by bucket during backward, an update that overlaps with copies,
+and disks (NVMe).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Memory beside ``device``; files, where there are any, have their place in ``folder``."""
+    """Memory beside ``device``; files, if there are any, are made in ``folder``."""
 
     def __init__(self, device: torch.device | str, folder: Path | None = None) -> None:
         self.pinned = torch.device(device).type != "cpu"

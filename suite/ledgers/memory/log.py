@@ -76,7 +76,7 @@ class MemoryLog:
 
     An event of storage -1 only says that another phase began.  A mark ``(name, step, events)``
     names a moment by the number of events before it.  Bytes are those of storages, padding and all.
-    ``moved`` counts floating-point bytes that were copied between device and host, by (step, phase,
+    ``moved`` counts floating-point bytes that were copied between host and device, by (step, phase,
     ``down`` to the host or ``up`` from it).
     """
 
