@@ -1,4 +1,4 @@
-"""What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
+"""What a cost model may know: shapes, options, mesh, optimizer and precision.  Plain data.
 
 A :class:`ModelFacts` is made from the case and the workload's own model, never from the
 implementation that is judged; it travels with the facts of a case, so that a stored run is judged

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 really sends and holds in fp32, beside what ZeRO's paper says.
+"""What DeepSpeed 0.19.8 sends and holds in fp32, beside what ZeRO's paper says.
 
     stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
     0        2                                         2                -
