@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardproof.contract import Options
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -86,7 +88,7 @@ class ModelFacts:
     """
 
     axes: Mapping[str, int]
-    options: Mapping[str, Any]
+    options: Options
     parameters: tuple[TensorFacts, ...]
     buffers: tuple[TensorFacts, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
