@@ -324,7 +324,7 @@ def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
     counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
     state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
     assert state == 2 * 8 * elements[0] + counters
-    apart = whole.apart(0)
+    apart = whole.by_layout(0)
     assert sum(apart["replicated"].values()) == 4 * 12 + 2 * 12 + 6 * 12
     assert set(apart["split"]) | set(apart["replicated"]) == set(whole.local(0).parameters)
 
