@@ -47,11 +47,10 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
-from shardproof.impls.reference.parts.reducers import Reducer
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
@@ -59,10 +58,10 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    reducer: Reducer | None = None,
+    context: Context = PLAIN,
 ) -> Zero1:
     """Shard the update of ``module`` over ``comms["shard"]``, starting from rank 0's values."""
-    return Zero1(module, comms["shard"], options, reducer)
+    return Zero1(module, comms["shard"], options, context.reducer)
 
 
 class Zero1(ShardedUpdate):

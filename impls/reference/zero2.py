@@ -45,11 +45,10 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
-from shardproof.impls.reference.parts.reducers import Reducer
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
@@ -57,10 +56,10 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    reducer: Reducer | None = None,
+    context: Context = PLAIN,
 ) -> Zero2:
     """Shard update and gradients of ``module`` over ``comms["shard"]``, from rank 0's values."""
-    return Zero2(module, comms["shard"], options, reducer)
+    return Zero2(module, comms["shard"], options, context.reducer)
 
 
 class Zero2(ShardedUpdate):

@@ -44,7 +44,7 @@ fit on one rank before they are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
@@ -73,14 +72,11 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    blocks: Sequence[str] = (),
-    tier: HostTier | None = None,
+    context: Context = PLAIN,
 ) -> Zero3:
-    """Shard ``module`` over ``comms["shard"]``, from rank 0's values.
-
-    ``blocks`` are the units where ``options`` name none; shards rest on ``tier`` if it is given.
-    """
-    return Zero3(module, comms, plan_units(module, options.wrap, blocks), options.precision, tier)
+    """Shard ``module`` over ``comms["shard"]``, from rank 0's values."""
+    plan = plan_units(module, options.wrap, context.blocks)
+    return Zero3(module, comms, plan, options.precision, context)
 
 
 class Zero3(WrappedModel):
@@ -140,10 +136,9 @@ class ReferenceZero3(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
         chosen = parse_options(Options, options)
-        tier = self.tier if chosen.offload == "parameters" else None
         plan = plan_units(module, chosen.wrap, self.build.units)
         comms = {"shard": mesh.comm("shard")}
-        return self.handle_type(module, comms, plan, chosen.precision, tier)
+        return self.handle_type(module, comms, plan, chosen.precision, self.context(chosen))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from all ranks."""

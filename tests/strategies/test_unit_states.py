@@ -9,6 +9,7 @@ from torch import nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.parts.reducers import Reducer
 from shardproof.impls.reference.units.gradients import Gradients, GradientState
 from shardproof.impls.reference.units.parameters import Parameters, ParameterState
 from shardproof.impls.reference.units.shard import FlatShard
@@ -97,7 +98,7 @@ def test_gradients_of_two_rounds_on_two_ranks_and_of_a_rank_without_the_second()
                 gradients.pack()
                 assert gradients.state is GradientState.PACKED and not gradients.arrived
                 assert gradients.filled == {"a", "b"}
-            gradients.reduce()
+            gradients.reduce(Reducer(), 0)
             assert gradients.state is GradientState.REDUCING and not gradients.filled
             gradients.wait_and_accumulate()
             assert gradients.state is GradientState.ACCUMULATED
@@ -124,14 +125,14 @@ def test_replicas_are_summed_once_after_the_last_round() -> None:
         for _ in range(2):
             gradients.arrive("a", torch.full((3,), rank + 1.0))
             gradients.pack()
-            gradients.reduce()
+            gradients.reduce(Reducer(), 0)
             gradients.wait_and_accumulate()
-        gradients.reduce_over_replicas(replicas)
+        gradients.reduce_over_replicas(replicas, Reducer(), 0)
         assert gradients.state is GradientState.OVER_REPLICAS
         with pytest.raises(IllegalTransition, match=r"summed over replicas.* become arriving"):
             gradients.arrive("a", torch.ones(3))
         with pytest.raises(IllegalTransition, match="next may be: final"):
-            gradients.reduce_over_replicas(replicas)
+            gradients.reduce_over_replicas(replicas, Reducer(), 0)
         gradients.finalize()
         assert gradients.state is GradientState.FINAL and gradients.total is not None
         total: list[float] = gradients.total.tolist()
@@ -166,13 +167,13 @@ def arriving() -> Gradients:
 def reducing() -> Gradients:
     gradients = arriving()
     gradients.pack()
-    gradients.reduce()
+    gradients.reduce(Reducer(), 0)
     return gradients
 
 
 def test_gradients_refuse_what_their_state_does_not_allow() -> None:
     with pytest.raises(IllegalTransition, match=r"arriving.* become reducing; next may be: arriv"):
-        arriving().reduce()  # what has arrived would be lost
+        arriving().reduce(Reducer(), 0)  # what has arrived would be lost
     with pytest.raises(IllegalTransition, match=r"reducing.* become arriving"):
         reducing().arrive("b", torch.ones(2))  # the reduce-scatter may not have read it yet
     with pytest.raises(IllegalTransition, match=r"reducing.* become final"):

@@ -17,6 +17,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.reference import fsdp, zero3
 from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Context
 
 SHARDED = pytest.mark.parametrize("strategy", [zero3, fsdp])
 
@@ -60,7 +61,7 @@ class Reentrant(nn.Sequential):
 def test_gradients_of_a_unit_that_has_no_backward_are_an_error(strategy: Any) -> None:
     def apply(module: nn.Module) -> Any:
         comms = {"shard": Mesh({"shard": 1}).comm("shard")}
-        handle = strategy.apply(module, comms, strategy.Options(), ["0", "1"])
+        handle = strategy.apply(module, comms, strategy.Options(), Context(blocks=["0", "1"]))
         handle.before_step(1)
         handle.accumulate(is_last=True)
         return handle

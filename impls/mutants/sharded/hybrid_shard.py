@@ -69,7 +69,7 @@ class AloneInItsShardGroup(FSDP):
 class CrossesOverShards(FSDP):
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         assert self.shards is not None
-        flat.gradients.reduce_over_replicas(self.shards)
+        flat.gradients.reduce_over_replicas(self.shards, self.reducer, self.step)
 
 
 @mutant(

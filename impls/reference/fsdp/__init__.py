@@ -59,7 +59,7 @@ fit on one rank before they are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,8 +67,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
@@ -87,18 +86,15 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    blocks: Sequence[str] = (),
-    tier: HostTier | None = None,
+    context: Context = PLAIN,
 ) -> FSDP:
     """Shard ``module`` over ``comms["shard"]``, replicate it over ``comms["replicate"]``.
 
-    ``comms["chunks"]`` are the k neighbours of an integer ``reshard_after_forward``.  Values are
-    those of the first rank of all; ``blocks`` are the units where ``options`` name none; shards
-    rest on ``tier`` if it is given.
+    ``comms["chunks"]`` are the k neighbours of an integer ``reshard_after_forward``.
     """
     axes = {axis: comms[axis] for axis in AXES[options.sharding_strategy]}
-    plan = plan_units(module, options.wrap, blocks)
-    return FSDP(module, axes, plan, options, tier, comms.get("chunks"))
+    plan = plan_units(module, options.wrap, context.blocks)
+    return FSDP(module, axes, plan, options, context, comms.get("chunks"))
 
 
 class ReferenceFSDP(Engine):
@@ -143,9 +139,8 @@ class ReferenceFSDP(Engine):
         comms = {axis: mesh.comm(axis) for axis in wanted}
         count = chosen.chunk_ranks
         chunks = None if count is None or count == mesh.size("shard") else neighbours(mesh, count)
-        tier = self.tier if chosen.offload == "parameters" else None
         plan = plan_units(module, chosen.wrap, self.build.units)
-        return self.handle_type(module, comms, plan, chosen, tier, chunks)
+        return self.handle_type(module, comms, plan, chosen, self.context(chosen), chunks)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from the ranks that hold shards."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Refused
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context
 from shardproof.impls.reference.engine.options import Training, at_least
 from shardproof.impls.reference.units.plan import UnitPlan, Wrap
 from shardproof.impls.reference.units.shard import ShardedUnit
@@ -82,10 +82,10 @@ class FSDP(WrappedModel):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         options: Options,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
-        super().__init__(module, comms, plan, options.precision, tier, chunks)
+        super().__init__(module, comms, plan, options.precision, context, chunks)
         self.options = options
         self.unreduced: set[ShardedUnit] = set()  # their gradients wait for the last round
 

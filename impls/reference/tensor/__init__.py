@@ -64,7 +64,7 @@ from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.tensor import operators
-from shardproof.impls.reference.tensor.cuts import Cut, Whole
+from shardproof.impls.reference.tensor.cuts import Cut, Uncut
 from shardproof.impls.reference.tensor.layers import (
     Classes,
     Column,
@@ -165,7 +165,7 @@ class TensorParallel(Handle):
     def whole(self, parameter: Tensor) -> Cut:
         """How a parameter lies that is not split."""
         is_term = self.options.sequence_parallel and self.comm.size > 1
-        return Whole(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
+        return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of ``whole``, the value of parameter ``name``."""

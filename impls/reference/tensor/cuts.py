@@ -53,7 +53,7 @@ class Cut(ABC):
 
 
 @dataclass(frozen=True)
-class Whole(Cut):
+class Uncut(Cut):
     """A tensor that each of ``copies`` ranks holds whole; ``is_partial``: its gradients are terms
     of a sum.
     """

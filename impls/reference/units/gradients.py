@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardproof.comm import Comm
 from shardproof.impls.reference.parts.flat import FlatLayout
-from shardproof.impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 from shardproof.impls.reference.units.states import Stateful
 
 
@@ -51,7 +51,7 @@ class Gradients(Stateful[GradientState]):
     """Gradients of one dtype, laid out by ``layout``, summed over ``comm`` (``None``: one rank).
 
     They are reduced in ``reduced_in``, and added up over the rounds in the dtype as built.  The
-    final total rests in ``rest``, a tensor on the host tier, where one is given.
+    final total rests in ``rest``, a tensor in host memory, where one is given.
     """
 
     what = "gradients"
@@ -117,7 +117,7 @@ class Gradients(Stateful[GradientState]):
             self.filled.add(name)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce(self, reducer: Reducer, step: int) -> None:
         """Start to sum the packed gradients into this rank's shard (zero where there are none)."""
         self.enter(GradientState.REDUCING)
         whole = self.packed
@@ -132,7 +132,8 @@ class Gradients(Stateful[GradientState]):
             self.sum = whole
         else:
             self.sum = whole.new_empty(self.layout.shard_numel)
-            self.work = self.comm.reduce_scatter(self.sum, whole, async_op=True)
+            bucket = Bucket(whole, self.layout.whole, step)
+            self.work = reducer.reduce_scatter(bucket, self.comm, self.sum)
 
     @torch.no_grad()
     def wait_and_accumulate(self) -> None:
@@ -148,13 +149,15 @@ class Gradients(Stateful[GradientState]):
         self.sum = self.sending = self.work = None
 
     @torch.no_grad()
-    def reduce_over_replicas(self, replicas: Comm) -> None:
+    def reduce_over_replicas(self, replicas: Comm, reducer: Reducer, step: int) -> None:
         """Start to sum the total over ranks that hold the same shard; no more may be added."""
         self.enter(GradientState.OVER_REPLICAS)
         assert self.total is not None
         self.total = self.total.to(self.reduced_in)
         if self.layout.padded:
-            self.work = replicas.all_reduce(self.total, async_op=True)
+            rank = self.comm.rank if self.comm else 0
+            bucket = Bucket(self.total, tuple(self.layout.parts(rank)), step)
+            self.work = reducer.all_reduce(bucket, replicas)
 
     def finalize(self) -> None:
         """The total is the step's gradient on return, and lies where it rests."""

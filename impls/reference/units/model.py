@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.engine.offload import HostTier
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
@@ -26,10 +25,7 @@ from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 
 class ShardedModel(Handle):
-    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``.
-
-    ``tier`` is where shards rest, if not on the device.
-    """
+    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``."""
 
     def __init__(
         self,
@@ -37,9 +33,9 @@ class ShardedModel(Handle):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
     ) -> None:
-        self.module = module
+        self.module, self.reducer = module, context.reducer
         self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
         self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
         # Along each axis from its first rank, one axis after the other: in the end all ranks have
@@ -54,7 +50,7 @@ class ShardedModel(Handle):
             own = {name: named[name] for name in one.parameters}
             place = module.get_submodule(one.name)
             self.units.append(
-                ShardedUnit(number, one.name, place, own, self.shards, precision, tier)
+                ShardedUnit(number, one.name, place, own, self.shards, precision, context.host)
             )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for unit in self.units for flat in unit.trained]
@@ -64,7 +60,7 @@ class ShardedModel(Handle):
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         """Start to sum a shard over the replicas, if there are any."""
         if self.replicas is not None and self.replicas.size > 1:
-            flat.gradients.reduce_over_replicas(self.replicas)
+            flat.gradients.reduce_over_replicas(self.replicas, self.reducer, self.step)
 
     def publish_gradients(self) -> None:
         """Give the optimizer's targets what was reduced; agree on who used what."""

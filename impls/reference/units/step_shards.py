@@ -21,15 +21,29 @@ R (F-1) (padded parameter bytes + padded gradient bytes) + 2 (R-1) padded gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardproof.impls.reference.engine.handle import T
+from shardproof.comm import Comm
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
+from shardproof.impls.reference.engine.options import Training
 from shardproof.impls.reference.units.model import ShardedModel
+from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.shard import FlatShard
+
+
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Training,
+    context: Context = PLAIN,
+) -> StepShards:
+    """Shard ``module`` over ``comms["shard"]``, as one unit: gathered and freed once a step."""
+    whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))
+    return StepShards(module, comms, [whole], options.precision, context)
 
 
 class StepShards(ShardedModel):
@@ -64,7 +78,7 @@ class StepShards(ShardedModel):
             unit.pack()
             for flat in unit.trained:
                 self.used |= flat.gradients.filled
-            unit.reduce()
+            unit.reduce(self.reducer, self.step)
             for flat in unit.trained:
                 # At once: whole gradients of one unit after the other go, not of all together.
                 flat.gradients.wait_and_accumulate()

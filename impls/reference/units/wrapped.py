@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.handle import T
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.units.events import Listener, UnitEvents
 from shardproof.impls.reference.units.gradients import GradientState
@@ -46,10 +45,10 @@ class WrappedModel(ShardedModel, Listener):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
-        super().__init__(module, comms, plan, precision, tier)
+        super().__init__(module, comms, plan, precision, context)
         self.chunks = chunks
         self.events = UnitEvents(self.units, self)
         named = dict(module.named_parameters())
@@ -99,7 +98,7 @@ class WrappedModel(ShardedModel, Listener):
         unit.pack()
         for flat in unit.trained:
             self.used |= flat.gradients.filled
-        unit.reduce()
+        unit.reduce(self.reducer, self.step)
         self.in_flight.append((unit, self.rounds.is_last))
         sends = any(flat.gradients.work is not None for flat in unit.trained)
         if to_replicas and (unit is self.root or not sends):
