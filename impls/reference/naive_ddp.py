@@ -57,14 +57,19 @@ class NaiveDDP(Replicated):
 
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
+        # Agreed on before any gradient travels: a rank that left out a call would leave the others
+        # waiting.
         votes = [p.grad is not None for p in self.parameters]
         used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce(used)
         for parameter, count in zip(self.parameters, used.tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # A transposed parameter has a transposed gradient, and collectives take contiguous
+            # tensors.
             gradient = gradient.contiguous()
             if gradient.numel():
                 self.comm.all_reduce(gradient)
+            # Not zero but none, or weight decay and momentum would move what nobody used.
             parameter.grad = gradient if count else None
 
 

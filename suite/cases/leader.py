@@ -10,20 +10,21 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
-from shardproof.cases.rank_program import facts_for_judge, run_rank
+from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide, measure
 from shardproof.checks import relations, schedule
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.account import Account, strip, whole_tensors
+from shardproof.evidence.account import Account, whole_tensors
 from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.registry.declaration import Declaration
@@ -57,7 +58,7 @@ def examine(
         began = time.monotonic()
         if evidence is not None:
             measure(evidence)
-            account.figures = strip(evidence)
+            account.figures = evidence.to_dict()
         result = decide(account, evidence)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
@@ -107,7 +108,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     outcomes = run(
         case.backend,
         case.world,
-        lambda rank, world: run_rank(case, workload, rank),
+        lambda rank, world: run_rank(case, workload, rank).to_dict(),
         workdir,
         case.deadline / 2 if twice else case.deadline,
         case.ledgers,
@@ -122,12 +123,12 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
             return None
-    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = records_of(outcomes)
     began = time.monotonic()
     truth = _truth(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     facts = facts_of(case)
-    evidence = Evidence(case, records, truth, facts_for_judge(workload), facts, schedules)
+    evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if twice:
         began = time.monotonic()
         _relate(evidence, workdir, run)
@@ -150,7 +151,7 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).plan)):
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).model_facts)):
         return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)
@@ -189,7 +190,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     outcomes = run_ranks(
         case.backend,
         case.world,
-        lambda rank, world: run_rank(case, workload, rank),
+        lambda rank, world: run_rank(case, workload, rank).to_dict(),
         folder,
         case.deadline / 2,
         case.ledgers,
@@ -203,8 +204,14 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
-    records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = records_of(outcomes)
     evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
+
+
+def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
+    """The records that the ranks left."""
+    files = (outcome.record for outcome in outcomes)
+    return [RankRecord.from_dict(tensor_bytes.load(file)) for file in files if file is not None]
 
 
 def _truth(
@@ -212,12 +219,14 @@ def _truth(
     implementation: type[Implementation],
     declaration: Declaration,
     workload: Workload,
-    records: list[dict[str, Any]],
+    records: list[RankRecord],
     cache: Path,
 ) -> dict[str, Any]:
     """The oracle of the kind that the implementation names."""
     if declaration.oracle == "replay":
-        return replay.truth(workload, case.optimizer, case.steps, records)
+        shares = {record.steps[0].share for record in records} - {None}
+        events = [event for record in records for event in record.history]
+        return replay.truth(workload, case.optimizer, case.steps, len(shares), events)
     if declaration.oracle == "emulated":
         # Not cached: these numbers depend on the implementation's own code.
         return training.train(

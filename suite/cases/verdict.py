@@ -19,6 +19,7 @@ from shardproof.checks import Outcome, schedule
 from shardproof.checks.refusals import judge_errors
 from shardproof.evidence.account import Account, restore
 from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
@@ -36,7 +37,7 @@ def measure(evidence: Evidence) -> None:
             evidence.compared[name] = checks.measure(name, evidence)
         except Exception as error:  # noqa: BLE001 - a check that breaks must not count as a pass
             where = traceback.format_exception(error)[-2].strip()
-            evidence.compared[name] = [{"broke": f"{error!r} ({where})"}]
+            evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
 def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _broken_leader(leader: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _run_check(name: str, figures: Figures) -> Outcome:
-    broke = next((row["broke"] for row in figures.compared.get(name, ()) if "broke" in row), "")
+    broke = next((row.broke for row in figures.compared.get(name, ()) if row.broke), "")
     if broke:
         return Outcome(name, "fail", f"the check itself broke: {broke}")
     try:

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from shardproof.evidence.assembled import Evidence, Figures, Row
+    from shardproof.evidence.assembled import Evidence, Figures
+    from shardproof.evidence.records import ComparisonRow
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
@@ -72,9 +73,9 @@ class Outcome:
         return asdict(self)
 
 
-def measure(name: str, evidence: Evidence) -> list[Row]:
+def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
     """What check ``name`` measures of the tensors (nothing, for most)."""
-    found: Iterable[Row] = getattr(_module(name), "measure", lambda _: ())(evidence)
+    found: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)
     return list(found)
 
 

@@ -183,7 +183,7 @@ def _one(
         )
         record = run_rank(case, workload, place.rank)
         if whole:
-            tensor_bytes.dump(folder / f"rank{place.rank}.rec", record)
+            tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
         digests = foreign_records.digests(record)
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
         # A rank that left now would reset connections on which its last bytes are under way.

@@ -58,6 +58,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "bound": "float64",
         "tested": "bool",
         "problem": "string",
+        "skip": "string",
         "broke": "string",
     },
     "step": {

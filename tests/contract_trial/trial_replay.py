@@ -15,6 +15,7 @@ from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import Event, OptimizerSpec
 from shardproof.evidence.assembled import assemble
+from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import root_cause, run_ranks
 from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
 from shardproof.workloads import Workload, make
@@ -56,19 +57,19 @@ def replayed(payload: dict[str, Any]) -> dict[str, Any]:
     case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
-    program = lambda rank, world: run_rank(case, workload, rank)  # noqa: E731
+    program = lambda rank, world: run_rank(case, workload, rank).to_dict()  # noqa: E731
     outcomes = run_ranks(case.backend, case.world, program, workdir, case.deadline)
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
-        result |= _compare(
-            case, workload, [tensor_bytes.load(o.record) for o in outcomes if o.record]
-        )
+        files = [o.record for o in outcomes if o.record]
+        records = [RankRecord.from_dict(tensor_bytes.load(file)) for file in files]
+        result |= _compare(case, workload, records)
     return {"result": result}
 
 
-def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:
-    events = [Event(**event) for record in records for event in record["history"]]
+def _compare(case: Case, workload: Workload, records: list[RankRecord]) -> dict[str, Any]:
+    events = [event for record in records for event in record.history]
     shares = 1 + max(event.worker for event in events)
     versions = replay(workload, case.optimizer, shares, events)
     compare = relative_frobenius(FP64_BOUND)
@@ -78,7 +79,7 @@ def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> d
 
     def server(at: str, step: int = 0) -> dict[str, Tensor]:
         pieces = {
-            r["rank"]: (r if at == "final" else r["steps"][step]["observed"])[at]["parameters"]
+            r.rank: (r.final if at == "final" else r.steps[step].observed[at])["parameters"]
             for r in records
         }
         return assemble(pieces).first()
@@ -92,5 +93,5 @@ def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> d
         "errors": errors,
         "stale": max(event.order - event.version for event in events),
         "if_fresh": worst(server("final"), replay(workload, case.optimizer, shares, fresh)[-1]),
-        "losses": [r["steps"][0]["loss"] for r in records],
+        "losses": [r.steps[0].loss for r in records],
     }

@@ -463,20 +463,20 @@ def pipeline_results(cores: int) -> list[dict[str, Any]]:
 def test_bubbles_are_told_by_processes_and_bytes_by_threads() -> None:
     [timed, held] = bubbles.tables(pipeline_results(cores=2))
     name = "reference/pipeline+1f1b"
-    assert timed[2] == [
+    assert timed.rows == [
         (
             *(name, "2 x 8", "10.1 20.0 (B+W)", "0.125 / -", "0.125 / 0.125"),
             *("0.126 / 0.127", "0.200 / 0.210", "0.250 / 0.300"),
         )
     ]
-    assert held[2] == [(name, "2 x 8", "2 1", "2 1", "2,000", "1,900", "2,100")]
-    assert timed[3] == [bubbles.NOTE]
+    assert held.rows == [(name, "2 x 8", "2 1", "2 1", "2,000", "1,900", "2,100")]
+    assert timed.notes == [bubbles.NOTE]
 
 
 def test_more_ranks_than_cores_are_marked() -> None:
     [timed, _] = bubbles.tables(pipeline_results(cores=1))
-    assert timed[2][0][-1] == "0.250 / 0.300*"
-    assert "2 ranks, 1 core" in timed[3][1]
+    assert timed.rows[0][-1] == "0.250 / 0.300*"
+    assert "2 ranks, 1 core" in timed.notes[1]
 
 
 def test_a_scenario_of_bubbles_alone_has_these_tables(tmp_path: Path) -> None:

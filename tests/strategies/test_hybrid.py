@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed, threads
+from pieces import assembled
 
 from shardproof import workloads
 from shardproof.case import Case, WorkloadSpec
@@ -18,7 +19,6 @@ from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, Bound, CostModel, NoCostModel
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.hybrid import Options, ReferenceHybrid
 from shardproof.impls.reference.pipeline.stages import Stages
@@ -95,7 +95,7 @@ def worst(ranks: list[list[dict[str, Any]]], truth: dict[str, Any]) -> float:
             ("gradients_final", true["gradients"]),
             ("after_update", true["parameters"]),
         ):
-            state = assemble({rank: told[step][point] for rank, told in enumerate(ranks)})
+            state = assembled({rank: told[step][point] for rank, told in enumerate(ranks)})
             assert not state.problems, state.problems
             assert set(state.tensors) == set(wanted)
             for name, copies in state.tensors.items():
@@ -299,7 +299,7 @@ def promised(axes: Axes, **options: Any) -> CostModel:
         checks=("memory",),
         options=options,
     )
-    return COST_MODELS["hybrid"](facts_of(case).plan)
+    return COST_MODELS["hybrid"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
@@ -412,7 +412,7 @@ def test_state_is_gathered_under_its_names_and_a_fresh_instance_goes_on(
                 )
                 assert torch.equal(one.tensor, two.tensor), one.name
         whole = first.full_state("parameters")
-        state = assemble({0: rows(first.local_state("parameters"))})
+        state = assembled({0: rows(first.local_state("parameters"))})
         assert set(state.tensors) <= set(whole)
         return whole
 
@@ -462,7 +462,7 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
         checks=("traffic",),
         options=options,
     )
-    flows = COST_MODELS[strategy](facts_of(case).plan).flows()
+    flows = COST_MODELS[strategy](facts_of(case).model_facts).flows()
     found = (flow.bytes for flow in flows if flow.axis == "tensor")
     return sum(found, start=Fraction(0))
 

@@ -208,15 +208,15 @@ def error_over_gloo(rank: int, size: int) -> float:
     work, spec = workload(*MIXED), CLIPPED
     truth = training.train(work, spec, size, 3)
     record = drive("reference/ddp", work, spec, rank, size)
-    found = 0.0
+    worst = 0.0
     for seen, true in zip(record["steps"], truth["steps"], strict=True):
         for moment, wanted in (
             ("gradients_final gradients", true["gradients"]),
             ("after_update parameters", true["parameters"]),
         ):
             assert set(seen[moment]) == set(wanted)
-            found = max(found, *(error(seen[moment][n], t) for n, t in wanted.items()))
-    return found
+            worst = max(worst, *(error(seen[moment][n], t) for n, t in wanted.items()))
+    return worst
 
 
 def test_processes_over_gloo(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_unused_parameters_share_a_last_bucket() -> None:
 def test_late_parameters_stay_late_on_all_ranks() -> None:
     seen = seen_layouts(workload("conditional_by_rank", "conditional_late_step"), 2, steps=4)
     branches = [[name for name in late if "conditional" in name] for _, late in seen]
-    assert len(branches[0]) == 4 and all(found == branches[0] for found in branches)
+    assert len(branches[0]) == 4 and all(branch == branches[0] for branch in branches)
     assert all(set(late) == set(buckets[-1]) for buckets, late in seen)
 
 
@@ -516,7 +516,7 @@ def test_weights_are_taken_as_they_are() -> None:
 
     def body(rank: int, size: int) -> Tensor:
         work = workload()
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         for scale in (1.0, 4.0):
             it = registry.load("reference/ddp")()
             state = work.state() if rank == 0 else None
@@ -530,10 +530,10 @@ def test_weights_are_taken_as_they_are() -> None:
 
             def observe(point: Point, it: Implementation = it) -> None:
                 if point == "gradients_final":
-                    found.append(it.local_state("gradients")[0].tensor.clone())
+                    gradients.append(it.local_state("gradients")[0].tensor.clone())
 
             it.step(Batch(0, windows), observe)
-        return found[1] / found[0]
+        return gradients[1] / gradients[0]
 
     for ratio in succeed(body, 2):
         assert ratio[ratio.isfinite()].eq(4.0).all()

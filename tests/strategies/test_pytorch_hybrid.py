@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 
 from shardproof import registry, workloads
 from shardproof.case import Case, WorkloadSpec
@@ -15,7 +16,6 @@ from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
 from shardproof.costs.expression import facts_of
 from shardproof.costs.upstream.torch_hybrid import TorchHybrid
-from shardproof.evidence.assembled import assemble
 from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,7 +112,7 @@ def test_pieces_cover_all_that_there_is(
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
         if kind == "parameters":
@@ -168,7 +168,7 @@ def cost_model(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
         steps=1,
         options=options,
     )
-    return TorchHybrid(facts_of(case).plan)
+    return TorchHybrid(facts_of(case).model_facts)
 
 
 def by_axis(told: TorchHybrid) -> dict[tuple[str, str], tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,7 +25,6 @@ from shardproof.contract import (
     Refused,
     ScalerSpec,
 )
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.pytorch import fsdp2
 from shardproof.workloads import Workload
 
@@ -195,7 +195,7 @@ def test_pieces_cover_all_that_there_is(
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch import Tensor, nn
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, OptimizerSpec, Piece
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.flat import FlatLayout
@@ -164,7 +164,7 @@ def test_state_of_a_reducer_survives_saving_and_loading(name: str) -> None:
 
     # Every rank's error is a row of its own: the judge finds each element owned exactly once.
     ranks = succeed(body, 2)
-    state = assemble(dict(enumerate(ranks)))
+    state = assembled(dict(enumerate(ranks)))
     assert not state.problems, state.problems
     shape = dict(work.model("meta").named_parameters())["head.weight"].shape
     assert state.first()["head.weight.error"].numel() == 2 * shape.numel()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ranks import succeed
+from pieces import assembled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,7 +21,6 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, CostModel
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import tensor
 from shardproof.impls.reference.tensor import layers, operators
 from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Uncut
@@ -155,7 +155,7 @@ def test_split_cross_entropy_of_huge_logits_is_finite() -> None:
 
 def merged(per_rank: list[list[Piece]]) -> dict[int, Tensor]:
     """Copies of the one name in ``per_rank``, every element once."""
-    state = assemble({rank: [vars(p) for p in found] for rank, found in enumerate(per_rank)})
+    state = assembled({rank: [vars(p) for p in found] for rank, found in enumerate(per_rank)})
     assert not state.problems, state.problems
     (copies,) = state.tensors.values()
     return copies
@@ -257,7 +257,7 @@ def worst(ranks: list[list[dict[str, Any]]], truth: dict[str, Any]) -> float:
             ("gradients_final gradients", true["gradients"]),
             ("after_update parameters", true["parameters"]),
         ):
-            state = assemble({rank: told[step][moment] for rank, told in enumerate(ranks)})
+            state = assembled({rank: told[step][moment] for rank, told in enumerate(ranks)})
             assert not state.problems, state.problems
             assert set(state.tensors) == set(wanted)
             for name, copies in state.tensors.items():
@@ -432,7 +432,7 @@ def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
         checks=("traffic",),
         options=options,
     )
-    return COST_MODELS["tensor"](facts_of(case).plan)
+    return COST_MODELS["tensor"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_step_are_those_counted_by_hand() -> None:

@@ -56,6 +56,7 @@ class Nothing:
 )
 class LastBackwardOnly(DDP):
     def contribution(self, index: int) -> Tensor | None:
+        # Arrivals are those of the last backward; an earlier one has left a gradient without one.
         return super().contribution(index) if index in self.arrivals else None
 
 
@@ -68,6 +69,7 @@ class LastBackwardOnly(DDP):
 )
 class DropsIncompleteBucket(DDP):
     def reduce(self, bucket: GradientBucket) -> Work:
+        # Something is missing only from buckets that ``finish`` sends.
         return Nothing() if bucket.missing else super().reduce(bucket)
 
 
@@ -89,6 +91,7 @@ class MissesReplacedParameter(DDP):
     def wait_and_publish(self, bucket: GradientBucket) -> None:
         super().wait_and_publish(bucket)
         if 0 in bucket.members:
+            # The model goes on with the tensor that replaced the reduced one.
             self.parameters[0].grad = self.local
 
 
@@ -100,6 +103,7 @@ class MissesReplacedParameter(DDP):
 )
 class LatchesSyncFlag(DDP):
     def accumulate(self, is_last: bool) -> None:
+        # ``computed`` is still False in the first forward of a step.
         self.decided = self.decided if self.computed else is_last
         super().accumulate(is_last)
 
@@ -125,6 +129,7 @@ class RebuildLosesGradients(DDP):
     def accumulate(self, is_last: bool) -> None:
         super().accumulate(is_last)
         if self.rebuilt and is_last:
+            # Once: from the next step on gradients are views of the new buckets.
             self.rebuilt = False
             super().after_step()
 
@@ -161,6 +166,7 @@ class NeverReduces(DDP):
 )
 class ReducesInFp32(DDP):
     def reduce(self, bucket: GradientBucket) -> Work:
+        # The case is in fp64, so fp32 shows in the sums and in the bytes.
         narrow = bucket.flat.float()
         outgoing = replace(bucket.outgoing(self.step), flat=narrow)
         self.reducer.all_reduce(outgoing, self.comm).wait()
@@ -202,6 +208,7 @@ class DividesByWorldClipped(DividesByWorld):
 )
 class MeanOfMeans(ReferenceDDP):
     def backward(self, batch: Batch) -> Tensor | None:
+        # Weights of a micro-batch sum to its share of the tokens; here to an equal share.
         share = 1 / (len(batch.micro_batches) * self.mesh.world)
         equal = [
             replace(micro, weights=share * micro.weights / micro.weights.sum())
@@ -270,11 +277,11 @@ class KeepsLocalBuffers(DDP):
     workload=gpt("rebound_buffer"),
 )
 class BroadcastsStaleBuffers(DDP):
-    found: dict[str, Tensor] | None = None
+    first_bound: dict[str, Tensor] | None = None
 
     def buffers(self) -> dict[str, Tensor]:
-        self.found = self.found or super().buffers()
-        return self.found
+        self.first_bound = self.first_bound or super().buffers()
+        return self.first_bound
 
 
 @mutant(
@@ -287,9 +294,9 @@ class BroadcastsStaleBuffers(DDP):
 )
 class BufferOrderByRank(DDP):
     def buffers(self) -> dict[str, Tensor]:
-        found = list(super().buffers().items())
+        named = list(super().buffers().items())
         layer = 3 * min(self.comm.rank, 1)  # a layer has three buffers
-        return dict(found[layer:] + found[:layer])
+        return dict(named[layer:] + named[:layer])
 
 
 # --------------------------------------------------------------------------------- cost and order
@@ -302,6 +309,7 @@ class BufferOrderByRank(DDP):
 )
 class CommunicatesEveryMicroBatch(DDP):
     def accumulate(self, is_last: bool) -> None:
+        # An earlier micro-batch has left gradients that only the last one should send.
         if self.computed:
             for bucket in self.buckets:
                 bucket.pack(self.contribution(index) for index in bucket.members)
@@ -340,5 +348,6 @@ class ReducesAfterBackward(DDP):
 class UnusedParameterBlocksAll(DDP):
     def count(self, votes: Tensor) -> None:
         super().count(votes)
+        # Forgets both reasons for which buckets are laid out again.
         self.newly_late = set()
         self.root_computed = False

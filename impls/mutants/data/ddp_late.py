@@ -36,6 +36,7 @@ class LastBucketLostAfterStep3(DDP):
         self.done += 1
 
     def reduce(self, bucket: GradientBucket) -> Work:
+        # Runs that end after three steps cannot see it: the case has five.
         lost = self.done >= 3 and bucket is self.buckets[-1]
         return Nothing() if lost else super().reduce(bucket)
 
@@ -60,6 +61,7 @@ class FourthRankLeftOut(DDP):
 )
 class SkipsUpdateWithoutTokens(ReferenceDDP):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
+        # For this step only: the rank takes part again in the next one.
         kept = self.optimizer.step
         if not sum(float(m.weights.sum()) for m in batch.micro_batches):
             self.optimizer.step = lambda *_: None  # type: ignore[method-assign,assignment]
@@ -122,6 +124,7 @@ class KeepsGradientsWhenClipped(DDP):
 )
 class StaleBucketContent(DDP):
     def launch(self, bucket: GradientBucket) -> None:
+        # In place of ``pack``, which sets to zero what has no gradient.
         for index, view in bucket.views.items():
             own = self.contribution(index)
             if own is not None:
@@ -165,6 +168,7 @@ class GradientsAsIntegers(DDP):
     def finish(self) -> None:
         super().finish()
         for bucket in self.buckets:
+            # Integers are control traffic to a ledger that goes by dtype alone.
             self.comm.all_reduce(bucket.flat.view(torch.int64).clone())
 
 
@@ -177,6 +181,7 @@ class GradientsAsIntegers(DDP):
 class MomentumReset(ReferenceDDP):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         if batch.step == 3:
+            # With plain SGD there would be nothing to lose.
             self.optimizer.state.clear()
         return super().step(batch, observe)
 
@@ -233,6 +238,7 @@ class EvaluatesMean(ReferenceDDP):
     def evaluate(self, batch: Batch) -> Tensor | None:
         loss = super().evaluate(batch)
         assert loss is not None
+        # A sum of one micro-batch would be its mean: the case has several.
         return loss / max(1, len(batch.micro_batches))
 
 
@@ -254,6 +260,7 @@ class FullStateOnRank0Only(ReferenceDDP):
 class FullStateOfTheStart(ReferenceDDP):
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
+        # Copies, or they would follow the update.
         self.start = super().full_state("parameters")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:

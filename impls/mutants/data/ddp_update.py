@@ -35,6 +35,7 @@ class NormOfLocalGradients(DDP):
         self.own: list[NormPart] = []
 
     def launch(self, bucket: GradientBucket) -> None:
+        # Before the launch: from then on the gradients are being summed.
         self.own += local_parts(self, bucket)
         super().launch(bucket)
 
@@ -55,6 +56,7 @@ class NormBeforeLastBucket(DDP):
         super().launch(bucket)
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        # All but the last are summed; of the last one there is what it was at launch.
         landed = self.buckets[:-1]
         return [part for bucket in landed for part in local_parts(self, bucket)] + self.early
 
@@ -118,6 +120,7 @@ class DummyFirstStep(ReferenceDDP):
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        # Too late: the step has counted and decayed.
         optimizer.zero_grad()
         return optimizer
 
@@ -136,6 +139,7 @@ class BucketOrderByRank(DDP):
     def lay_out(self) -> None:
         super().lay_out()
         if self.comm.rank == 1:
+            # Sizes differ, so the backend can tell: a crash and not wrong sums.
             self.buckets.reverse()
 
 
@@ -149,6 +153,7 @@ class ExchangesEqualBuckets(DDP):
     def lay_out(self) -> None:
         super().lay_out()
         sizes = [bucket.flat.numel() for bucket in self.buckets]
+        # Equal sizes, so that no backend can tell the exchange.
         twins = [i for i, size in enumerate(sizes) if sizes.count(size) > 1]
         if self.comm.rank == 1 and twins:
             first, second = twins[0], sizes.index(sizes[twins[0]], twins[0] + 1)

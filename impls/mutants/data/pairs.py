@@ -37,8 +37,8 @@ def mutant(name: str, parent: Any, **fields: Any) -> Callable[[declare.C], decla
         "optimizer": OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
         "killed_by": ("relations",),
     }
-    told = usual | fields
-    return declare.mutant(name, parent=parent, parent_name=f"reference/{parent.strategy}", **told)
+    given = usual | fields
+    return declare.mutant(name, parent=parent, parent_name=f"reference/{parent.strategy}", **given)
 
 
 @mutant(
@@ -66,6 +66,7 @@ class ReloadRestartsCounter(ReferenceZero1):
 )
 class ReloadDropsNewSlots(ReferenceZero3):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        # Drops what has no place yet, where the parent makes one.
         copy_pieces(self.local_state(kind), pieces)
 
 
@@ -94,6 +95,7 @@ class ReloadDropsMasters(ReferenceZero2):
 )
 class ReloadKeepsMasters(ReferenceZero1):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        # Without masters the parent loads parameters only, and starts nothing again from them.
         masters, self.masters = self.masters, None
         super().load_pieces(kind, pieces)
         self.masters = masters
@@ -146,5 +148,6 @@ class KeptParametersOutliveUpdate(ReferenceFSDP):
         handle: Any = self.handle
         if handle.options.keeps_parameters:
             handle.gather(handle.units[-1])
+            # Whole before the update, so that nobody gathers it afterwards.
             handle.units[-1].wait()
         super().update()

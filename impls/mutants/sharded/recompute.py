@@ -1,4 +1,4 @@
-"""Faults of recomputation and of the host tier, planted around ``reference/zero3``.
+"""Faults of recomputation and of host memory, planted around ``reference/zero3``.
 
 A group of units that is computed again must draw, read and gather what it did the first time, and
 leave no trace; what rests on the host must come back, once, to every shard.
@@ -58,6 +58,7 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
 )
 class DrawsFreshMasks(Call):
     def repeat(self) -> None:
+        # The same foreign state for every call: other masks, but no two runs differ.
         self.draws = [Generator().manual_seed(7).get_state() for _ in self.group.generators]
         super().repeat()
 
@@ -74,6 +75,7 @@ class KeepsSavedTensors(Call):
         forget, self.hoard = hooks.pack_hook, list[Tensor]()
 
         def pack(tensor: Tensor) -> int:
+            # Numbers stay right; only the bytes of activations can tell.
             self.hoard.append(tensor.detach())
             return int(forget(tensor))
 
@@ -91,6 +93,7 @@ class RewindsGenerators(Call):
     def repeat(self) -> None:
         super().repeat()
         for generator, state in zip(self.group.generators, self.draws, strict=True):
+            # To where the forward began, so that the next one draws its masks again.
             generator.set_state(state)
 
 
@@ -115,6 +118,7 @@ class UpdatesBuffersTwice(Call):
 class TakesBuffersBack(Call):
     def repeat(self) -> None:
         super().repeat()
+        # Undoes the running statistics of every forward since.
         self.buffers.bind(self.buffers.copies)
 
 
@@ -126,6 +130,7 @@ class TakesBuffersBack(Call):
 class FromChangedInput(Call):
     def repeat(self) -> None:
         for value in self.args:
+            # fp64 has digits to lose; where fp32 is computed with this would change nothing.
             if isinstance(value, Tensor):
                 value.data = value.data.float().double()
         super().repeat()
@@ -198,6 +203,7 @@ class ForgetsOneShard(ReferenceZero3):
         working = self.updated[0]
         before = working.detach().clone()
         super().update()
+        # One parameter of all: the norms of the update hardly differ.
         with torch.no_grad():
             working.copy_(before)
 
@@ -214,6 +220,7 @@ class GathersStaleCopy(Zero3):
 
     def gather(self, unit: ShardedUnit) -> None:
         own = {flat: flat.shard for flat in unit.flats}
+        # The first copy wins: it is what the shard held before any update.
         self.copies = {flat: shard.clone() for flat, shard in own.items()} | {**self.copies}
         for flat in own:
             flat.parameters.shard = self.copies[flat]

@@ -67,6 +67,7 @@ class LeavesPartlyFullBucket(Zero1):
 class UsesLastBucketEarly(Zero1):
     def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
+        # ``finish`` waits for the works that it finds, and finds none here.
         if bucket is self.queue[-1]:
             bucket.work = None
 
@@ -93,6 +94,7 @@ class RewritesBufferInFlight(Zero2):
 )
 class AddsBeforeLanding(Zero2):
     def wait_and_accumulate(self) -> None:
+        # What the sums held before the wait is put back after it.
         early = {bucket: sums.clone() for bucket, sums in self.sums.items()}
         for bucket, sums in self.sums.items():
             bucket.work.wait()  # type: ignore[union-attr]
@@ -110,6 +112,7 @@ class LastMicroBatchLeaks(Zero2):
     def send(self, bucket: OwnedBucket) -> None:
         own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
+        # In the last round alone: all other sums are right.
         if self.begun == self.rounds:
             bucket.work.wait()  # type: ignore[union-attr]
             self.sums[bucket].copy_(own)
@@ -163,6 +166,7 @@ class OneRankIsNoGroup(Zero1):
 class ExchangesEqualBuckets(Zero2):
     def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
         super().__init__(module, comm, *rest)
+        # Equal sizes, so that no backend can tell the exchange.
         sizes = [bucket.layout.padded for bucket in self.buckets]
         first = next(i for i, size in enumerate(sizes) if sizes.count(size) > 1)
         twin = sizes.index(sizes[first], first + 1)
@@ -182,6 +186,7 @@ class ExchangesEqualBuckets(Zero2):
 class IdleRankStaysAway(Zero2):
     def before_step(self, micro_batches: int) -> None:
         super().before_step(micro_batches)
+        # Its own number in place of the agreed one.
         self.rounds = micro_batches
 
 
@@ -198,6 +203,7 @@ class OptimizerOnOldTensors(Zero1):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
         for group in groups:
+            # Clones take the update, and nobody looks at them again.
             group["params"] = [(name, tensor.clone()) for name, tensor in group["params"]]
         return groups
 
@@ -227,6 +233,7 @@ class DropsTailOfLastShard(Zero1):
     def publish_gradients(self) -> None:
         super().publish_gradients()
         for bucket in self.buckets:
+            # Only where there is padding: a division that rounds down loses the tail just there.
             if bucket.layout.padding and self.comm.rank == self.comm.size - 1:
                 name = list(bucket.parts)[-1]
                 self.targets[name].grad[-1:] = 0  # type: ignore[index]
@@ -271,6 +278,7 @@ class UnusedParameterDecays(Zero1):
 )
 class RemembersUse(Zero1):
     def after_step(self) -> None:
+        # Kept over the clearing at the end of the step.
         used = set(self.used)
         super().after_step()
         self.used |= used
@@ -303,6 +311,7 @@ class UntiesWeights(ReferenceZero2):
             if name.endswith(".tied"):
                 first, second = owner.get_parameter("first.weight"), owner.get_submodule("second")
                 second.weight = nn.Parameter(first.detach().clone())
+        # Untying gave the second use a name of its own, and dtypes are looked up by name.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         return super().transform(module, mesh, options)
 
@@ -319,6 +328,7 @@ class ForgetsFrozenParameters(Zero1):
         values = [parameter.detach().clone() for parameter in frozen]
         super().__init__(module, *rest)
         for parameter, value in zip(frozen, values, strict=True):
+            # The broadcast has been made and is undone, so that the calls stay the same.
             parameter.data.copy_(value)
 
 
@@ -350,6 +360,7 @@ class OneShardLosesMomentum(ReferenceZero2):
 class UsesStaleBucket(Zero2):
     def after_update(self) -> None:
         works = [bucket.gather() for bucket in self.buckets]
+        # The first bucket is that of the last layers, which forward needs last; still too early.
         for work in works[1:]:
             work.wait()  # type: ignore[union-attr]
 
@@ -366,6 +377,7 @@ class GathersEveryOtherStep(Zero1):
     def after_update(self) -> None:
         self.updates += 1
         all_buckets = self.buckets
+        # Every other step starts from the second bucket.
         self.buckets = all_buckets[self.updates % 2 :]
         super().after_update()
         self.buckets = all_buckets
@@ -403,6 +415,7 @@ class CommunicatesEveryMicroBatch(Zero1):
     def accumulate(self, is_last: bool) -> None:
         for bucket in self.buckets:
             if bucket.filled:
+                # Into memory of its own, so that the sums of the last micro-batch stay right.
                 thrown_away = torch.empty_like(bucket.layout.shard(bucket.flat(), 0))
                 self.comm.reduce_scatter(thrown_away, bucket.complete())
         super().accumulate(is_last)
@@ -439,6 +452,7 @@ class ReducesCopies(Zero1):
 class GathersBeside(Zero1):
     def after_update(self) -> None:
         for bucket in self.buckets:
+            # A second copy of every bucket: right numbers, twice the memory.
             whole = torch.empty_like(bucket.parameters.flat)
             self.comm.all_gather(whole, bucket.parameters.shard)
             bucket.parameters.flat.copy_(whole)
@@ -471,6 +485,7 @@ class KeepsWholeGradients(Zero2):
         whole = {bucket: bucket.full for bucket in self.sums}
         super().wait_and_accumulate()
         for bucket, full in whole.items():
+            # Held again after the release, as if it had not taken place.
             bucket.full = full
             bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]
 
@@ -483,6 +498,7 @@ class KeepsWholeGradients(Zero2):
 )
 class ReducesLastMicroBatchOnly(Zero2):
     def before_step(self, micro_batches: int) -> None:
+        # One round: what earlier micro-batches leave adds up in the buckets until then.
         super().before_step(min(micro_batches, 1))
         for bucket in self.buckets:
             bucket.start_round()
@@ -516,6 +532,7 @@ class NormOfLocalShards(Zero1):
 class NormCountsPadding(Zero1):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         for bucket in self.buckets:
+            # Padding is zero in the parent, which would hide that it is counted.
             bucket.flat()[bucket.layout.numel :] = 1.0
         sums = [power_sum(self.gradient(bucket), order) for bucket in self.buckets]
         return [(torch.stack(sums).sum(), (self.comm.axis,))]
@@ -530,6 +547,7 @@ class NormCountsPadding(Zero1):
 )
 class NormBeforeLastBucket(Zero1):
     def send(self, bucket: OwnedBucket) -> None:
+        # The last bucket that is sent is the one whose own gradients stay here.
         self.early = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
 

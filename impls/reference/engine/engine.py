@@ -35,7 +35,7 @@ from shardproof.contract import (
 from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
@@ -77,18 +77,20 @@ class Engine(Implementation):
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
         self.precision.cast_buffers(module)
-        self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
+        self.host = HostMemory(mesh.device) if options.get("offload", "none") != "none" else None
+        # Before the strategy casts anything: masters have the dtypes as built.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         self.reducer = self.make_reducer()
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
         self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
+        # Over the strategy's tensors, which are not those that the module was built with.
         self.optimizer = self.make_optimizer()
 
     def context(self, options: Training) -> Context:
         """What a strategy with ``options`` gets beside them."""
-        tier = self.tier if options.offload == "parameters" else None
-        return Context(self.reducer, self.build.units, tier)
+        host = self.host if options.offload == "parameters" else None
+        return Context(self.reducer, self.build.units, host)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Wrap the units that are computed again in backward."""
@@ -104,8 +106,8 @@ class Engine(Implementation):
         groups = self.handle.param_groups(self.spec)
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
-        if Masters.wanted(groups, self.built, self.tier):
-            self.masters = Masters(groups, self.built, self.tier)
+        if Masters.wanted(groups, self.built, self.host):
+            self.masters = Masters(groups, self.built, self.host)
             groups = self.masters.groups
         return build_optimizer(self.spec, groups)
 
@@ -115,6 +117,7 @@ class Engine(Implementation):
         self.handle.before_step(len(batch.micro_batches))
         loss = self.backward(batch)
         self.handle.finish()
+        # Before anybody looks: final gradients are those of the loss, not of the scaled loss.
         metrics = self.unscale() if self.scaler else {}
         observe("gradients_final")
         norm = None
@@ -125,6 +128,7 @@ class Engine(Implementation):
                 observe("after_clip")
             set_learning_rate(self.optimizer, self.spec, batch.step)
             self.update()
+        # After a skipped update as well: collectives must be the same in every step.
         self.handle.after_update()
         observe("after_update")
         self.handle.after_step()
@@ -154,8 +158,8 @@ class Engine(Implementation):
         """One step of the optimizer, on masters where there are any."""
         if self.masters:
             self.masters.copy_down()
-        if self.tier:
-            seed_state(self.optimizer, self.spec, self.tier.zeros)
+        if self.host:
+            seed_state(self.optimizer, self.spec, self.host.zeros)
         self.optimizer.step()
         if self.masters:
             self.masters.copy_up()
@@ -213,11 +217,13 @@ class Engine(Implementation):
             pieces = self.reducer.load_pieces(pieces)
         rest = copy_pieces(self.held_pieces(kind), pieces)
         if kind == "parameters":
+            # Buckets first: masters start again from what lies there.
             self.handle.loaded()
             if self.masters:
                 self.masters.restart()
         if rest and kind == "optimizer":
             make_slots(self.optimizer, rest)
+            # Before the first step there was nothing to copy into.
             rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             place = rest[0].slices or rest[0].flat_range

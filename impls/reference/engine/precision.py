@@ -75,6 +75,7 @@ class Precision:
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
+                    # Bound anew under its name, so that it stays registered where it was.
                     setattr(owner, name, buffer.to(self.buffers))
 
     def cast_frozen(self, module: nn.Module) -> None:

@@ -25,9 +25,11 @@ class GradientBucket:
         self, members: Sequence[int], names: Sequence[str], parameters: Sequence[Tensor]
     ) -> None:
         self.members = tuple(members)
+        # One shard, hence no padding: every rank holds all of it.
         layout = FlatLayout({names[index]: parameters[index] for index in members}, 1)
         self.parts = layout.whole
         first = parameters[self.members[0]]
+        # For good, not for a step: gradients are views of it, so it must stay where it is.
         self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         #: Per member: its part of ``flat``, shaped like the parameter.
         self.views = dict(zip(self.members, layout.views(self.flat).values(), strict=True))
@@ -72,5 +74,6 @@ def plan_buckets(
             now = filling[dtype] = []
             limits[dtype] = limit
         now.append(index)
+    # A bucket leaves with its last member, so this is the order in which buckets become full.
     position = {index: place for place, index in enumerate(order)}
     return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])

@@ -81,6 +81,7 @@ class FlatLayout:
         #: First element and the one after the last, in the flat tensor, per name.
         self.spans = dict(zip(self.shapes, itertools.pairwise(starts), strict=True))
         self.numel = starts[-1]
+        # Rounded up: collectives move equal chunks, so the last shard is padded rather than short.
         self.shard_numel = -(-self.numel // shards)
         self.padded = self.shard_numel * shards
 
@@ -140,13 +141,14 @@ class FlatLayout:
     def parts(self, rank: int) -> list[Part]:
         """What the shard of ``rank`` holds, in order; tensors with nothing there are left out."""
         low, high = self.shard_range(rank)
-        found = []
+        parts = []
         for name, (start, stop) in self.spans.items():
             first, last = max(start, low), min(stop, high)
+            # A tensor without elements overlaps no shard, yet one rank must answer for its slots.
             if first < last or (start == stop and self._home(start) == rank):
                 part = Part(name, self.shapes[name], first - start, last - start, first - low)
-                found.append(part)
-        return found
+                parts.append(part)
+        return parts
 
     def _home(self, start: int) -> int:
         """The rank of a tensor without elements that stands at ``start``."""
