@@ -17,7 +17,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test slow conformance mutants cluster image compare report docs lint format clean
+.PHONY: help setup bench peers test slow conformance mutants gpu cluster image compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -61,6 +61,10 @@ conformance: setup ## the whole conformance matrix, all tiers
 mutants: setup ## every planted fault against every check that should see it
 	@$(BIN)/shardproof mutants -j $(JOBS)
 
+# Takes the torch that is there, not the pinned one of `make setup`.
+gpu: ## all that a machine with GPUs can tell, into results/baselines (40 minutes; docs/gpu.md)
+	@$(PYTHON) deploy/gpu.py
+
 # Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
 cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local processes
 	@$(PYTHON) -m shardproof.multinode.cluster run ddp-gpt ddp-dyadic --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
@@ -84,4 +88,4 @@ format: setup ## rewrite to style
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches (results stay)
-	@rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .hypothesis build *.egg-info
+	@rm -rf $(VENV) .venv-gpu .ruff_cache .mypy_cache .pytest_cache .hypothesis build *.egg-info

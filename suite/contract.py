@@ -349,7 +349,7 @@ class Capabilities:
     axes: tuple[str, ...] = ("replicate",)
     max_world: int | None = None
     dtypes: tuple[str, ...] = ("float64", "float32")
-    backends: tuple[str, ...] = ("in_memory", "gloo", "nccl", "mpi")
+    backends: tuple[str, ...] = ("in_memory", "gloo", "gloo_cuda", "nccl", "mpi")
     exactness: Exactness = "reordered-sum"
     oracle: Literal["plain", "emulated", "replay"] = "plain"
     buffers: BufferRule = "rank0"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store
 
-from shardproof.backends import gloo, in_memory, nccl
+from shardproof.backends import cuda, gloo, in_memory, nccl
 from shardproof.backends.base import listen
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory import Hub
@@ -34,17 +34,23 @@ class Backend:
     threads: bool
     #: Where tensors lie: ranks make their models and batches there.
     device: str = "cpu"
+    #: Whether a rank can send a tensor to one other rank, as stages of pipelines do.
+    sends: bool = True
 
     def available(self, world: int = 1) -> str | None:
         """``None`` if ``world`` ranks can use it on this machine, else the reason why not."""
         if self.name == "nccl":
             return nccl.available(world)
-        return gloo.available() if self.name == "gloo" else None
+        if self.threads:
+            return None
+        return gloo.available(on_gpus=self.device == "cuda")
 
 
 BACKENDS: dict[str, Backend] = {
     "in_memory": Backend("in_memory", threads=True),
     "gloo": Backend("gloo", threads=False),
+    # gloo copies CUDA tensors through the host; ranks may share a GPU, which NCCL refuses.
+    "gloo_cuda": Backend("gloo_cuda", threads=False, device="cuda", sends=False),
     "nccl": Backend("nccl", threads=False, device="cuda"),
 }
 
@@ -76,6 +82,8 @@ def join(
     if chosen.threads and hub is not None:
         in_memory.join(rank, hub, disturbances)
     else:
+        if chosen.device == "cuda":
+            cuda.take(rank)
         native = nccl if chosen.name == "nccl" else gloo
         native.join(rank, world, rendezvous, timeout_s, ledgers, disturbances)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import logged
+from shardproof.backends import cuda, logged
 from shardproof.backends.disturbances import Disturbances
 
 _NAME = "ProcessGroupGloo"
@@ -37,11 +37,12 @@ class LoggedGloo(logged.Logged):
         super().__init__(store, rank, size, timeout, native)
 
 
-def available() -> str | None:
-    """Why gloo cannot be used here, ``None`` if it can."""
+def available(on_gpus: bool = False) -> str | None:
+    """Why gloo cannot be used here (``on_gpus``: with CUDA tensors), ``None`` if it can."""
     if _NATIVE is None or not dist.is_gloo_available():
         return "this torch is built without gloo"
-    return None
+    reason = cuda.available(shared=True) if on_gpus else None
+    return f"gloo with CUDA tensors {reason}" if reason else None
 
 
 def join(

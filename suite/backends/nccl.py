@@ -1,6 +1,6 @@
 """NCCL, with a ledger where one is wanted: see :mod:`shardproof.backends.logged`.
 
-One GPU a rank: rank ``r`` of a case computes on GPU ``r`` of this machine, because NCCL refuses two
+One GPU a rank: rank ``r`` of a case computes on GPU ``r`` of its machine, because NCCL refuses two
 ranks on one GPU.  Payloads are counted as for every backend, before NCCL picks its algorithm.
 Times of calls are not: a call returns when it is queued on a stream.
 """
@@ -11,11 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import logged
+from shardproof.backends import cuda, logged
 from shardproof.backends.disturbances import Disturbances
 
 _NAME = "ProcessGroupNCCL"
@@ -40,17 +39,11 @@ class LoggedNccl(logged.Logged):
 
 
 def available(world: int = 1) -> str | None:
-    """Why ``world`` ranks cannot use NCCL here, ``None`` if they can.
-
-    Asks NVML where torch can, so that the processes forked afterwards may still use CUDA.
-    """
+    """Why ``world`` ranks cannot use NCCL here, ``None`` if they can."""
     if _NATIVE is None or not dist.is_nccl_available():
         return "this torch is built without NCCL"
-    gpus = torch.cuda.device_count()
-    if gpus < world:
-        found = "no GPU" if gpus == 0 else f"{gpus} GPU{'s' if gpus > 1 else ''}"
-        return f"NCCL needs a GPU for each of {world} rank(s), this machine has {found}"
-    return None
+    reason = cuda.available(world)
+    return f"NCCL {reason}" if reason else None
 
 
 def join(
@@ -61,9 +54,8 @@ def join(
     ledgers: bool,
     disturbances: Disturbances | None = None,
 ) -> None:
-    """Take GPU ``rank`` and join the default group; see :func:`shardproof.backends.gloo.join`."""
+    """Join the default group, on the GPU that was taken; see :func:`.gloo.join`."""
     LoggedNccl.disturbances = disturbances
-    torch.cuda.set_device(rank)
     chosen = (_NAME, LoggedNccl if ledgers else _NATIVE)
     logged.initialise("nccl", rank, world, rendezvous, timeout_s, chosen)
 

@@ -48,6 +48,7 @@ from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
+from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry.declaration import Declaration
 from shardproof.workloads import Workload
 
@@ -85,6 +86,8 @@ class _Rank:
         self.implementation: Implementation | None = None
         self.log = program_order.current()
         self.memory = open_memory(case, self.declaration)
+        #: The GPU allocator's peak of each step, beside the ledger's.
+        self.allocator: list[MemoryRow] = []
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
@@ -97,7 +100,7 @@ class _Rank:
         with self.memory or nullcontext():
             self._run(record)
         if self.memory:
-            record.memory = summary(self.memory.log)
+            record.memory = [*summary(self.memory.log), *self.allocator]
         record.unmatched = list(self.unmatched)
         return record
 
@@ -302,11 +305,17 @@ class _Rank:
         self.outputs.clear()
         if self.memory:
             self.memory.step = step
+            if self.mesh.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
         with log.step(step) if log else nullcontext():
             result = self.implementation.step(batch, observe)
             if not isinstance(result, StepResult):
                 what = type(result).__name__
                 raise BrokenContract(f"step {step} returned {what}, not a StepResult")
+        if self.memory and self.mesh.device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+            peak = torch.cuda.max_memory_allocated()
+            self.allocator.append(MemoryRow("allocator", step, "step", device, "all", peak))
         for point in self.declaration.points:
             if point not in observed:
                 raise BrokenContract(f"step {step}: {point!r} was never observed")

@@ -20,7 +20,7 @@ gradients.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -93,19 +93,22 @@ def _resident(
             if point == "after_update" and not record.steps[step].skipped:
                 updated = step
             found = marks.get((step, point), {})
+            offloaded = cost_model.host(rank, step, updated)
             for space, promised in (
                 (
                     "device",
                     cost_model.resident(rank, step, updated)
                     | cost_model.at_point(rank, point, updated),
                 ),
-                ("host", cost_model.host(rank, step, updated)),
+                ("host", offloaded),
             ):
                 what = "held" if space == "device" else "held in host memory"
                 for kind, size in promised.items():
                     if kind in unjudged:
                         continue
                     held = found.get(space, {}).get(kind, 0)
+                    if (space, kind) == ("device", "optimizer_state") and not offloaded.get(kind):
+                        held += _counters(cost_model, record, found)
                     yield what, step, point, kind, held, size, size
             limit = cost_model.communication_at_rest(rank, step)
             if limit is not None:
@@ -116,6 +119,21 @@ def _resident(
                 device = found.get("device", {})
                 held = sum(device.get(kind, 0) for kind in ("activations", "temporary"))
                 yield "held", step, point, "activations and temporaries", held, 0, limit
+
+
+def _counters(
+    cost_model: CostModel, record: RankRecord, held: Mapping[str, Mapping[str, int]]
+) -> int:
+    """Bytes of the step counters that torch's optimizers keep on the host beside a GPU.
+
+    A scalar of at most 8 bytes a parameter; what is more is state, and belongs on the device.
+    """
+    size = held.get("host", {}).get("optimizer_state", 0)
+    return size if _on_gpu(record) and size <= 8 * len(cost_model.facts.parameters) else 0
+
+
+def _on_gpu(record: RankRecord) -> bool:
+    return any(row.device.startswith("cuda") for row in record.memory)
 
 
 def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
@@ -166,7 +184,7 @@ def _weights(evidence: Figures, record: RankRecord, moment: str) -> Weights:
     found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
-    on_gpu = any(row.device.startswith("cuda") for row in record.memory)
+    on_gpu = _on_gpu(record)
     for row in record.memory:
         if row.moment == moment:
             # Beside a GPU the host's memory is host memory; without one it is a file's pages.
@@ -213,7 +231,27 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         "promised": {str(r.rank): _promised(evidence, cost_model, r) for r in evidence.records},
         "resident": resident,
         "peaks": peaks,
+        **_allocator(evidence.records, last, peaks),
     }
+
+
+def _allocator(
+    records: Sequence[RankRecord], step: int, peaks: Mapping[str, Mapping[str, Mapping[str, int]]]
+) -> dict[str, Any]:
+    """What a GPU's allocator held at most in ``step``, by rank, beside the ledger's peak.
+
+    Nothing is judged by it: it rounds up, and counts the suite's tensors.  Empty without a GPU.
+    """
+    figures = {
+        str(record.rank): {
+            "allocated": row.bytes,
+            "ledger": max(kinds.get("all", 0) for kinds in peaks[str(record.rank)].values()),
+        }
+        for record in records
+        for row in record.memory
+        if (row.moment, row.step) == ("allocator", step)
+    }
+    return {"allocator": figures} if figures else {}
 
 
 def _promised(evidence: Figures, cost_model: CostModel, record: RankRecord) -> dict[str, Any]:

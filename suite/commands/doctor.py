@@ -39,6 +39,7 @@ def examine(results: Path) -> Iterator[Finding]:
     """All findings, quick ones first; ``results`` is where runs are to be written."""
     yield _python()
     yield _torch()
+    yield _gpus()
     yield _cores()
     yield _threads()
     yield _memory()
@@ -66,6 +67,17 @@ def _torch() -> Finding:
         remedy = "install a build of torch with distributed and gloo"
         return Finding("torch", "bad", f"{build}, without gloo", remedy)
     return Finding("torch", "good", build)
+
+
+def _gpus() -> Finding:
+    """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
+    from shardproof.backends import BACKENDS
+    from shardproof.runs.run_folder import gpus
+
+    reason = BACKENDS["gloo_cuda"].available()
+    if reason:
+        return Finding("GPUs", "note", reason, "cases on nccl and gloo_cuda are skipped here")
+    return Finding("GPUs", "good", ", ".join(gpu["name"] for gpu in gpus()) or "usable by torch")
 
 
 def _cores() -> Finding:

@@ -29,6 +29,7 @@ INEXACT = frozenset(
         "equivalence.factor",
         "equivalence.updates",
         "equivalence.stale",
+        "memory.allocator",
         "memory.source",
         "schedule.measured",
         "traffic.source",

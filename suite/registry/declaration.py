@@ -92,6 +92,8 @@ class Declaration(Capabilities):
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason
+        if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
+            return f"has stages, and {case.backend} sends nothing from one rank to one other"
         for trait in case.workload.traits:
             if trait in self.declines:
                 return f"declines trait {trait}: {self.declines[trait]}"

@@ -27,6 +27,7 @@ HEADINGS = (
     "limit",
 )
 TITLE = "Resident bytes of model state on the rank that holds most, against whole copies"
+ALLOCATOR = "Most bytes of the last step on a GPU: torch's allocator, and the ledger"
 MEASURED = HEADINGS.index("measured")
 #: Beside a measured ratio where the check found other bytes than promised.
 FAILS = " (fail)"
@@ -44,6 +45,24 @@ def table(results: Iterable[Result]) -> Table | None:
         return None
     marks: list[Mark] = ["bad" if FAILS in row[MEASURED] else "" for row in rows]
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
+
+
+def allocator(results: Iterable[Result]) -> Table | None:
+    """A GPU's allocator beside the ledger, a row a case; ``None``: no case ran on a GPU."""
+    rows = []
+    for result in results:
+        check = next((c for c in result["checks"] if c["check"] == "memory"), None)
+        by_rank = check["figures"].get("allocator") if check is not None else None
+        if by_rank:
+            rank = max(by_rank, key=lambda r: by_rank[r]["allocated"])
+            held, counted = by_rank[rank]["allocated"], by_rank[rank]["ledger"]
+            case = result["case"]
+            ratio = f"{held / counted:.3f}x" if counted else "-"
+            optimizer, world = case["optimizer"]["name"], str(world_of(case))
+            rows.append((name_of(case), optimizer, world, f"{held:,}", f"{counted:,}", ratio))
+    headings = ("implementation", "optimizer", "world", "allocator", "ledger", "ratio")
+    note = "Nothing is judged by the allocator: it rounds up, and holds the suite's tensors, too."
+    return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr") if rows else None
 
 
 def with_figures(results: Iterable[Result]) -> list[tuple[tuple[str, ...], Result]]:

@@ -114,6 +114,7 @@ def html(run: Run) -> str:
         memory=bars.memory_table(run.cases),
         classes=bars.CLASSES,
         accounting=memory.ACCOUNTING,
+        allocator=memory.allocator(run.cases),
         bubbles=bubbles.tables(run.cases),
         timelines=drawn,
         more_timelines=more,

@@ -95,6 +95,9 @@ def _results(run: Run) -> Iterator[str]:
     state = memory.table(run.cases)
     if state is not None:
         yield from ("## Memory", "", *_titled(state))
+    beside = memory.allocator(run.cases)
+    if beside is not None:
+        yield from _titled(beside)
     pipelines = bubbles.tables(run.cases)
     if pipelines:
         yield from ("## Pipelines", "")

@@ -337,7 +337,7 @@ def fingerprint() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "system": platform.system(),
         "machine": platform.machine(),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "kernels": _kernels(),
     }
 
@@ -396,7 +396,7 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _gpus() -> list[dict[str, str]]:
+def gpus() -> list[dict[str, str]]:
     """Name, memory and driver of every GPU, as the driver's own tool tells; empty without one."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

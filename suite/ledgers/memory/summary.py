@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardproof.case import Case
 
 #: Backends on which the ledger is exact; gloo's threads free late.
-EXACT = ("in_memory", "mpi")
+EXACT = ("in_memory", "nccl", "mpi")
 #: Phases whose peaks are kept.
 PHASES = ("forward", "backward", "update")
 
@@ -23,7 +23,8 @@ class MemoryRow:
 
     ``moment`` is ``mark``, ``peak`` or ``moved``; ``where`` the mark's name or the phase; ``kind``
     a class (of peaks also ``all``: their sum), of what moved the direction, ``down`` to the host or
-    ``up``; its device is left open.
+    ``up``; its device is left open.  ``allocator``: the most that torch's allocator of a GPU held
+    in a step, tensors of the suite included.
     """
 
     moment: str

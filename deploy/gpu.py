@@ -1,0 +1,289 @@
+"""``make gpu``: everything that a machine with GPUs can tell, in one command of at most 40 minutes.
+
+    make gpu                              with the python3 that has torch with CUDA
+    make gpu PYTHON=/opt/conda/bin/python
+    python3 deploy/gpu.py --dry-run --gpus 8    print the commands for 8 GPUs, and run nothing
+    python3 deploy/gpu.py --parts gloo,bench    some parts only
+
+docs/gpu.md says what is run and where it is written.  This file needs Python alone; what it starts
+are commands of shardproof.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import shlex
+import signal
+import site
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv-gpu"
+#: Minutes that all parts may take together.
+LIMIT = 40.0
+#: Minutes that a part may need to end after its budget: cases or comparisons that are under way.
+GRACE = 1.0
+#: Packages that add figures and without which everything runs.
+OPTIONAL = {"nvidia-ml-py"}
+#: What ranks inherit.  torch asks NVML whether there is a GPU: a process that asked CUDA could not
+#: fork ranks that use it.
+ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
+REMEDY = (
+    "run it where `nvidia-smi` lists a GPU and PYTHON names the Python that has torch with CUDA: "
+    "make gpu PYTHON=/path/to/python"
+)
+#: Pairs of scenarios/speed/peers.yaml that fit any number of ranks, and those with a mesh.
+ANY_WORLD = "not (pipeline or tensor or sequence or hybrid or deepspeed)"
+FIXED_WORLD = "(pipeline or tensor or sequence or hybrid) and not deepspeed"
+
+
+class Unusable(Exception):
+    """This machine, or this Python, cannot do it; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of shardproof; ``minutes`` is its budget, without :data:`GRACE`."""
+
+    name: str
+    what: str
+    minutes: float
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What torch and the driver say."""
+
+    gpus: tuple[str, ...]
+    torch: str
+    nccl: str
+    driver: str
+
+    def text(self) -> str:
+        """One line a fact."""
+        names = dict.fromkeys(self.gpus)
+        gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in names)
+        return f"GPUs    {gpus}\ntorch   {self.torch}\nNCCL    {self.nccl}\ndriver  {self.driver}"
+
+
+def baseline_name(gpus: Sequence[str]) -> str:
+    """``["NVIDIA H100 80GB HBM3"]`` -> ``h100-x1``: the model of the first GPU and their number."""
+    words = re.sub(r"[^a-z0-9]+", " ", gpus[0].lower()).split()
+    kept = [w for w in words if w not in ("nvidia", "tesla", "geforce")]
+    model = next((w for w in kept if re.search(r"\d", w)), kept[0] if kept else "gpu")
+    return f"{model}-x{len(gpus)}"
+
+
+def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
+    """What is run on ``gpus`` GPUs into the folder ``run``, in order."""
+    judge = ("--tier", "full", "-j", str(jobs), "--results", str(run))
+    world = max(n for n in (1, 2, 4, 8) if n <= gpus)
+    time_it = ("bench", "peers", "--backend", "nccl", "--blocks", "6", "--results", str(run))
+    of_nccl = ("run", "nccl", "nccl-sharded", "scenarios/gpu", "--backend", "nccl")
+    # One GPU has fewer pairs and fewer worlds; with four there are pairs with a mesh as well.
+    nccl, gloo, pairs, meshes = (14.0, 7.0, 6.0, 4.0)
+
+    def budget(minutes: float) -> tuple[str, ...]:
+        return ("--budget", f"{minutes:g}")
+
+    found = [
+        Part(
+            "nccl",
+            "NCCL over every strategy",
+            nccl,
+            (*of_nccl, *judge, *budget(nccl)),
+        ),
+        Part(
+            "gloo",
+            "gloo with CUDA tensors, ranks share GPUs",
+            gloo,
+            ("run", "gloo-cuda", *judge, *budget(gloo)),
+        ),
+        Part(
+            "bench",
+            f"reference over upstream at {world} rank(s)",
+            pairs,
+            (*time_it, "--world", str(world), "-k", ANY_WORLD, *budget(pairs)),
+        ),
+    ]
+    if gpus >= 4:
+        found.append(
+            Part(
+                "meshes",
+                "reference over upstream with stages and split layers",
+                meshes,
+                (*time_it, "-k", FIXED_WORLD, *budget(meshes)),
+            )
+        )
+    save = ("compare", str(run), "--save", str(baseline), "--force")
+    found.append(Part("baseline", "the baseline of this machine", 1.0, save))
+    found.append(Part("report", "the report", 1.0, ("report", str(run))))
+    return found
+
+
+def look() -> Machine:
+    """The GPUs that this Python can use.
+
+    :raises Unusable: there is no torch, or no GPU for it.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise Unusable(f"{sys.executable} has no torch ({error}): {REMEDY}") from None
+    count = torch.cuda.device_count()
+    if not count:
+        raise Unusable(f"torch {torch.__version__} of {sys.executable} sees no GPU: {REMEDY}")
+    gpus = tuple(torch.cuda.get_device_name(number) for number in range(count))
+    with_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if with_nccl else "none in this torch"
+    return Machine(gpus, torch.__version__, nccl, _driver())
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not told: {error}"
+    return ", ".join(dict.fromkeys(done.stdout.split()))
+
+
+def missing() -> list[str]:
+    """Requirements of shardproof that this Python lacks; torch's version is the machine's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lacking = []
+    for requirement in project["dependencies"]:
+        name = re.split(r"[<>=!~ ;\[]", requirement, maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(requirement)
+    return lacking
+
+
+def python_for_all() -> str:
+    """A Python with all requirements: this one, or one of a venv over it that pip fills.
+
+    :raises Unusable: something is missing, and pip cannot install it.
+    """
+    lacking = missing()
+    if not lacking:
+        return sys.executable
+    print(f"missing here: {', '.join(lacking)}; installing into {VENV.name} ...", flush=True)
+    python = VENV / "bin" / "python"
+    make = [sys.executable, "-m", "venv", "--system-site-packages", str(VENV)]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    why = _failure(make)
+    if not why:
+        # A venv sees the packages of its base Python, not those of a venv that it is made from.
+        own = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        (own / "machine.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
+        why = _failure([*install, "--retries", "1", "--timeout", "15", *lacking])
+    if not why:
+        return str(python)
+    needed = [r for r in lacking if re.split(r"[<>=]", r, maxsplit=1)[0] not in OPTIONAL]
+    if not needed:
+        print(f"not installed ({why}): figures of NVML are left out", flush=True)
+        return sys.executable
+    raise Unusable(
+        f"{sys.executable} lacks {', '.join(needed)}, and pip could not install it ({why}). "
+        "Install it there; without a network bring wheels: "
+        "PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels make gpu"
+    )
+
+
+def _failure(command: Sequence[str]) -> str:
+    """Run a command; its last line if it fails, else nothing."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return (lines[-1] if lines else f"exit code {done.returncode}") if done.returncode else ""
+
+
+def run_part(part: Part, python: str) -> int:
+    """Run one part to its end, or until its time is over; its exit code (124: stopped)."""
+    process = subprocess.Popen(
+        [python, "-m", "shardproof", *part.command],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        start_new_session=True,
+    )
+    try:
+        return process.wait((part.minutes + GRACE) * 60)
+    except subprocess.TimeoutExpired:
+        # As Ctrl-C does: what was judged so far stays in the run folder.
+        os.killpg(process.pid, signal.SIGINT)
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait()
+        raise
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return 124
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it all; exit code 0, 1 (some part found a fault), 2 (it cannot run here)."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    parser.add_argument("--gpus", type=int, metavar="N", help="as if there were N (--dry-run only)")
+    parser.add_argument("--parts", default="", help="only these, e.g. nccl,gloo,baseline,report")
+    parser.add_argument("--results", type=Path, help="run folder; default: a new one in results/")
+    options = parser.parse_args(arguments)
+    if options.gpus is not None and not (options.dry_run and options.gpus > 0):
+        parser.error("--gpus N is for --dry-run, and at least 1")
+    try:
+        if options.gpus is not None:
+            machine = Machine(("GPU",) * options.gpus, "-", "-", "-")
+        else:
+            machine = look()
+            print(machine.text(), flush=True)
+        python = sys.executable if options.dry_run else python_for_all()
+    except Unusable as error:
+        print(f"make gpu: {error}", file=sys.stderr)
+        return 2
+    name = baseline_name(machine.gpus)
+    run = options.results or Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+    baseline = Path("results/baselines") / f"{name}.json"
+    # A case is up to 8 processes that mostly wait for their GPUs.
+    jobs = max(1, min(4, (os.cpu_count() or 4) // 4))
+    todo = parts(len(machine.gpus), run, baseline, jobs)
+    chosen = [word for word in options.parts.split(",") if word]
+    if unknown := set(chosen) - {part.name for part in todo}:
+        parser.error(f"no part {sorted(unknown)[0]!r}; there are: {[p.name for p in todo]}")
+    worst, began = 0, time.monotonic()
+    for number, part in enumerate(todo, 1):
+        if chosen and part.name not in chosen:
+            continue
+        command = shlex.join(["shardproof", *part.command])
+        if options.dry_run:
+            print(command)
+            continue
+        minutes = (time.monotonic() - began) / 60
+        print(f"\n[{number}/{len(todo)}, {minutes:.1f} min] {part.what}: {command}", flush=True)
+        code = run_part(part, python)
+        # 3: nothing was decided, e.g. all was skipped; 124: what is there stays, the rest goes on.
+        worst = max(worst, 0 if code == 3 else 1 if code else 0)
+        if code not in (0, 3):
+            print(f"{part.name} ended with exit code {code}; the next part goes on", flush=True)
+    if not options.dry_run:
+        minutes = (time.monotonic() - began) / 60
+        print(f"\n{minutes:.1f} min; evidence: {run}, baseline: {baseline}", flush=True)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

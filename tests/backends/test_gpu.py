@@ -1,0 +1,298 @@
+"""What can be told of GPUs without one: devices, refusals, `make gpu`, and the allocator."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.backends import BACKENDS, cuda, gloo
+from shardproof.case import Case, WorkloadSpec
+from shardproof.checks import memory
+from shardproof.commands import doctor, prove
+from shardproof.compare import exact_figures
+from shardproof.contract import OptimizerSpec
+from shardproof.evidence.records import RankRecord
+from shardproof.ledgers.memory import memory_is_measurable
+from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.registry.declaration import Declaration
+from shardproof.report import memory as report_memory
+from shardproof.scenarios.load import find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
+
+ROOT = Path(__file__).parents[2]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@pytest.fixture(scope="module")
+def command() -> ModuleType:
+    """``deploy/gpu.py``."""
+    spec = importlib.util.spec_from_file_location("deploy_gpu", ROOT / "deploy/gpu.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _case(backend: str, mesh: dict[str, int], checks: tuple[str, ...] = ("traffic",)) -> Case:
+    return Case(
+        id="c",
+        scenario="s",
+        implementation="reference/ddp",
+        backend=backend,
+        mesh=mesh,
+        workload=WorkloadSpec("charnames_gpt"),
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        checks=checks,
+    )
+
+
+# ------------------------------------------------------------------------------------- backends
+
+
+def test_ranks_share_gpus_in_turn() -> None:
+    assert [cuda.gpu_of(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
+    assert [cuda.gpu_of(rank, 3) for rank in range(4)] == [0, 1, 2, 0]
+    assert [cuda.gpu_of(rank, 8) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardproof import backends
+
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"GPU {gpu}"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(gloo, "join", lambda rank, *rest: calls.append(f"join {rank}"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    backends.join("gloo_cuda", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    assert calls == ["GPU 1", "init", "join 3"]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    calls.clear()
+    backends.join("gloo", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    assert calls == ["join 3"]
+
+
+def test_one_gpu_is_enough_for_all_ranks_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = BACKENDS["gloo_cuda"]
+    assert not shared.threads and shared.device == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert shared.available(4) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    wanted = "gloo with CUDA tensors needs at least one GPU, this machine has no GPU"
+    assert shared.available(4) == wanted
+    assert BACKENDS["gloo"].available(4) is None and BACKENDS["in_memory"].available(4) is None
+
+
+@no_gpu
+def test_without_a_gpu_a_case_is_skipped_with_the_reason() -> None:
+    (row,) = prove.prove("reference/ddp", backends=["gloo_cuda"], worlds=[2]).to_dict("records")
+    assert row["verdict"] == "skip" and "needs at least one GPU" in row["reason"]
+    finding = doctor._gpus()
+    assert finding.state == "note" and "no GPU" in finding.found and "skipped" in finding.remedy
+
+
+def test_stages_are_no_case_of_gloo_on_gpus() -> None:
+    declared = Declaration(axes=("pipe", "shard"), strategy="pipeline")
+    reason = declared.excludes_case(_case("gloo_cuda", {"pipe": 2}), "")
+    assert reason == "has stages, and gloo_cuda sends nothing from one rank to one other"
+    assert declared.excludes_case(_case("gloo_cuda", {"pipe": 1, "shard": 2}), "") == ""
+    assert declared.excludes_case(_case("gloo", {"pipe": 2}), "") == ""
+
+
+def test_gloo_alone_declared_is_not_gloo_on_gpus() -> None:
+    declared = Declaration(backends=("gloo",), strategy="zero1")
+    assert declared.excludes("gloo_cuda", "float64", 2) == "runs on gloo only"
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def _record(*rows: MemoryRow) -> RankRecord:
+    return RankRecord(0, 1, Declaration(strategy="ddp"), memory=list(rows))
+
+
+def test_memory_is_measured_on_nccl_not_on_gloo() -> None:
+    both = Declaration().backends
+    measured = {
+        backend: memory_is_measurable(_case(backend, {"replicate": 2}, ("memory",)), both)
+        for backend in BACKENDS
+    }
+    assert measured == {"in_memory": True, "gloo": False, "gloo_cuda": False, "nccl": True}
+
+
+def test_the_allocator_stands_beside_the_ledger_and_is_not_judged() -> None:
+    record = _record(
+        MemoryRow("allocator", 0, "step", "cuda:0", "all", 5000),
+        MemoryRow("allocator", 1, "step", "cuda:0", "all", 4096),
+        MemoryRow("peak", 1, "backward", "cuda:0", "all", 4000),
+    )
+    peaks = {"0": {"forward": {"all": 1000}, "backward": {"all": 4000}}}
+    figures = memory._allocator([record], 1, peaks)
+    assert figures == {"allocator": {"0": {"allocated": 4096, "ledger": 4000}}}
+    assert memory._allocator([_record()], 1, {"0": {}}) == {}
+    assert "memory.allocator" in exact_figures.INEXACT
+    assert memory._weights(SimpleNamespace(), record, "mark") == {}  # type: ignore[arg-type]
+    result: dict[str, Any] = {
+        "checks": [{"check": "memory", "figures": figures}],
+        "case": _case("nccl", {"replicate": 1}).to_dict(),
+    }
+    table = report_memory.allocator([result])
+    assert table is not None
+    assert table.texts == [["reference/ddp", "sgd", "1", "4,096", "4,000", "1.024x"]]
+    assert report_memory.allocator([{"checks": [], "case": {}}]) is None
+
+
+def test_step_counters_on_the_host_count_beside_a_gpu_only() -> None:
+    model: Any = SimpleNamespace(facts=SimpleNamespace(parameters=("w", "b")))
+    on_gpu = _record(MemoryRow("mark", 0, "after_update", "cuda:0", "parameters", 800))
+    on_cpu = _record(MemoryRow("mark", 0, "after_update", "cpu", "parameters", 800))
+    counters = {"host": {"optimizer_state": 8}}
+    assert memory._counters(model, on_gpu, counters) == 8
+    assert memory._counters(model, on_cpu, counters) == 0
+    assert memory._counters(model, on_gpu, {"host": {"optimizer_state": 1600}}) == 0  # state
+
+
+# ------------------------------------------------------------------------------------- make gpu
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name"),
+    [
+        (["NVIDIA H100 80GB HBM3"], "h100-x1"),
+        (["NVIDIA H200"] * 8, "h200-x8"),
+        (["NVIDIA A100-SXM4-40GB"] * 2, "a100-x2"),
+        (["Tesla V100-SXM2-16GB"], "v100-x1"),
+        (["NVIDIA GeForce RTX 4090"], "4090-x1"),
+        (["AMD Radeon/../x"], "amd-x1"),
+        (["!"], "gpu-x1"),
+    ],
+)
+def test_a_baseline_is_named_by_the_gpu(command: ModuleType, gpus: list[str], name: str) -> None:
+    assert command.baseline_name(gpus) == name
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+def test_all_parts_end_within_the_limit(command: ModuleType, gpus: int) -> None:
+    parts = command.parts(gpus, Path("results/r"), Path("results/baselines/b.json"), 4)
+    assert sum(part.minutes + command.GRACE for part in parts) <= command.LIMIT == 40
+    for part in parts:
+        if "--budget" in part.command:
+            assert part.command[part.command.index("--budget") + 1] == f"{part.minutes:g}"
+    (bench,) = (part.command for part in parts if part.name == "bench")
+    assert bench[bench.index("--world") + 1] == {1: "1", 2: "2", 3: "2", 4: "4", 8: "8"}[gpus]
+    assert ("meshes" in {part.name for part in parts}) == (gpus >= 4)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_dry_run_names_cases_and_pairs_that_exist(
+    command: ModuleType, gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from typer.testing import CliRunner
+
+    from shardproof.commands.main import app
+
+    assert command.main(["--dry-run", "--gpus", str(gpus)]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [words[1] for words in lines] == (
+        ["run", "run", "bench", *(["bench"] * (gpus >= 4)), "compare", "report"]
+    )
+    for words in lines:
+        if words[1] in ("run", "bench"):
+            done = CliRunner().invoke(app, [*words[1:], "--dry-run"])
+            assert done.exit_code == 0, done.output
+            assert "nccl" in done.output or "gloo_cuda" in done.output
+    assert f"results/baselines/gpu-x{gpus}.json" in lines[-2]
+
+
+def test_nccl_meets_every_strategy_and_one_gpu_leaves_some_of_each() -> None:
+    cases = [
+        case
+        for file in find(["nccl", "nccl-sharded", "scenarios/gpu"])
+        for case in expand(file, installed())
+    ]
+    assert {case.backend for case in cases} == {"nccl", "gloo_cuda"}
+    names = {n for n in installed().implementations if n.startswith(("reference/", "pytorch/"))}
+    of_nccl = [case for case in cases if case.backend == "nccl"]
+    assert {case.implementation for case in of_nccl} == names
+    assert {case.implementation for case in of_nccl if case.world == 1} == names
+    assert max(case.world for case in of_nccl) == 8
+    stages = {"reference/pipeline", "pytorch/pipelining"}
+    of_gloo = [case for case in cases if case.backend == "gloo_cuda"]
+    assert {case.implementation for case in of_gloo} == names - stages
+    assert {case.world for case in of_gloo} == {2, 4}
+    assert all(case.tier == "full" for case in cases)
+
+
+@no_gpu
+def test_without_a_gpu_the_command_stops_with_the_remedy(
+    command: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([]) == 2
+    told = capsys.readouterr().err
+    assert "sees no GPU" in told and "make gpu PYTHON=" in told
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "make gpu" in done.stdout
+
+
+def test_what_is_missing_is_named(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert [name for name in command.missing() if "nvidia" not in name] == []
+    assert command.python_for_all() == sys.executable or command.missing()
+    monkeypatch.setattr(command, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(command, "missing", lambda: ["pydantic>=2.7,<3", "nvidia-ml-py>=12"])
+    monkeypatch.setattr(command, "_failure", lambda argv: "no network")
+    with pytest.raises(command.Unusable, match=r"lacks pydantic.*no network.*PIP_FIND_LINKS"):
+        command.python_for_all()
+    monkeypatch.setattr(command, "missing", lambda: ["nvidia-ml-py>=12"])
+    assert command.python_for_all() == sys.executable
+
+
+def test_a_part_that_takes_too_long_is_stopped_as_ctrl_c_does(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "python"
+    body = f"trap 'echo stopped > {tmp_path}/told; exit 3' INT\nwhile :; do sleep 0.05; done\n"
+    script.write_text(f"#!/bin/sh\n{body}")
+    script.chmod(0o755)
+    monkeypatch.setattr(command, "GRACE", 0.0)
+    part = command.Part("p", "what", 0.01, ("run",))
+    assert command.run_part(part, str(script)) == 124
+    assert (tmp_path / "told").read_text() == "stopped\n"
+    script.write_text('#!/bin/sh\necho "$@" > "$OUT"\nexit 3\n')
+    monkeypatch.setenv("OUT", str(tmp_path / "argv"))
+    assert command.run_part(replace(part, minutes=1.0), str(script)) == 3
+    assert (tmp_path / "argv").read_text() == "-m shardproof run\n"
+
+
+def test_parts_go_on_after_a_fault(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = command.Machine(("NVIDIA H100 80GB HBM3",), "2.11.0+cu130", "2.28.9", "580.1")
+    codes = {"nccl": 1, "gloo": 3, "bench": 124, "baseline": 0, "report": 0}
+    monkeypatch.setattr(command, "look", lambda: machine)
+    monkeypatch.setattr(command, "python_for_all", lambda: "python")
+    monkeypatch.setattr(command, "run_part", lambda part, python: codes[part.name])
+    assert command.main([]) == 1
+    told = capsys.readouterr().out
+    for words in ("1 x NVIDIA H100 80GB HBM3", "2.28.9", "[5/5,", "results/baselines/h100-x1.json"):
+        assert words in told
+    assert "bench ended with exit code 124" in told
+    assert command.main(["--parts", "gloo,report"]) == 0
