@@ -42,9 +42,9 @@ app = typer.Typer(
     shardproof run --resume --results results/RUN              go on with that run
     shardproof list cases                                      what there is to run
     shardproof mutants                                         prove that the checks can fail
-    shardproof bench reference/ddp pytorch/ddp --size 20m      which is faster here, if any
+    shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
     shardproof compare RUN RUN                                 what differs between runs
-    shardproof gate RUN --against BASELINE                     may that pass?
+    shardproof gate RUN --against BASELINE                     fail CI on regressions
 
     \b
     Exit codes: 0 all held
