@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardproof.case import Axis
 from shardproof.costs import expression
 
-Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
 LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
