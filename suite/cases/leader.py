@@ -151,7 +151,7 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).plan)):
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).model_facts)):
         return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)

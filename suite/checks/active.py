@@ -77,7 +77,7 @@ def _sizes(evidence: Figures) -> str:
     slot counts.
     """
     strategy = evidence.declaration.strategy
-    cost_model = cost_model_of(strategy, evidence.plan)
+    cost_model = cost_model_of(strategy, evidence.model_facts)
     if cost_model is None or evidence.case.membership:
         return ""
     for record in evidence.records:
@@ -170,14 +170,14 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 def _recomputation(evidence: Figures) -> str:
     """As many forwards of each block inside backward as before it, or none."""
-    plan = evidence.plan
-    every = plan.options.get("recompute_every") if plan else None
-    if plan is None or every is None:
+    facts = evidence.model_facts
+    every = facts.options.get("recompute_every") if facts else None
+    if facts is None or every is None:
         return ""
     for record in evidence.records:
         for step in evidence.steps:
             found = Counter((kind, unit) for _, kind, unit in record.events_of(step))
-            for unit in plan.units:
+            for unit in facts.units:
                 wanted = found["forward", unit] if every else 0
                 again = found["recompute", unit]
                 if again != wanted:

@@ -3,7 +3,7 @@
 Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; for an
 implementation that claims ``bitwise`` any world on a backend that folds in rank order, and any
 pipeline alone; never where stages share a parameter); *dyadic*
-demands them everywhere, since no sum is ever rounded there (a case that exceeds the mantissa budget
+demands them everywhere, since no sum is ever rounded there (a case over the exactness budget
 is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
 *working_precision* allows a multiple of one device's error (``working_precision.py``).
 Under AdamW parameters are never compared across trajectories: the update is replayed from the
@@ -250,11 +250,11 @@ def _ascends(evidence: Figures) -> bool:
 
 def _tied_over_stages(evidence: Figures) -> bool:
     """Whether stages of a pipeline share a parameter."""
-    plan = evidence.plan
-    if plan is None or "pipe" not in plan.axes:
+    facts = evidence.model_facts
+    if facts is None or "pipe" not in facts.axes:
         return False
-    stages = stages_of(plan)
-    return any(len(stages.homes(tensor)) > 1 for tensor in plan.trainable)
+    stages = stages_of(facts)
+    return any(len(stages.homes(tensor)) > 1 for tensor in facts.trainable)
 
 
 def _check_names(

@@ -36,7 +36,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
     if "overlap" not in evidence.declaration.features:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
-    cost_model = cost_model_of(evidence.declaration.strategy, evidence.plan)
+    cost_model = cost_model_of(evidence.declaration.strategy, evidence.model_facts)
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:
@@ -66,7 +66,7 @@ def decide(evidence: Figures) -> Outcome:
             waits = False
             if ahead is not None:
                 rounds = _forwards(record, step)
-                idle = cost_model.plan.rounds - rounds if cost_model is not None else 0
+                idle = cost_model.facts.rounds - rounds if cost_model is not None else 0
                 allowed = ahead.after_backward(rounds, idle)
                 waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)

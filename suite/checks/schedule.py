@@ -338,13 +338,13 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
 
 def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]) -> str:
     """Every F runs each unit of its stage once, every B or BW goes back through each."""
-    plan = evidence.plan
-    if plan is None or not evidence.schedules:
+    facts = evidence.model_facts
+    if facts is None or not evidence.schedules:
         return ""
     schedule = next(iter(evidence.schedules.values()))
-    ranges = split_units(plan.options, len(plan.units), schedule.stages)
+    ranges = split_units(facts.options, len(facts.units), schedule.stages)
     at = 0
-    trained = {unit for t in plan.trainable for unit in t.units}
+    trained = {unit for t in facts.trainable for unit in t.units}
     for row in log:
         while at < len(events) and events[at][0] < row.begin:
             at += 1
@@ -354,8 +354,8 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
             at += 1
         kind = "forward" if row.op == "F" else "backward"
         for unit in ranges[row.stage] if row.op != "W" else ():
-            name = plan.units[unit]
-            times, wanted = inside.count((kind, name)), plan.called(name)
+            name = facts.units[unit]
+            times, wanted = inside.count((kind, name)), facts.called(name)
             if kind == "backward":
                 times, wanted = min(times, 1), int(wanted > 0 and unit in trained)
             if times != wanted:
@@ -443,16 +443,16 @@ def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
 
 def why_not_measured(evidence: Figures) -> str:
     """Why activations are not judged here; empty: they are."""
-    case, plan = evidence.case, evidence.plan
+    case, facts = evidence.case, evidence.model_facts
     if not memory_is_measurable(case, evidence.declaration.backends):
         return "no memory ledger"
-    if plan is None or not evidence.schedules or not plan.inputs:
-        return "no schedule or no plan"
-    if evidence.declaration.strategy not in OWN or plan.size("tensor") > 1:
+    if facts is None or not evidence.schedules or not facts.inputs:
+        return "no schedule or no model facts"
+    if evidence.declaration.strategy not in OWN or facts.size("tensor") > 1:
         return "only whole stages of the suite's own cut are measured"
     if case.precision:
         return "mixed precision"
-    if plan.options.get("recompute_every"):
+    if facts.options.get("recompute_every"):
         return "recomputation"
     return ""
 
@@ -474,18 +474,18 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     from shardproof.checks.stage_bytes import stage_bytes
 
     schedule = next(iter(evidence.schedules.values()))
-    plan = evidence.plan
-    assert plan is not None
-    ranges = split_units(plan.options, len(plan.units), schedule.stages)
-    measured_bytes = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
-    for (stage, name), sizes in measured_bytes.items():
+    facts = evidence.model_facts
+    assert facts is not None
+    ranges = split_units(facts.options, len(facts.units), schedule.stages)
+    found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
+    for (stage, name), sizes in found.items():
         for phase, size in sizes.items():
             yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
 def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) -> Outcome:
-    plan = evidence.plan
-    assert plan is not None
+    facts = evidence.model_facts
+    assert facts is not None
     sizes = {
         (row.phase, row.name, row.owner): int(row.bound)
         for row in evidence.compared.get("schedule", ())
@@ -500,7 +500,7 @@ def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) ->
                     _name(evidence.case, (step, share, window, micro), shape)
                     for micro, shape in enumerate(shapes)
                 ]
-                for window, shapes in enumerate(plan.inputs[step][share])
+                for window, shapes in enumerate(facts.inputs[step][share])
             ]
             low, high = _bounds(record, step, names, sizes)
             peak = _peak(record, step)

@@ -102,17 +102,17 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The promise for ``step``: a skipped update clips nothing."""
-    plan = evidence.plan
-    if plan is not None and any(record.steps[step].skipped for record in evidence.records):
-        plan = dataclasses.replace(plan, clipped=False, skipped=True)
-    if plan is not None and plan.inputs:
-        plan = dataclasses.replace(plan, step=step)
-    return cost_model_of(evidence.declaration.strategy, plan)
+    facts = evidence.model_facts
+    if facts is not None and any(record.steps[step].skipped for record in evidence.records):
+        facts = dataclasses.replace(facts, clipped=False, skipped=True)
+    if facts is not None and facts.inputs:
+        facts = dataclasses.replace(facts, step=step)
+    return cost_model_of(evidence.declaration.strategy, facts)
 
 
 def _against_textbook(cost_model: CostModel) -> dict[str, str]:
     """What the strategy that an upstream system carries out would send, by its own formula."""
-    textbook = cost_model_of(cost_model.textbook, cost_model.plan)
+    textbook = cost_model_of(cost_model.textbook, cost_model.facts)
     try:
         total = 0 if textbook is None else textbook.payload()
     except NoCostModel:  # the textbook's promise ends before this one's: there is no ratio

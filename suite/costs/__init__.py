@@ -58,11 +58,11 @@ __all__ = [
 ]
 
 
-def cost_model_of(strategy: str, plan: ModelFacts | None) -> CostModel | None:
-    """The promise of ``strategy`` for ``plan``; ``None`` where there is none."""
-    if plan is None or strategy not in COST_MODELS:
+def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
+    """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
+    if facts is None or strategy not in COST_MODELS:
         return None
-    return offloaded(COST_MODELS[strategy], plan)(plan)
+    return offloaded(COST_MODELS[strategy], facts)(facts)
 
 
 def memory_ratio(cost_model: CostModel) -> Fraction:
@@ -75,4 +75,4 @@ def memory_ratio(cost_model: CostModel) -> Fraction:
 
 def whole_bytes(cost_model: CostModel) -> int:
     """What whole copies of the same model hold on every rank, same options."""
-    return DDP(replace(cost_model.plan, axes={"replicate": cost_model.plan.world})).total()
+    return DDP(replace(cost_model.facts, axes={"replicate": cost_model.facts.world})).total()

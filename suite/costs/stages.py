@@ -88,7 +88,7 @@ def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[ra
     return tuple(found)
 
 
-def stages_of(plan: ModelFacts) -> Stages:
-    """The stages of ``plan``."""
-    place = place_of(plan.options, plan.size("pipe"))
-    return Stages(place, split_units(plan.options, len(plan.units), len(place)))
+def stages_of(facts: ModelFacts) -> Stages:
+    """The stages of ``facts``."""
+    place = place_of(facts.options, facts.size("pipe"))
+    return Stages(place, split_units(facts.options, len(facts.units), len(place)))

@@ -166,9 +166,9 @@ class Figures(ABC):
         self.declaration = records[0].declaration
 
     @property
-    def plan(self) -> ModelFacts | None:
+    def model_facts(self) -> ModelFacts | None:
         """Shapes, modules and options that cost models ask; ``None`` in records without them."""
-        return self.facts.plan if isinstance(self.facts, CaseFacts) else None
+        return self.facts.model_facts if isinstance(self.facts, CaseFacts) else None
 
     @property
     def steps(self) -> range:
@@ -204,7 +204,7 @@ class Figures(ABC):
             "oracle": self.oracle.to_dict(),
             "workload": stored(self.workload),
             "facts": {name: str(value) for name, value in self.facts.items()},
-            "plan": self.plan.to_dict() if self.plan is not None else None,
+            "plan": self.model_facts.to_dict() if self.model_facts is not None else None,
             "compared": compared,
             "schedules": {str(n): schedule.to_dict() for n, schedule in self.schedules.items()},
             "tensors": [stored(row) for row in self.tensors],
@@ -238,7 +238,7 @@ class StoredFigures(Figures):
                 name: [ComparisonRow(**row) for row in rows]
                 for name, rows in data["compared"].items()
             },
-            schedules={int(n): Schedule.from_dict(plan) for n, plan in schedules.items()},
+            schedules={int(n): Schedule.from_dict(told) for n, told in schedules.items()},
             tensors=[TensorRow(**row) for row in data["tensors"]],
         )
 

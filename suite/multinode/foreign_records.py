@@ -174,7 +174,7 @@ def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
         return RankOutcome(rank, "hung", message=message, traceback=text)
     if not began:
         return RankOutcome(rank, "killed", message="its process was gone before this case")
-    return RankOutcome(rank, "killed", message="its process ended without an account")
+    return RankOutcome(rank, "killed", message="its process exited without reporting")
 
 
 def _top_frame(stacks: str) -> str:

@@ -66,8 +66,8 @@ def test_promised_calls_are_those_that_the_ledger_sees(
     given, axes = pair(implementation, world, **options), {axis: world}
     told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), world, ledgers=True)
     seen = step_time.seen(told[0]["calls"])
-    base = curve.plan_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
-    cost_model = cost_model_of(strategy, curve.plan_at(base, axis, world))
+    base = curve.facts_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
+    cost_model = cost_model_of(strategy, curve.facts_at(base, axis, world))
     assert cost_model is not None
     expected = totals(step_time.promised(cost_model))
     assert expected and totals(seen) == expected
@@ -81,7 +81,7 @@ def test_promised_calls_are_those_that_the_ledger_sees(
 def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
     given, axes = pair("reference/tensor", 2), {"tensor": 2}
     told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
-    cost_model = cost_model_of("tensor", curve.plan_of_side(given, "a", axes))
+    cost_model = cost_model_of("tensor", curve.facts_of_side(given, "a", axes))
     assert cost_model is not None
     assert totals(step_time.seen(told[0]["calls"])) == totals(step_time.promised(cost_model))
 
@@ -329,7 +329,7 @@ def test_a_score_on_real_ranks() -> None:
     assert found.flop_rate is not None
     (point,) = curve.modelled(
         "ddp",
-        curve.plan_of_side(subject.pair, "a", subject.axes),
+        curve.facts_of_side(subject.pair, "a", subject.axes),
         "replicate",
         "weak",
         6,

@@ -93,7 +93,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
     units = [
         (100 * way + 10 * number, phase, unit)
         for way, phase in enumerate(("forward", "backward"), 1)
-        for number, unit in enumerate(("", *cost_model.plan.units))
+        for number, unit in enumerate(("", *cost_model.facts.units))
     ]
     declaration = Declaration(
         strategy=strategy, backends=("in_memory",), features=frozenset(PROFILES[strategy])
@@ -137,15 +137,15 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         expect={},
         precision={},
         dtype="float32",
-        mesh=cost_model.plan.axes,
+        mesh=cost_model.facts.axes,
         world=world,
     )
-    names = [t.name for t in cost_model.plan.parameters]
+    names = [t.name for t in cost_model.facts.parameters]
     return SimpleNamespace(
         case=case,
         declaration=declaration,
-        facts=CaseFacts({}, cost_model.plan),
-        plan=cost_model.plan,
+        facts=CaseFacts({}, cost_model.facts),
+        plan=cost_model.facts,
         steps=range(STEPS),
         records=records,
         workload=WorkloadFacts({}, names, names, unused_possible=False, traits=[]),
@@ -354,7 +354,7 @@ def test_another_depth_of_prefetch_fails() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
 def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
     found = figures(strategy)
-    cost_model = COST_MODELS[strategy](found.facts.plan)
+    cost_model = COST_MODELS[strategy](found.facts.model_facts)
     peak = next(
         r
         for r in found.records[0].memory

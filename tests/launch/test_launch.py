@@ -341,17 +341,17 @@ def test_long_tracebacks_are_cut() -> None:
 
 
 def test_heartbeat(tmp_path: Path) -> None:
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     heartbeat.create(path, 3)
-    pulse = heartbeat.attach(path, 1, thread=True)
+    writer = heartbeat.attach(path, 1, thread=True)
     for i in range(20):
         heartbeat.note(f"call {i}")
-    pulse.last_words("first")
-    pulse.last_words("second")
+    writer.announce_exit("first")
+    writer.announce_exit("second")
     zero, one, two = heartbeat.read(path)
     assert zero.state == heartbeat.NEW and not zero.calls and two.sequence == 0
     assert one.sequence == 20 and one.calls == tuple(f"call {i}" for i in range(12, 20))
-    assert one.last_call == "call 19" and one.last_words == "first"
+    assert one.last_call == "call 19" and one.exit_notice == "first"
     assert one.thread == threading.get_ident() and one.state == heartbeat.RUNNING
     heartbeat.note("ä" * 500)
     assert heartbeat.read(path)[1].last_call == "ä" * 111
@@ -360,7 +360,7 @@ def test_heartbeat(tmp_path: Path) -> None:
     other.start()
     other.join()
     assert seen == [None]
-    heartbeat._thread.pulse = None
+    heartbeat._thread.writer = None
 
 
 # ------------------------------------------------------------------------- fork server, pool

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import synthetic_runs as made
 
-from shardproof import old_words, prove
+from shardproof import old_words, prove, verdicts
 from shardproof.case import Case
 from shardproof.compare import baseline, policy
 from shardproof.compare.compare import compare
@@ -223,3 +224,16 @@ def test_both_names_of_one_verdict_are_refused(tmp_path: Path) -> None:
 def test_a_word_that_never_was_is_refused() -> None:
     with pytest.raises(SelectionError):
         Selection([OLD.replace("::native", "::natural")]).cases(installed())
+
+
+def test_the_glossary_names_old_words_in_order_and_files_that_exist() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = [line.split("|") for line in text.split("## Verdicts")[0].splitlines()]
+    words = [row[1].strip().replace("`", "").lower() for row in rows if len(row) > 5][2:]
+    assert words == sorted(words) and len(words) == len(set(words))
+    for word in (word for table in old_words.OLD_WORDS.values() for word in table):
+        assert word in text
+    for name in set(re.findall(r"`((?:suite|impls)/[^`]*)`", text)):
+        assert (ROOT / name).exists(), name
+    for verdict in verdicts.VERDICTS:
+        assert f"| `{verdict}` |" in text

@@ -299,7 +299,7 @@ def promised(axes: Axes, **options: Any) -> CostModel:
         checks=("memory",),
         options=options,
     )
-    return COST_MODELS["hybrid"](facts_of(case).plan)
+    return COST_MODELS["hybrid"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
@@ -324,7 +324,7 @@ def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
     counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
     state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
     assert state == 2 * 8 * elements[0] + counters
-    apart = whole.apart(0)
+    apart = whole.by_layout(0)
     assert sum(apart["replicated"].values()) == 4 * 12 + 2 * 12 + 6 * 12
     assert set(apart["split"]) | set(apart["replicated"]) == set(whole.local(0).parameters)
 
@@ -462,7 +462,7 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
         checks=("traffic",),
         options=options,
     )
-    flows = COST_MODELS[strategy](facts_of(case).plan).flows()
+    flows = COST_MODELS[strategy](facts_of(case).model_facts).flows()
     found = (flow.bytes for flow in flows if flow.axis == "tensor")
     return sum(found, start=Fraction(0))
 

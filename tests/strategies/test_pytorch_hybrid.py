@@ -168,7 +168,7 @@ def cost_model(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
         steps=1,
         options=options,
     )
-    return TorchHybrid(facts_of(case).plan)
+    return TorchHybrid(facts_of(case).model_facts)
 
 
 def by_axis(told: TorchHybrid) -> dict[tuple[str, str], tuple[int, int]]:

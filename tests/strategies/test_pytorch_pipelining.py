@@ -119,7 +119,7 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
     def cost_model(name: str, **changes: Any) -> TorchPipelining:
         options = {"schedule": name}
         return TorchPipelining(
-            facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).plan
+            facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).model_facts
         )
 
     v = cost_model("zb_v", optimizer=OptimizerSpec("adamw", clip_norm=1.0, scaler=ScalerSpec()))
@@ -136,7 +136,8 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
     assert between == [4 * 3 * 2048] * 2
     assert within == [0, 4 * 3 * 2048]
     for rank in (0, 1):  # losses and norms beside, and nothing counted twice
-        assert v.at_rest(rank, 0) + v.left_over(rank, 0) < between[rank] + within[rank] + 200
+        rest = v.communication_at_rest(rank, 0) + v.unclassified_limit(rank, 0)
+        assert rest < between[rank] + within[rank] + 200
     loop = cost_model("interleaved")
     assert loop.payload() == 3 * 2 * 4 * 2048
     assert v.textbook == "pipeline"

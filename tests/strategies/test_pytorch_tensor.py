@@ -253,7 +253,7 @@ def test_a_partial_sum_is_no_piece() -> None:
 # ------------------------------------------------------------------------------------- promises
 
 
-def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
+def model_facts_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
     """2 ranks: 4 samples of 4 positions in 2 parts; one block of width 8."""
     sizes = {"width": 8, "heads": 2, "seq": 4, "layers": 1, "vocab": 97}
     values: dict[str, Any] = {"optimizer": OptimizerSpec(clip_norm=1.0), **fields}
@@ -271,13 +271,13 @@ def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
         steps=1,
         **values,
     )
-    return facts_of(case).plan
+    return facts_of(case).model_facts
 
 
 def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[int, int]]:
     """Bytes and calls of a step by operation."""
     found: dict[str, tuple[int, int]] = {}
-    for flow in TorchTensorParallel(plan_of(traits, options=options)).flows():
+    for flow in TorchTensorParallel(model_facts_of(traits, options=options)).flows():
         total, calls = found.get(flow.operation, (0, 0))
         assert isinstance(flow.calls, int)
         found[flow.operation] = (total + int(flow.bytes), calls + flow.calls)
@@ -323,7 +323,8 @@ def test_bytes_by_hand() -> None:
 def test_numbers_left_behind_are_counted_one_by_one(
     dtype: str, spec: OptimizerSpec, wanted: int
 ) -> None:
-    assert TorchTensorParallel(plan_of(dtype=dtype, optimizer=spec)).left_over(0, 0) == wanted
+    cost_model = TorchTensorParallel(model_facts_of(dtype=dtype, optimizer=spec))
+    assert cost_model.unclassified_limit(0, 0) == wanted
 
 
 def test_modules_without_a_style_gather_twice_and_are_no_dtensors() -> None:

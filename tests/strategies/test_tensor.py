@@ -432,7 +432,7 @@ def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
         checks=("traffic",),
         options=options,
     )
-    return COST_MODELS["tensor"](facts_of(case).plan)
+    return COST_MODELS["tensor"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_step_are_those_counted_by_hand() -> None:
@@ -466,6 +466,6 @@ def test_elements_of_a_rank_are_those_counted_by_hand() -> None:
     assert (first["head.weight"], last["head.weight"]) == (25 * 24, 22 * 24)
     assert first["blocks.0.attention.qkv.weight"] == (6 + 2 + 2) * 24
     assert first["blocks.0.mlp.down.bias"] == 24
-    apart = cost_model.apart(0)
+    apart = cost_model.by_layout(0)
     assert sum(apart["replicated"].values()) == 16 * 24 + 3 * 2 * 24 + 2 * 24
     assert set(apart["split"]) | set(apart["replicated"]) == set(first)

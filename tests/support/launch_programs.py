@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import RankFailed
 from shardproof.launch import heartbeat, process_control
-from shardproof.launch.rank_process import Plan
+from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import root_cause, run_ranks
 
 GUILTY = 1
@@ -54,7 +54,7 @@ class FakeLink:
         """Shared by all ranks."""
         return FakeHub(world, timeout_s)
 
-    def join(self, rank: int, plan: Plan, hub: FakeHub) -> None:
+    def join(self, rank: int, launch: RankLaunch, hub: FakeHub) -> None:
         """Remember where this rank meets the others."""
         self._here.hub = hub
 

@@ -50,7 +50,7 @@ class ShardedModel(Handle):
             own = {name: named[name] for name in one.parameters}
             place = module.get_submodule(one.name)
             self.units.append(
-                ShardedUnit(number, one.name, place, own, self.shards, precision, context.tier)
+                ShardedUnit(number, one.name, place, own, self.shards, precision, context.host)
             )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for unit in self.units for flat in unit.trained]

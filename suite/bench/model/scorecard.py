@@ -141,11 +141,11 @@ def cards(line: Line) -> dict[str, Any] | None:
 
 def _formula_bytes(strategy: str, pair: Pair, letter: str, mesh: Mapping[str, int]) -> int | None:
     """Bytes of model states on the rank that holds most; ``None``: no formula."""
-    from shardproof.bench.model.curve import plan_of_side
+    from shardproof.bench.model.curve import facts_of_side
     from shardproof.costs import NoCostModel, cost_model_of
 
     try:
-        cost_model = cost_model_of(strategy, plan_of_side(pair, letter, mesh))
+        cost_model = cost_model_of(strategy, facts_of_side(pair, letter, mesh))
         return None if cost_model is None or cost_model.why_not_measured() else cost_model.total()
     except NoCostModel:
         return None

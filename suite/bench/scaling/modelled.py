@@ -18,7 +18,7 @@ from shardproof.bench.model.scorecard import calls_of, card, fits_of
 from shardproof.bench.scaling.matrix import Cell, on_ranks
 from shardproof.case import Case
 from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
-from shardproof.costs.model_facts import plan_of
+from shardproof.costs.model_facts import model_facts_of
 
 Line = Mapping[str, Any]
 
@@ -135,4 +135,4 @@ def plan_for(cell: Cell, mesh: Mapping[str, int]) -> ModelFacts:
         dtype=cell.dtype,
     )
     workload = workloads.make(cell.workload, cell.dtype, "working_precision")
-    return plan_of(case, workload, workload.model("meta"))
+    return model_facts_of(case, workload, workload.model("meta"))
