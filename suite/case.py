@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardproof import old_words
-from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
+from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
@@ -38,7 +38,7 @@ class WorkloadSpec:
     global_batch: int = 24
     micro_batches: int = 2
     windows: int = 1
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Options = field(default_factory=dict)
 
     def micro_batch_counts(self, coordinates: int) -> list[int]:
         """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
@@ -85,7 +85,7 @@ class Case:
     lane: Lane
     checks: tuple[str, ...]
     label: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     #: What the model is built in.
     dtype: str = "float64"
     #: Mixed precision that the system was asked for (``parameters``, ``reduce``, ``output``,

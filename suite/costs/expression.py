@@ -99,7 +99,7 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     return facts.model_facts
 
 
-def _promised(
+def _asked(
     name: str, cost_model: type[CostModel], ask: Callable[[CostModel], int | Fraction]
 ) -> Term:
     return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
@@ -118,10 +118,10 @@ _QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
     "memory_ratio": ("times less than whole copies, same options", memory_ratio),
 }
 
-#: Named formulas: every question to every strategy that makes a promise.
+#: Named formulas: every question to every cost model.
 FORMULAS: dict[str, Formula] = {
     f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _promised(strategy, cost_model, ask), unit, cost_model.source
+        f"{strategy}.{suffix}", _asked(strategy, cost_model, ask), unit, cost_model.source
     )
     for strategy, cost_model in COST_MODELS.items()
     for suffix, (unit, ask) in _QUESTIONS.items()
