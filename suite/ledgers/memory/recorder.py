@@ -228,7 +228,7 @@ class MemoryLedger(TorchDispatchMode):
         )
 
     def _copied(self, targets: Any, sources: Any) -> None:
-        """Floating-point values that went from one tier to the other, as bytes of the device."""
+        """Floating-point values copied between memory spaces, as bytes of the device."""
         phase, step = self._now
         if self.fakes or self._pauses or phase == "observe":
             return
