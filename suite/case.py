@@ -14,13 +14,16 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardproof import old_words
 from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
+#: The axes of a mesh, outermost first.
+Axis = Literal["pipe", "replicate", "shard", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 #: Data axes: their product is the number of data coordinates (shares of the global batch).
 DATA_AXES = ("replicate", "shard")
 

@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardproof.case import Axis
 from shardproof.costs import expression
 
-Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
 #: Option or knob -> value; an implementation or a workload checks them.
 Values = dict[str, Any]
