@@ -1,15 +1,15 @@
 """Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
-included), on the device's tier and, where state is offloaded, on the host's; a class that a promise
+included), on the device and, where state is offloaded, on the host; a class that a promise
 excepts stands as ``not_judged`` beside the verdict, with its reason.  Nothing is in flight there:
 where it is promised, buffers of communication must have gone, activations and temporaries as well
 (a copy that nobody shows is one of those).  Between the points the largest bytes of a class must
 lie within two bounds that follow from the largest unit, from prefetch and from buckets: too much is
-state that was not let go, too little is work that was not done.  Bytes that are copied between the
-tiers in a step are counted apart from network traffic and compared, too; so are parameters that are
-split and those that stand on every rank, where a promise tells them apart.  Promises are in
-:mod:`shardproof.costs`; the accounting (A32, A16, ...) is named.
+state that was not let go, too little is work that was not done.  Bytes copied between device and
+host in a step are no network traffic, and compared, too; so are parameters that are split and those
+that stand on every rank, where a cost model tells them apart.  The accounting (A32, A16, ...) is
+named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
@@ -34,8 +34,8 @@ from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
-#: (step, place) -> tier -> class -> bytes.
-Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
+#: (step, place) -> memory space -> class -> bytes.
+BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -57,7 +57,7 @@ def decide(evidence: Figures) -> Outcome:
     accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
-        marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
+        marks, peaks = _bytes_at(evidence, record, "mark"), _bytes_at(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record, marks),
             *_peaks(evidence, cost_model, record.rank, peaks),
@@ -84,7 +84,7 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 
 def _resident(
-    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: Weights
+    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: BytesAt
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
     rank, updated, unjudged = record.rank, -1, cost_model.unjudged()
@@ -93,7 +93,7 @@ def _resident(
             if point == "after_update" and not record.steps[step].skipped:
                 updated = step
             found = marks.get((step, point), {})
-            for tier, promised in (
+            for space, promised in (
                 (
                     "device",
                     cost_model.resident(rank, step, updated)
@@ -101,11 +101,11 @@ def _resident(
                 ),
                 ("host", cost_model.host(rank, step, updated)),
             ):
-                what = "held" if tier == "device" else "held on the host tier"
+                what = "held" if space == "device" else "held in host memory"
                 for kind, size in promised.items():
                     if kind in unjudged:
                         continue
-                    held = found.get(tier, {}).get(kind, 0)
+                    held = found.get(space, {}).get(kind, 0)
                     yield what, step, point, kind, held, size, size
             limit = cost_model.communication_at_rest(rank, step)
             if limit is not None:
@@ -119,7 +119,7 @@ def _resident(
 
 
 def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
-    """Bytes copied between the tiers in every step; they are no network traffic."""
+    """Bytes copied between device and host in every step; they are no network traffic."""
     updated, found = -1, Counter[tuple[int, str]]()
     for row in record.memory:
         if row.moment == "moved" and row.where in PHASES:
@@ -127,7 +127,15 @@ def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
     for step in evidence.steps:
         updated = updated if record.steps[step].skipped else step
         for way, size in cost_model.host_traffic(record.rank, step, updated).items():
-            yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
+            yield (
+                "moved",
+                step,
+                "step",
+                f"{way} between device and host",
+                found[step, way],
+                size,
+                size,
+            )
 
 
 def _apart(
@@ -146,7 +154,7 @@ def _apart(
 
 
 def _peaks(
-    evidence: Figures, cost_model: CostModel, rank: int, peaks: Weights
+    evidence: Figures, cost_model: CostModel, rank: int, peaks: BytesAt
 ) -> Iterator[Comparison]:
     for step, phase in peaks:
         for kind, bound in cost_model.peaks(rank, phase, step).items():
@@ -154,17 +162,17 @@ def _peaks(
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
 
-def _weights(evidence: Figures, record: RankRecord, moment: str) -> Weights:
+def _bytes_at(evidence: Figures, record: RankRecord, moment: str) -> BytesAt:
     found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
     on_gpu = any(row.device.startswith("cuda") for row in record.memory)
     for row in record.memory:
         if row.moment == moment:
-            # Beside a GPU the host's memory is the host tier; without one it is a file's pages.
+            # Beside a GPU the host's memory is host memory; without one it is a file's pages.
             host = row.device == "file" or (on_gpu and row.device == "cpu")
-            tier = "host" if host else "device"
-            found[row.step, row.where][tier][row.kind] += row.bytes
+            space = "host" if host else "device"
+            found[row.step, row.where][space][row.kind] += row.bytes
     return found
 
 
@@ -174,13 +182,13 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
     resident, peaks, totals = {}, {}, []
     for record in evidence.records:
         rank = str(record.rank)
-        tiers = _weights(evidence, record, "mark").get((last, "after_update"), {})
-        held = {f"{t}": dict(classes) for t, classes in tiers.items()}
+        spaces = _bytes_at(evidence, record, "mark").get((last, "after_update"), {})
+        held = {f"{t}": dict(classes) for t, classes in spaces.items()}
         resident[rank] = held
         totals.append(sum(held.get("device", {}).get(kind, 0) for kind in JUDGED))
         peaks[rank] = {
-            place: dict(tiers.get("device", {}))
-            for (step, place), tiers in _weights(evidence, record, "peak").items()
+            place: dict(spaces.get("device", {}))
+            for (step, place), spaces in _bytes_at(evidence, record, "peak").items()
             if step == last
         }
     whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
@@ -209,17 +217,17 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
 
 
 def _promised(evidence: Figures, cost_model: CostModel, record: RankRecord) -> dict[str, Any]:
-    """Bytes by tier and class that ``record``'s rank should hold after its last update."""
+    """Bytes by memory space and class that ``record``'s rank should hold after its last update."""
     rank, last = record.rank, evidence.steps[-1]
     done = [s for s in evidence.steps if not record.steps[s].skipped]
     updated = done[-1] if done else -1
     device = cost_model.resident(rank, last, updated) | cost_model.at_point(
         rank, "after_update", updated
     )
-    tiers = {"device": device, "host": cost_model.host(rank, last, updated)}
+    spaces = {"device": device, "host": cost_model.host(rank, last, updated)}
     skip = cost_model.unjudged()
     return {
-        tier: {kind: size for kind, size in classes.items() if size and kind not in skip}
-        for tier, classes in tiers.items()
+        space: {kind: size for kind, size in classes.items() if size and kind not in skip}
+        for space, classes in spaces.items()
         if any(classes.values())
     }

@@ -1,4 +1,4 @@
-"""What offloading moves to the host tier, and how many bytes a step moves between the tiers.
+"""What offloading moves to host memory, and how many bytes a step moves between host and device.
 
 ``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
 parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and
@@ -32,7 +32,7 @@ def offloaded(kind: type[CostModel], facts: ModelFacts) -> type[CostModel]:
 
 
 class Offloaded(CostModel):
-    """A strategy of which a part rests on the host tier; the network sees no difference."""
+    """A strategy of which a part rests in host memory; the network sees no difference."""
 
     whole: ClassVar[type[Zero1 | Zero3]]
     source: ClassVar[str] = (

@@ -176,13 +176,13 @@ class RunFolder:
         self.seal("run.json")
 
     def _mend_last_line(self) -> None:
-        """A line that a kill cut off must not swallow the next one; a whole one is sealed late."""
+        """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = self._lines.read_bytes()
         if content and not content.endswith(b"\n"):
             os.truncate(self._lines, content.rfind(b"\n") + 1)
         lines = self._lines.read_bytes().splitlines()
-        sealed = self._manifest.read()
-        if lines and sealed and ("cases.jsonl", len(lines)) not in sealed:
+        listed = self._manifest.read()
+        if lines and listed and ("cases.jsonl", len(lines)) not in listed:
             digest = hashlib.sha256(lines[-1]).hexdigest()
             self._manifest.seal("cases.jsonl", digest, len(lines))
 

@@ -15,7 +15,7 @@ from shardproof.cases.runner import run_cases
 from shardproof.checks import working_precision
 from shardproof.contract import OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.oracle.training import train
@@ -187,11 +187,11 @@ def test_loaded_parameters_restart_only_masters_that_do_not_round_to_them() -> N
     assert master.tolist() == [1 + 2.0**-12, 3.0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the tiers are one where no GPU is")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="host and device are one without a GPU")
 def test_masters_on_the_host_restart_from_parameters_on_the_gpu() -> None:
     working = torch.ones(2, dtype=BF16, device="cuda")
     groups = [{"params": [("w", working)], "lr": 1.0}]
-    masters = Masters(groups, {"w": FP32}, HostTier("cuda"))
+    masters = Masters(groups, {"w": FP32}, HostMemory("cuda"))
     _, master = masters.pairs["w"]
     master.copy_(torch.tensor([1 + 2.0**-12, 1 + 2.0**-12]))
     working[1] = 3.0

@@ -1,4 +1,4 @@
-"""Faults of recomputation and of the host tier, planted around ``reference/zero3``.
+"""Faults of recomputation and of host memory, planted around ``reference/zero3``.
 
 A group of units that is computed again must draw, read and gather what it did the first time, and
 leave no trace; what rests on the host must come back, once, to every shard.

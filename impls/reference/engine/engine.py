@@ -1,6 +1,6 @@
-"""Runs an inner transform as an outer implementation.
+"""A strategy's handle as an implementation under test.
 
-The loop that every reference strategy shares: accumulate, finish, observe, norm, clip, update.
+All reference strategies share this step:
 
     step:  before_step
            for each micro-batch: accumulate(is_last) -> forward -> loss -> backward
@@ -35,7 +35,7 @@ from shardproof.contract import (
 from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
@@ -77,7 +77,7 @@ class Engine(Implementation):
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
         self.precision.cast_buffers(module)
-        self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
+        self.host = HostMemory(mesh.device) if options.get("offload", "none") != "none" else None
         # Before the strategy casts anything: masters have the dtypes as built.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         self.reducer = self.make_reducer()
@@ -89,8 +89,8 @@ class Engine(Implementation):
 
     def context(self, options: Training) -> Context:
         """What a strategy with ``options`` gets beside them."""
-        tier = self.tier if options.offload == "parameters" else None
-        return Context(self.reducer, self.build.units, tier)
+        host = self.host if options.offload == "parameters" else None
+        return Context(self.reducer, self.build.units, host)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Wrap the units that are computed again in backward."""
@@ -106,8 +106,8 @@ class Engine(Implementation):
         groups = self.handle.param_groups(self.spec)
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
-        if Masters.wanted(groups, self.built, self.tier):
-            self.masters = Masters(groups, self.built, self.tier)
+        if Masters.wanted(groups, self.built, self.host):
+            self.masters = Masters(groups, self.built, self.host)
             groups = self.masters.groups
         return build_optimizer(self.spec, groups)
 
@@ -158,8 +158,8 @@ class Engine(Implementation):
         """One step of the optimizer, on masters where there are any."""
         if self.masters:
             self.masters.copy_down()
-        if self.tier:
-            seed_state(self.optimizer, self.spec, self.tier.zeros)
+        if self.host:
+            seed_state(self.optimizer, self.spec, self.host.zeros)
         self.optimizer.step()
         if self.masters:
             self.masters.copy_up()

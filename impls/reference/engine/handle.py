@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.parts.reducers import Reducer
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Handle(ABC):
-    """A module under a strategy.  Calls come in the order in which they stand here."""
+    """A module under a strategy.  Methods are called in the order in which they are listed."""
 
     module: nn.Module
     #: How gradients are summed over ranks; handles of one rank share one.
@@ -94,12 +94,12 @@ class Context:
     """What a strategy may need beside its options; it leaves alone what it does not.
 
     ``reducer`` sums gradients over ranks.  ``blocks`` are the model's repeated modules, by name:
-    units, where the options name none.  ``tier`` is where shards rest, if not on the device.
+    units, where the options name none.  ``host`` is where shards rest, if not on the device.
     """
 
     reducer: Reducer = field(default_factory=Reducer)
     blocks: Sequence[str] = ()
-    tier: HostTier | None = None
+    host: HostMemory | None = None
 
 
 #: The backend's own collectives; units as the options say; shards on the device.

@@ -22,7 +22,7 @@ class Training:
     """Options that all sharded strategies share.
 
     ``recompute_every``: every group of so many units keeps its input only and is computed again in
-    backward (0: never).  ``offload``: what rests on the host tier between its uses.
+    backward (0: never).  ``offload``: what rests in host memory between its uses.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -35,8 +35,8 @@ class Training:
 
 @dataclass(frozen=True)
 class WholeParameters(Training):
-    """Options of strategies that keep whole parameters on every rank: these cannot rest on the host
-    tier, for every rank computes with them."""
+    """Options of strategies that keep whole parameters on every rank: these cannot rest in host
+    memory, for every rank computes with them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,7 +51,7 @@ class Gradients(Stateful[GradientState]):
     """Gradients of one dtype, laid out by ``layout``, summed over ``comm`` (``None``: one rank).
 
     They are reduced in ``reduced_in``, and added up over the rounds in the dtype as built.  The
-    final total rests in ``rest``, a tensor on the host tier, where one is given.
+    final total rests in ``rest``, a tensor in host memory, where one is given.
     """
 
     what = "gradients"

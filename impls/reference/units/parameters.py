@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Work
@@ -49,7 +49,7 @@ class Parameters(Stateful[ParameterState]):
 
     ``shard`` (``layout.shard_numel`` elements, in the dtype as built) is what this rank owns.
     ``whole`` (``layout.padded`` elements, in the policy's dtype) has memory only between
-    :meth:`gather` and :meth:`free`.  ``comm`` of ``None``: one rank owns all.  With ``tier`` the
+    :meth:`gather` and :meth:`free`.  ``comm`` of ``None``: one rank owns all.  With ``host`` the
     shard rests there.
     """
 
@@ -68,7 +68,7 @@ class Parameters(Stateful[ParameterState]):
         layout: FlatLayout,
         comm: Comm | None,
         precision: Precision,
-        tier: HostTier | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.layout, self.comm = layout, comm
         self.device = next(iter(named.values())).device
@@ -76,10 +76,10 @@ class Parameters(Stateful[ParameterState]):
         layout.pack(built, named)
         self.whole = built.to(precision.compute(built.dtype))
         # Never freed: the only copy of the values, which no other rank could send.
-        self.is_resident = comm is None and self.whole is built and tier is None
-        self.is_offloaded = tier is not None
+        self.is_resident = comm is None and self.whole is built and host is None
+        self.is_offloaded = host is not None
         own = layout.shard(built, comm.rank if comm else 0)
-        self.shard = built if self.is_resident else tier.place(own) if tier else own.clone()
+        self.shard = built if self.is_resident else host.place(own) if host else own.clone()
         for name, view in layout.views(self.whole).items():
             named[name].data = view
         self.work: Work | None = None  # the all-gather

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout, Part
 from shardproof.impls.reference.parts.reducers import Reducer
@@ -25,7 +25,7 @@ from shardproof.impls.reference.units.parameters import Parameters, ParameterSta
 class FlatShard:
     """Parameters ``named`` of one dtype, all trained or all frozen, sharded over ``comm``.
 
-    ``comm`` of ``None``: one rank owns all.  With ``tier`` shards rest on the host.
+    ``comm`` of ``None``: one rank owns all.  With ``host`` shards rest on the host.
     """
 
     def __init__(
@@ -33,22 +33,23 @@ class FlatShard:
         named: Mapping[str, nn.Parameter],
         comm: Comm | None,
         precision: Precision,
-        tier: HostTier | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.comm = comm if comm is not None and comm.size > 1 else None
         self.layout = FlatLayout(named, self.comm.size if self.comm else 1)
         self.trained = next(iter(named.values())).requires_grad
-        self.parameters = Parameters(named, self.layout, self.comm, precision, tier)
+        self.parameters = Parameters(named, self.layout, self.comm, precision, host)
         rank = self.comm.rank if self.comm else 0
         self.parts: dict[str, Part] = {part.name: part for part in self.layout.parts(rank)}
         #: This rank's parts of trained parameters: leaves for the optimizer, views of the shard.
         self.targets: dict[str, Tensor] = {}
+        # Detached views of the shard: updating them updates it, and copies would double it.
         if self.trained:
             views = {name: part.of_shard(self.shard) for name, part in self.parts.items()}
             self.targets = {name: v.detach().requires_grad_() for name, v in views.items()}
         rest = None
-        if tier and self.trained:
-            rest = tier.zeros(self.shard.shape, self.layout.dtype)
+        if host and self.trained:
+            rest = host.zeros(self.shard.shape, self.layout.dtype)
         reduced_in = precision.reduction(self.layout.dtype)
         self.gradients = Gradients(self.layout, self.comm, reduced_in, self.parameters.device, rest)
 
@@ -84,13 +85,14 @@ class ShardedUnit:
         named: Mapping[str, nn.Parameter],
         comm: Comm | None,
         precision: Precision,
-        tier: HostTier | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.number, self.name, self.module = number, name, module
+        # A collective has one dtype; what is frozen has no gradients to be laid out.
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for key, parameter in named.items():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[key] = parameter
-        self.flats = [FlatShard(same, comm, precision, tier) for same in kinds.values()]
+        self.flats = [FlatShard(same, comm, precision, host) for same in kinds.values()]
         self.trained = [flat for flat in self.flats if flat.trained]
         self.start_round()
 
