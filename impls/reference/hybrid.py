@@ -228,6 +228,7 @@ class ReferenceHybrid(ReferencePipeline):
         if not self.is_cut:
             return self.wrap(module)
         stages = super().transform(module, mesh, options)
+        # The layers of other stages would keep these in memory.
         if self.layers is not None:
             self.layers.keep(stages.module)
         return stages
@@ -261,6 +262,8 @@ class ReferenceHybrid(ReferencePipeline):
 
     def norm(self) -> Tensor:
         """Every element once: those of first copies, over all axes."""
+        # From pieces, which know their copies: each strategy's own sum would count what ranks of
+        # another axis hold as well.
         held = self.local_state("gradients")
         own = [power_sum(piece.tensor, 2.0) for piece in held if piece.replica == 0]
         nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -278,7 +281,8 @@ class ReferenceHybrid(ReferencePipeline):
             return [piece]
         name = piece.name.rpartition(".")[0] if kind == "optimizer" else piece.name
         cut = self.layers.cuts.get(name)
-        if cut is None or piece.tensor.dim() == 0:  # a buffer, a step counter
+        # A buffer or a step counter: no rule splits it, all tensor ranks have it.
+        if cut is None or piece.tensor.dim() == 0:
             cut = Uncut(piece.global_shape, self.layers.comm.rank, self.layers.comm.size)
         return cut.place(piece)
 

@@ -2,7 +2,7 @@
 
 A case is followed by reading on in this order:
 
-1. ``commands.execution.execute`` calls :func:`run_cases`;
+1. ``commands.run.execute`` calls :func:`run_cases`;
 2. this file gives the task :func:`shardproof.cases.leader.conduct` to ``launch.pool.Pool``, which
    runs it in a process forked from the fork server (``launch.fork_server_main``);
 3. next: ``cases/leader.py`` (in that process): load, start the ranks, measure;

@@ -42,7 +42,9 @@ def bench(
     expression: Annotated[
         str, typer.Option("-k", metavar="EXPR", help="of scenarios: pairs whose id matches")
     ] = "",
-    backend: Annotated[str, typer.Option("--backend", metavar="B", help="where ranks talk")] = "",
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="B", help="communication backend")
+    ] = "",
     world: Annotated[
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None,
@@ -154,7 +156,7 @@ def bench(
     """
     from shardproof.bench import sides, timetable
     from shardproof.bench.session import Bench
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
     from shardproof.registry import preflight
     from shardproof.runs.run_folder import Durations
 
@@ -243,7 +245,7 @@ def bench(
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
     preflight.check(side.implementation for pair in pairs for side in (pair.a, pair.b))
-    root = results.parent if results is not None else execution.RESULTS
+    root = results.parent if results is not None else supervision.RESULTS
     durations = Durations(root / "durations.json")
     planned = timetable.plan(pairs, durations, budget, not no_memory, profile, score)
     if dry_run:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof import verdicts
 from shardproof.bench.tables import NARROW, beside, details, lost, narrow
-from shardproof.commands.progress import Blocks
+from shardproof.commands.console import Blocks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,10 +56,11 @@ def run(
     """Time what was ``planned`` into a run folder; the exit code."""
     from shardproof.bench import timetable
     from shardproof.bench.evidence import keep, keep_report
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
+    from shardproof.commands.console import make_console, print_line
     from shardproof.runs.run_folder import read
 
-    console = execution.make_console()
+    console = make_console()
     pairs = [*planned.chosen, *planned.left_out]
     measured = session.examine(pairs)
     lines: list[dict[str, Any]] = []
@@ -73,13 +74,13 @@ def run(
         ]
         return time.monotonic() - asked.began + expected <= asked.budget * 60
 
-    with execution.open_folder(results) as folder:
+    with supervision.open_folder(results) as folder:
 
-        def body(interrupts: execution.Interrupts) -> int:
+        def body(interrupts: supervision.Interrupts) -> int:
             folder.plan_benches([pair.id for pair in pairs])
             known = {line["id"] for line in read(folder.path).benches}
             if asked.budget is not None:
-                execution.tell(console, told_of(planned))
+                print_line(console, told_of(planned))
             for number, item in enumerate(measured, 1):
                 pair = item.pair
                 if item.problem is None and not fits(pair):
@@ -112,11 +113,9 @@ def run(
         def interrupted() -> None:
             keep_report(folder)
             show(lines, console)
-            execution.tell(
-                console, f"stopped: {len(lines)} of {len(pairs)} comparisons have figures"
-            )
+            print_line(console, f"stopped: {len(lines)} of {len(pairs)} comparisons have figures")
 
-        return execution.guarded(folder, console, body, interrupted, durations.save)
+        return supervision.supervised(folder, console, body, interrupted, durations.save)
 
 
 def _time(session: Any, item: Any, asked: Asked, blocks: Blocks) -> None:
@@ -136,11 +135,11 @@ def _time(session: Any, item: Any, asked: Asked, blocks: Blocks) -> None:
 
 def tell_late(names: Sequence[str], stay: Sequence[Line], console: Console) -> None:
     """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
-    from shardproof.commands import execution
+    from shardproof.commands.console import print_line
 
     before = {line["id"]: f" (stays as it was: {line['verdict']})" for line in stay}
     for name in names:
-        execution.tell(console, f"left out by the budget: {name}{before.get(name, '')}")
+        print_line(console, f"left out by the budget: {name}{before.get(name, '')}")
 
 
 def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
@@ -161,7 +160,7 @@ def show(lines: Sequence[Line], console: Console) -> None:
     from rich.text import Text
 
     from shardproof.bench import stats
-    from shardproof.commands import execution
+    from shardproof.commands.console import print_line
 
     if not lines:
         return
@@ -176,6 +175,6 @@ def show(lines: Sequence[Line], console: Console) -> None:
     for line in lines:
         first, *rest = details(line)
         for text in (first, *beside(line), *rest):
-            execution.tell(console, text)
+            print_line(console, text)
     if (told := lost(lines, report)) is not None:
-        execution.tell(console, told)
+        print_line(console, told)

@@ -17,9 +17,9 @@ from shardproof.bench.scaling.matrix import Cell
 from shardproof.bench.scaling.session import Measured, Scaling, keep
 from shardproof.bench.session import Bench
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
-from shardproof.commands import execution
+from shardproof.commands import supervision
 from shardproof.commands.bench_pairs import tell_late
-from shardproof.commands.progress import Blocks
+from shardproof.commands.console import Blocks, make_console, print_line
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import preflight
 from shardproof.runs.run_folder import Durations, read
@@ -95,8 +95,8 @@ def run(
     :raises SelectionError: a system cannot be loaded, or refuses its options.
     """
     preflight.check(cell.system.implementation for cell in chosen)
-    console = execution.make_console()
-    root = results.parent if results is not None else execution.RESULTS
+    console = make_console()
+    root = results.parent if results is not None else supervision.RESULTS
     durations = Durations(root / "durations.json")
     if dry_run:
         _tell_plan(chosen, budget, durations)
@@ -113,9 +113,9 @@ def run(
         session = Scaling(bench)
         items = session.examine(chosen)
         timed_ones = [item for item in items if item.timed]
-        with execution.open_folder(results) as folder:
+        with supervision.open_folder(results) as folder:
 
-            def body(interrupts: execution.Interrupts) -> int:
+            def body(interrupts: supervision.Interrupts) -> int:
                 folder.plan_benches([item.cell.id for item in items])
                 known = {line["id"] for line in read(folder.path).scalings}
                 for item in items:
@@ -149,9 +149,9 @@ def run(
 
             def interrupted() -> None:
                 show(lines, console)
-                execution.tell(console, f"stopped: {len(lines)} of {len(items)} cells have figures")
+                print_line(console, f"stopped: {len(lines)} of {len(items)} cells have figures")
 
-            return execution.guarded(folder, console, body, interrupted, durations.save)
+            return supervision.supervised(folder, console, body, interrupted, durations.save)
 
 
 def _tell_plan(chosen: Sequence[Cell], budget: float | None, durations: Durations) -> None:
@@ -244,11 +244,11 @@ def show(lines: Sequence[Line], console: Console) -> None:
     _show(judge.NARROW, [judge.narrow(row) for row in rows], console)
     headings, rows = judge.modelled_table(lines)
     if rows:
-        execution.tell(console, "")
-        execution.tell(console, f"{judge.MODELLED_TITLE}:")
+        print_line(console, "")
+        print_line(console, f"{judge.MODELLED_TITLE}:")
         _show(headings, rows, console)
     for text in judge.remarks(lines):
-        execution.tell(console, text)
+        print_line(console, text)
 
 
 def _show(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:

@@ -1,9 +1,10 @@
 """FSDP: ZeRO-3 with a choice of what is sharded, over whom, and for how long.
 
-Problem.  ZeRO-3 pays for its memory with gathers: every unit twice a micro-batch.  Where memory
-allows, less of it is better: keep what was gathered until backward (SHARD_GRAD_OP), shard within a
-few neighbours and replicate over the rest (HYBRID_SHARD), or let parameters stay sharded over k
-neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; names as in torch.)
+Problem.  ZeRO-3 pays for its memory with gathers: two of every unit for each micro-batch.  Where
+there is memory to spare, some can be saved: keep what was gathered until backward (SHARD_GRAD_OP),
+shard within a few neighbours and replicate over the rest (HYBRID_SHARD), or let parameters stay
+sharded over k neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; names
+as in torch.)
 
     sharding_strategy   mesh                  parameters rest as     between forward and backward
     NO_SHARD            replicate             whole                  whole
@@ -33,6 +34,10 @@ gathered again before its backward unless it is whole, and freed when its inputs
 complete (units/events.py).  With ``accumulate_without_communication`` gradients stay whole
 and are reduced in the last round only; SHARD_GRAD_OP then keeps parameters whole over the step.
 Evaluation frees every unit right after its forward, whatever the strategy.
+
+The second page is ``schedule.py``: what happens before and after each unit's forward and backward.
+Then ``units/wrapped.py``, which makes the calls, and ``units/parameters.py`` and
+``units/gradients.py``, the states that a unit goes through.
 
 Cost: floating-point bytes sent a step, over all ranks, with m micro-batches on the busiest rank.
 A layout is a unit's parameters of one dtype, all trained or all frozen, padded to a multiple of F

@@ -122,6 +122,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
             do(*back)
         while left("F", 0) or left("F", 1):
             do(*there, *back)
+        # W is held back as long as a B can go: others wait for what B sends, nobody for W's.
         for _ in range(rank):
             do(("B", 0), ("B", 1))
         for _ in range(ranks - rank):
@@ -150,6 +151,7 @@ def _in_turn(
 
     ``delay``: B and W apart, W so many rounds after B.
     """
+    # Few micro-batches: fewer forwards first, and no steady state.
     warm_up = min(micro_batches, warm_up)
     actions = [Action("F", stage, micro) for micro in range(warm_up)]
     for micro in range(micro_batches):

@@ -156,7 +156,8 @@ class Stages(Handle):
             holder = holder.get_submodule(step)
         holder.register_parameter(leaf, tensor)
         handle = wrap(root)
-        stand_in.data = tensor.data  # a strategy may have moved it into a bucket
+        # Only now: the strategy may have moved the tensor into a bucket.
+        stand_in.data = tensor.data
         copies = Copies(ranks.index(self.comm.rank), len(ranks))
         self.tied.append(Tied(name, ranks, tensor, stand_in, handle, copies))
 
@@ -181,6 +182,7 @@ class Stages(Handle):
         for stage in self.stages.values():
             stage.handle.before_step(micro_batches)
         for tied in self.tied:
+            # Its one backward is that of the whole sum, after the last window.
             tied.handle.before_step(min(micro_batches, 1))
 
     def finish(self) -> None:
@@ -232,6 +234,7 @@ class Stages(Handle):
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """All of ``passes`` inside of every handle's evaluation."""
         run = partial(super().evaluate, passes)
+        # One inside of the other: every handle makes its module whole around all of the passes.
         for handle, _ in self.handles():
             run = partial(_within, handle, run)
         return run()
@@ -256,6 +259,7 @@ class Stages(Handle):
         for handle, copies in self.handles():
             for value, inner in handle.norm_parts(order):
                 axes = (self.comm.axis, *inner)
+                # Zero, not left out: all ranks must have the same sums to add.
                 own = value if copies.number == 0 else torch.zeros_like(value)
                 sums[axes] = sums[axes] + own if axes in sums else own
         nothing = torch.zeros((), dtype=torch.float64, device=self.comm.device)

@@ -92,7 +92,8 @@ class ShardedModel(Handle):
         return param_groups(spec, dict(self.targets()))
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """One sum over this rank's shards; replicas hold the same and are not counted again."""
+        """One sum over this rank's shards."""
+        # Along the shard axis only: replicas hold the same, and would count it again.
         total = torch.zeros((), dtype=torch.float64, device=self.rounds.device)
         for _, target in self.targets():
             if target.grad is not None:

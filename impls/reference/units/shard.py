@@ -43,6 +43,7 @@ class FlatShard:
         self.parts: dict[str, Part] = {part.name: part for part in self.layout.parts(rank)}
         #: This rank's parts of trained parameters: leaves for the optimizer, views of the shard.
         self.targets: dict[str, Tensor] = {}
+        # Detached views of the shard: updating them updates it, and copies would double it.
         if self.trained:
             views = {name: part.of_shard(self.shard) for name, part in self.parts.items()}
             self.targets = {name: v.detach().requires_grad_() for name, v in views.items()}
@@ -87,6 +88,7 @@ class ShardedUnit:
         host: HostMemory | None = None,
     ) -> None:
         self.number, self.name, self.module = number, name, module
+        # A collective has one dtype; what is frozen has no gradients to be laid out.
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for key, parameter in named.items():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[key] = parameter

@@ -1,8 +1,8 @@
 """Parameters that are sharded between steps and whole during one: ZeRO-3's state, two calls a unit.
 
-Inside of a pipeline a stage computes for many micro-batches, forwards and backwards in turn, and
-gathering its parameters for each of them would cost more than the pipeline saves.  So all units are
-gathered when a step begins and freed when it ends, and gradients are reduced once.
+A stage of a pipeline computes forwards and backwards of many micro-batches in turn.  Gathering its
+parameters for each of them would cost more than the pipeline saves.  So all units are gathered when
+a step begins and freed when it ends, and gradients are reduced once.
 
     what                            where
     parameters, gradients,          between steps one shard of each unit on every rank of the shard
