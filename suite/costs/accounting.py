@@ -34,7 +34,7 @@ class Accounting:
         return self.parameters + self.gradients + self.optimizer
 
     def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:
-        """How many times less ``promise`` holds than whole copies do, padding aside.
+        """How many times less a rank holds than under full replication, without padding.
 
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).
         """

@@ -1,4 +1,4 @@
-"""One process, and data parallelism with whole copies."""
+"""One process, and data parallelism with full replication."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class Single(CostModel):
 
 
 class NaiveDDP(Single):
-    """Whole copies; every gradient in a call of its own, once a step."""
+    """Full replication; every gradient in a call of its own, once a step."""
 
     strategy: ClassVar[str] = "naive_ddp"
     source: ClassVar[str] = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:
-        """One all-reduce a trained tensor."""
+        """2 (N-1) G bytes: one all-reduce for each trained tensor."""
         return flow(self.facts, "replicate", "all_reduce", [t.nbytes for t in self.facts.trainable])
 
 
 class DDP(Single):
-    """Whole copies; gradients in buckets, rank 0's buffers at the start of a step.
+    """Full replication; gradients in buckets; rank 0's buffers are copied when a step starts.
 
-    How many buckets depends on the order in which gradients arrive and is not promised, only
-    bounded: one a dtype to one a tensor.
+    The number of buckets depends on the order in which gradients arrive, so it is only bounded:
+    from one a dtype to one a tensor.
     """
 
     strategy: ClassVar[str] = "ddp"
@@ -80,7 +80,7 @@ class DDP(Single):
     )
 
     def flows(self) -> list[Flow]:
-        """Buckets of gradients; buffers, coalesced or one by one."""
+        """2 (N-1) G + (N-1) buffers, in bytes; buffers are sent together or one by one."""
         facts = self.facts
         gradients = flow(facts, "replicate", "all_reduce", [t.nbytes for t in facts.trainable])
         copied = facts.buffers if facts.option("broadcast_buffers", True) else ()
@@ -94,7 +94,7 @@ class DDP(Single):
         ]
 
     def why_not_measured(self) -> str:
-        """A bucket holds no gradients if all in it goes unused; which do is not promised."""
+        """A bucket with no used parameter holds no gradients; no formula says which ones."""
         idle = [t.name for t in self.facts.trainable if not t.always_used]
         return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
 

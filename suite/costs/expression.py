@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from shardproof.case import AXES
 from shardproof.costs import COST_MODELS, CostModel, memory_ratio
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
@@ -98,7 +99,7 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     return facts.model_facts
 
 
-def _promised(
+def _asked(
     name: str, cost_model: type[CostModel], ask: Callable[[CostModel], int | Fraction]
 ) -> Term:
     return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
@@ -117,10 +118,10 @@ _QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
     "memory_ratio": ("times less than whole copies, same options", memory_ratio),
 }
 
-#: Named formulas: every question to every strategy that makes a promise.
+#: Named formulas: every question to every cost model.
 FORMULAS: dict[str, Formula] = {
     f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _promised(strategy, cost_model, ask), unit, cost_model.source
+        f"{strategy}.{suffix}", _asked(strategy, cost_model, ask), unit, cost_model.source
     )
     for strategy, cost_model in COST_MODELS.items()
     for suffix, (unit, ask) in _QUESTIONS.items()
@@ -154,7 +155,7 @@ def facts_of(case: Case) -> CaseFacts:
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     trainable_bytes = sum(p.nbytes for p in trainable)
     frozen_bytes = sum(p.nbytes for p in frozen)
-    axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
+    axes: dict[str, int] = {axis: case.mesh.get(axis, 1) for axis in AXES}
     model_facts = model_facts_of(case, workload, model)
     numbers = {
         "world": case.world,

@@ -6,11 +6,11 @@ Written apart from the implementations' own layouts, so that an error in those s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from shardproof.contract import Options
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 _CONTAINERS = ("ModuleList", "ModuleDict")
@@ -134,7 +134,7 @@ def unit_names(facts: ModelFacts) -> list[str]:
     Containers are never called, so they are no units.
     """
     called = {n: kind for n, kind in facts.modules.items() if n and kind not in _CONTAINERS}
-    wrap: Mapping[str, Any] = facts.options.get("wrap") or {}
+    wrap: Options = facts.options.get("wrap") or {}
     if "units" in wrap:
         wanted = {str(name) for name in wrap["units"]}
         return [name for name in called if name in wanted]

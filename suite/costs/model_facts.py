@@ -1,4 +1,4 @@
-"""What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
+"""What a cost model may know: shapes, options, mesh, optimizer and precision.  Plain data.
 
 A :class:`ModelFacts` is made from the case and the workload's own model, never from the
 implementation that is judged; it travels with the facts of a case, so that a stored run is judged
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from shardproof.contract import Options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +88,7 @@ class ModelFacts:
     """
 
     axes: Mapping[str, int]
-    options: Mapping[str, Any]
+    options: Options
     parameters: tuple[TensorFacts, ...]
     buffers: tuple[TensorFacts, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 really sends and holds in fp32, beside what ZeRO's paper says.
+"""What DeepSpeed 0.19.8 sends and holds in fp32, beside what ZeRO's paper says.
 
     stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
     0        2                                         2                -
@@ -18,9 +18,9 @@ at ``gradients_final``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from shardproof.contract import Options
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
@@ -89,9 +89,9 @@ class _Sharded(_DeepSpeed):
         return {"optimizer_state": sum(self.states[:-1])} if early else {}
 
     @property
-    def zero(self) -> Mapping[str, Any]:
+    def zero(self) -> Options:
         """The section ``zero_optimization``."""
-        found: Mapping[str, Any] = self.facts.option("zero_optimization", {})
+        found: Options = self.facts.option("zero_optimization", {})
         return found
 
     @property

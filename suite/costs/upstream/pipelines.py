@@ -1,4 +1,4 @@
-"""What pipelines of PyTorch and DeepSpeed really send and hold, with where each term comes from.
+"""What pipelines of PyTorch 2.13 and DeepSpeed 0.19.8 send and hold, each term with its source.
 
 Both send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as
 integers, in the first step or before each message: they stand in the rows of control traffic.

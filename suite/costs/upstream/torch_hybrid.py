@@ -1,4 +1,4 @@
-"""What torch's pipelining x ``fully_shard`` x tensor parallelism really sends and holds."""
+"""What torch 2.13's pipelining x ``fully_shard`` x tensor parallelism sends and holds."""
 
 from __future__ import annotations
 

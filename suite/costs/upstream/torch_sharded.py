@@ -1,7 +1,7 @@
-"""What PyTorch's own sharded systems really send and hold, each term with the source it comes from.
+"""What sharded systems of PyTorch 2.13 send and hold, and where each term comes from.
 
-Paths are those of torch 2.13, below ``torch/distributed``; found by reading them and confirmed call
-by call with the traffic ledger.
+Paths are those below ``torch/distributed``.  The terms were found by reading the source and
+confirmed call by call with the traffic ledger.
 """
 
 from __future__ import annotations

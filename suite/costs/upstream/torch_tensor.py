@@ -1,6 +1,6 @@
-"""What PyTorch's tensor parallelism really sends and holds.
+"""What tensor parallelism of PyTorch 2.13 sends and holds.
 
-Paths are those of torch 2.13, below ``torch/distributed/tensor``; found by reading them and
+Paths are those below ``torch/distributed/tensor``.  The terms were found by reading the source and
 confirmed call by call with the traffic ledger.
 """
 
