@@ -15,7 +15,8 @@ network busy while a unit computes, the next one is gathered meanwhile.
     step     before_step         how many rounds? the most micro-batches of any rank
              forward             [1] gather 0 [2] gather 1 | compute 0, [3] free 0 | ...
              backward            [4] gather 2 [5] gather 1 | compute 2, [6] free 2, [7] reduce 2 |
-                                 gather 0 | compute 1, free 1, wait 2, add to its shard, reduce 1 ...
+                                 gather 0 | compute 1, free 1, wait 2, add to its shard,
+                                 reduce 1 ...
              finish              rounds that other ranks still have, with zeros; who used what
              clip, update        own shards only; the norm is a sum over ranks
 
