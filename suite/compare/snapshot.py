@@ -285,10 +285,10 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
     )
 
 
-def _numbers(told: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value)
-        for name, value in told.items()
+        for name, value in figures.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 
