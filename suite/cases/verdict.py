@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof import checks
-from shardproof.case import Case
+from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, schedule
 from shardproof.checks.refusals import judge_errors
 from shardproof.evidence.account import Account, restore
@@ -27,7 +27,7 @@ from shardproof.verdicts import WORKING_PRECISION_ONLY
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
-_AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
+_AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
 
 
 def measure(evidence: Evidence) -> None:

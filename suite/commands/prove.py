@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.checks import GENERAL
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardproof.contract import Implementation
 
-#: Each skips what it has no promise for; memory is weighed on ``in_memory``.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
 #: Ranks, as in scenarios.
 MOST = 1024
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
@@ -46,7 +45,7 @@ def prove(
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
     options: Mapping[str, Any] | None = None,
-    checks: Sequence[str] = CHECKS,
+    checks: Sequence[str] = GENERAL,
     steps: int = 3,
     deadline: float = 60.0,
     jobs: int = 1,
@@ -73,19 +72,20 @@ def prove(
     """
     from shardproof import registry
     from shardproof.backends import BACKENDS
+    from shardproof.case import AXES
     from shardproof.cases.runner import Session
-    from shardproof.checks import CHECKS as KNOWN_CHECKS
-    from shardproof.scenarios.schema import Axis, DtypeName
+    from shardproof.checks import CHECKS
+    from shardproof.scenarios.schema import DtypeName
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
     backends = _known(backends, "backends", BACKENDS)
     lanes = _known(lanes, "lanes", get_args(Lane), "lane")
-    checks = _known(checks, "checks", KNOWN_CHECKS, "check")
+    checks = _known(checks, "checks", CHECKS, "check")
     _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
-    _known(() if axis is None else (axis,), "axis", get_args(Axis), empty=True)
+    _known(() if axis is None else (axis,), "axis", AXES, empty=True)
     for mesh in meshes:
-        _check_mesh(mesh, get_args(Axis))
+        _check_mesh(mesh, AXES)
     worlds = _sizes(worlds, "worlds", "worlds=(2, 3)")
     _sizes((steps,), "steps", "steps=3")
     _sizes((jobs,), "jobs", "jobs=2")

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar
 
+from shardproof.case import DATA_AXES
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import (
     VOTE_BYTES,
@@ -447,7 +448,7 @@ class Zero3(CostModel):
     def _coordinate(self, rank: int) -> int:
         place, index = self.facts.coordinate(rank), 0
         for axis, size in self.facts.axes.items():
-            if axis in ("replicate", "shard"):
+            if axis in DATA_AXES:
                 index = index * size + place[axis]
         return index
 
