@@ -27,7 +27,7 @@ from scipy import stats as distributions
 from shardproof import registry, verdicts
 from shardproof.bench import sides
 from shardproof.bench.evidence import keep
-from shardproof.bench.session import Bench
+from shardproof.bench.session import Session
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import InputError
 from shardproof.runs import run_folder
@@ -170,7 +170,7 @@ def _measure(
     done = {line["id"] for line in run_folder.read(folder.path).benches}
     todo = [pair for pair in pairs if pair.id not in done]
     folder.plan_benches([pair.id for pair in todo])
-    with Bench() as bench:
+    with Session() as session:
         for number, pair in enumerate(todo):
             start = time.monotonic()
             spent = start - began
@@ -180,8 +180,8 @@ def _measure(
                     folder.leave_out_bench(late.to_dict(), why)
                 print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
                 break
-            (measured,) = bench.examine([pair])
-            bench.time(measured, lambda blocks: None)
+            (measured,) = session.examine([pair])
+            session.time(measured, lambda blocks: None)
             line = keep(folder, measured)
             longest = max(longest, time.monotonic() - start)
             ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]

@@ -39,41 +39,42 @@ ROUNDS = 10
 LIMIT = 0.15
 
 
-def subjects(implementation: str, backend: str, world: int) -> list[measurement.Subject]:
-    """One for each size."""
+def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
+    """A run for each size.
+
+    :raises InputError: an unknown implementation, or one that has no data axis.
+    """
     registry.check(implementation)
     axes = sides.natural_mesh(registry.load(implementation).capabilities({}).axes, world)
-    side = sides.Side(implementation)
-    found = []
-    for name, params in SIZES.items():
-        pair = sides.Pair(
+    return [
+        SideRun(
             name=name,
-            a=side,
-            b=side,
+            side=sides.Side(implementation),
+            axes=axes,
             backend=backend,
             world=world,
             workload=sides.spec_of("charnames_gpt", "", params, BATCH, 1, 0),
             optimizer=sides.default_optimizer("adamw"),
-            size=name,
+            dtype="float32",
+            deadline=DEADLINE,
         )
-        sides.check(pair)
-        found.append(measurement.Subject(pair, "a", axes))
-    return found
+        for name, params in SIZES.items()
+    ]
 
 
 def judge(
-    given: Sequence[measurement.Subject], told: Mapping[str, Any]
+    runs: Sequence[SideRun], found: Rounds
 ) -> tuple[list[measurement.Score], alpha_beta.Machine]:
     """As :func:`shardproof.bench.model.measurement.judge`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
-    scores, found = measurement.judge(given, told)
-    for subject, each in zip(given, scores, strict=True):
-        for operation, payloads in step_time.sizes(each.calls).items():
-            if shared := set(payloads) & set(found.times.get(operation, ())):
-                raise ValueError(f"{subject.pair.name}: probed at its own sizes {sorted(shared)}")
-    return scores, found
+    scores, machine = measurement.judge(runs, found)
+    for run, score in zip(runs, scores, strict=True):
+        for operation, payloads in step_time.sizes(score.calls).items():
+            if shared := set(payloads) & set(machine.times.get(operation, ())):
+                raise ValueError(f"{run.name}: probed at its own sizes {sorted(shared)}")
+    return scores, machine
 
 
 def verdict(each: measurement.Score) -> str:

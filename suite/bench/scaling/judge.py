@@ -26,33 +26,24 @@ from dataclasses import asdict
 from typing import Any
 
 from shardproof.bench import stats
-from shardproof.bench.losses import alike
+from shardproof.bench.same_training import alike
 from shardproof.bench.scaling import modelled
-from shardproof.bench.scaling.matrix import BASES, Cell, oversubscribed
+from shardproof.bench.scaling.matrix import ALONE_ORDER, BASES, ORDER, Cell, Room
 
-#: What a block consists of, and what is left of it where N ranks do not fit.
-ORDER = ("plain", "wrapped", "ranks", "ranks", "wrapped", "plain")
-ALONE_ORDER = ("plain", "wrapped", "wrapped", "plain")
-#: The name under which raw times are kept, where a comparison has its pairs.
-PAIR = "scaling"
-#: Verdicts that leave a question open, and those that say that something broke.
-OPEN = ("inconclusive", "precondition")
-BROKEN = ("crash", "hang", "fail")
-#: Verdicts that are about a measured efficiency, and those of them that answer.
+#: Verdicts that are about a measured efficiency.
 MEASURED = ("holds", "below", "inconclusive")
-DECIDED = ("holds", "below")
 
 Line = Mapping[str, Any]
 
 
-def judge(rows: Iterable[stats.Row], mode: str, world: int) -> dict[str, Any]:
+def judge(rows: Iterable[stats.TimedStep], mode: str, world: int) -> dict[str, Any]:
     """Efficiencies against both bases with 95 % intervals, and median seconds of a step by side.
 
     ``efficiency`` is ``None`` below 2 whole blocks, and where no more than one rank was timed.
     ``wrapping`` is the wrapped system alone over the plain program.
     """
     rows = list(rows)
-    together = any(row["side"] == "ranks" for row in rows)
+    together = any(row.side == "ranks" for row in rows)
     order = ORDER if together else ALONE_ORDER
     times = stats.step_times(rows, len(order), BASES)
     medians: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
@@ -104,15 +95,15 @@ def verdict(efficiency: Line, target: float) -> str:
     return "below" if efficiency["high"] < target else "inconclusive"
 
 
-def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
+def conclude(line: Line, rows: Sequence[stats.TimedStep]) -> dict[str, Any]:
     """Verdict, reason and figures that raw times and the rest of the line give.
 
     Of a cell that was refused as oversubscribed, ``rows`` are those of the launch in which its
     single rank was measured.
     """
     cell = Cell.from_dict(line["cell"])
-    room = line["room"]
-    refused = oversubscribed(cell.world, room["ranks"], room["threads"])
+    room = Room(**line["room"])
+    refused = room.oversubscribed(cell.world)
     judged = judge(rows, cell.mode, cell.world)
     if refused:
         judged["efficiency"] = judged["launches_differ_p"] = None
@@ -125,8 +116,8 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         word, reason = "fail", why
     elif refused:
         word = "oversubscribed"
-        threads = "" if room["threads"] == 1 else f" of {room['threads']} threads"
-        reason = f"{cell.world} ranks{threads}, {room['ranks']} {room['of']}: not measured"
+        threads = "" if room.threads == 1 else f" of {room.threads} threads"
+        reason = f"{cell.world} ranks{threads}, {room.ranks} {room.of}: not measured"
     elif found is None:
         word, reason = "inconclusive", f"{judged['blocks']} whole blocks: an interval needs 2"
     elif same is None:
