@@ -49,7 +49,7 @@ test: setup ## tests of the judge itself, with one planted fault a file and a ch
 slow: setup ## the tests that take long or need a container engine
 	@$(BIN)/pytest tests -m slow
 
-peers: setup ## reference strategies beside their native peers, into the README (15 minutes, leave the machine alone)
+peers: setup ## reference strategies beside their upstream peers, into the README (15 minutes, leave the machine alone)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
 	$(BIN)/shardproof bench peers --blocks $(PEERS_BLOCKS) --budget $(PEERS_BUDGET) --results $$run; code=$$?; \
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \

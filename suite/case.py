@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 
-Lane = Literal["bitwise", "dyadic", "fp64", "native"]
+Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
 #: Data axes: their product is the number of data coordinates (shares of the global batch).
 DATA_AXES = ("replicate", "shard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 #: Gravest first; the order in which tables and summaries name them.
 Verdict = Literal[
@@ -17,15 +17,17 @@ Verdict = Literal[
     "inconclusive",
     "precondition",
     "pass",
-    "pass (native only)",
+    "pass (working precision only)",
     "xfail",
     "skip",
 ]
+#: All that can be said of a case judged in the lane ``working_precision``: it misses small faults.
+WORKING_PRECISION_ONLY: Final = "pass (working precision only)"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
 OPEN = frozenset({"undecidable", "inconclusive", "precondition"})
-GREEN = frozenset({"pass", "pass (native only)", "xfail"})
+GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 

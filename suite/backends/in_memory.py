@@ -1,6 +1,6 @@
 """Ranks as threads of one process, meeting in a :class:`~shardproof.backends.hub.Hub`.
 
-A full ``torch.distributed`` backend: native DDP, FSDP2, DTensor and pipelining run on it
+A full ``torch.distributed`` backend: upstream DDP, FSDP2, DTensor and pipelining run on it
 unchanged. Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads
 apart (torch's own backend of that name, a testing internal, is never imported).
 

@@ -53,7 +53,7 @@ class Arm:
         capabilities = cls.capabilities(options)
         device = backends.BACKENDS[run.backend].device
         self.mesh = mesh_of(run.axes, device, ranks)
-        self.workload = workloads.make(run.workload, run.dtype, "native")
+        self.workload = workloads.make(run.workload, run.dtype, "working_precision")
         members = range(run.world) if ranks is None else ranks
         workers = [r for r in members if cls.role(r, len(members), options) == "worker"]
         shares = data_shares(run.axes, members, workers)

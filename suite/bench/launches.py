@@ -83,7 +83,7 @@ class SideRun:
             mesh=self.axes,
             workload=self.workload,
             optimizer=self.optimizer,
-            lane="native",
+            lane="working_precision",
             checks=(),
             options=self.side.options,
             dtype=self.dtype,

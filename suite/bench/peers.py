@@ -1,4 +1,4 @@
-"""Every reference strategy beside its native peer: one table with intervals, for the README.
+"""Every reference strategy beside its upstream peer: one table with intervals, for the README.
 
     make peers     times scenarios/speed/peers.yaml and puts the table between the markers
 
@@ -24,21 +24,28 @@ BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 SCENARIO = "peers"
 OURS = "reference"
 #: Families that are not somebody else's system.
-_NOT_NATIVE = (OURS, "plain", "mutants")
+_NOT_UPSTREAM = (OURS, "plain", "mutants")
 #: Options that tell one row from the next.
 _TELLING = ("schedule", "sequence_parallel", "sharding_strategy", "data")
-HEADINGS = ("reference", "native peer", "verdict", "reference / native [95 %]", "margin", "peak")
+HEADINGS = (
+    "reference",
+    "upstream peer",
+    "verdict",
+    "reference / upstream [95 %]",
+    "margin",
+    "peak",
+)
 
 
 def lines_of(run: Run) -> list[Line]:
-    """The comparisons of a reference strategy with a native system, in the order of timing."""
+    """The comparisons of a reference strategy with an upstream system, in the order of timing."""
     return [line for line in run.benches if is_peers(line)]
 
 
 def is_peers(line: Line) -> bool:
     """Whether A is ours and B somebody else's."""
     a, b = (str(line["pair"][letter]["implementation"]) for letter in ("a", "b"))
-    return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_NATIVE
+    return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_UPSTREAM
 
 
 def missing(run: Run) -> list[str]:
@@ -149,7 +156,7 @@ def _notes(lines: Sequence[Line]) -> str:
         f"Above 1 the reference takes longer. {work['name']} {first['size']}, "
         f"{first['optimizer']['name']}, {first['dtype']}, {ranks} {first['backend']} ranks, "
         f"{blocks} blocks A B B A{twins}. Verdicts are those beside all other rows (Holm); `same` "
-        f"is certain to be within the margin. Peak: bytes of a step, reference over native.\n"
+        f"is certain to be within the margin. Peak: bytes of a step, reference over upstream.\n"
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardproof.case import Case
+from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
@@ -92,7 +93,7 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
     why_not, says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
-    elif parent["verdict"] not in ("pass", "pass (native only)"):
+    elif parent["verdict"] not in ("pass", WORKING_PRECISION_ONLY):
         why_not = f"its parent is {parent['verdict']}: {parent['reason']}"
     else:
         silent = [name for name in pair.mutant.killed_by if name not in failing]

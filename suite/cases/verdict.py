@@ -19,9 +19,8 @@ from shardproof.contract import PROFILES, TRAIT_FEATURES
 from shardproof.evidence.account import Account, restore
 from shardproof.evidence.assembled import Figures
 from shardproof.launch.outcome import RankOutcome, root_cause
+from shardproof.verdicts import WORKING_PRECISION_ONLY
 
-#: What a native-precision comparison can prove by itself: it misses small faults.
-NATIVE_ONLY = "pass (native only)"
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
 UNEQUAL = "unequal_micro_batches"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
@@ -76,8 +75,8 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         figures = restore(case, account.figures)
     found = [_run_check(name, figures) for name in case.checks]
     verdict, text = verdict_of(found)
-    if verdict == "pass" and case.lane == "native":
-        verdict = NATIVE_ONLY
+    if verdict == "pass" and case.lane == "working_precision":
+        verdict = WORKING_PRECISION_ONLY
     return _expected(case, verdict, text, found)
 
 
@@ -211,7 +210,7 @@ def _expected(
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
-        elif verdict in ("pass", NATIVE_ONLY):
+        elif verdict in ("pass", WORKING_PRECISION_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"
     if verdict == "refused" and case.source:
         reason = f"{case.source}: {reason}"

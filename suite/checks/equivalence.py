@@ -5,9 +5,9 @@ implementation that claims ``bitwise`` any world on a backend that folds in rank
 pipeline alone; never where stages share a parameter); *dyadic*
 demands them everywhere, since no sum is ever rounded there (a case that exceeds the mantissa budget
 is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
-*native* allows a multiple of one device's error (``native.py``).  Under AdamW parameters are never
-compared across trajectories: the update is replayed from the implementation's own state (at most
-4 ULP).
+*working_precision* allows a multiple of one device's error (``working_precision.py``).
+Under AdamW parameters are never compared across trajectories: the update is replayed from the
+implementation's own state (at most 4 ULP).
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
@@ -99,8 +99,8 @@ def measure(evidence: Evidence) -> list[Row]:
         _initial(evidence, tally)
         if evidence.capabilities["oracle"] == "replay":
             _replayed(evidence, tally)
-        elif evidence.case.lane == "native":
-            _native(evidence, tally)
+        elif evidence.case.lane == "working_precision":
+            _working_precision(evidence, tally)
         else:
             _against_oracle(evidence, tally)
         tally.rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
@@ -128,7 +128,7 @@ def decide(figures: Figures) -> Outcome:
                 problem = problem or f"differs: {tally.worst}"
     problem = next((row["problem"] for row in rows if "problem" in row), problem)
     told: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
-    if figures.case.lane == "native":
+    if figures.case.lane == "working_precision":
         told["factor"] = working_precision.factor(figures)
     told |= {key: figures.oracle[key] for key in ("updates", "stale") if key in figures.oracle}
     if problem:
@@ -184,7 +184,7 @@ def _replayed(evidence: Evidence, tally: _Tally) -> None:
     _compare_all(evidence, state, truth["final"], compare, tally, last, "drained parameters")
 
 
-def _native(evidence: Evidence, tally: _Tally) -> None:
+def _working_precision(evidence: Evidence, tally: _Tally) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload["zero_gradient"]
     bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)

@@ -18,11 +18,12 @@ from torch import Tensor
 #: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
 #: seen, 50,000 x below the weakest planted fault.
 FP64_BOUND = 1e-12
-#: Native lane, by dtype: how many times the error of one device in the same precision is allowed.
+#: By dtype, how many times the error of one device in the same precision is allowed in the lane
+#: ``working_precision``.
 #: Clean maxima are measured by ``shardproof calibrate`` (``calibration.json`` beside this file).
-NATIVE_FACTORS = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "float16": 4.0}
+WORKING_PRECISION_FACTORS = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "float16": 4.0}
 #: The same for data parallelism alone that reduces bf16 gradients in fp32.
-NATIVE_FACTOR_DATA_PARALLEL = 2.0
+WORKING_PRECISION_FACTOR_DATA_PARALLEL = 2.0
 #: Replayed updates: units in the last place of the larger of old and new value.
 REPLAY_ULPS = 4
 #: A tensor whose root mean square is below this many round-offs of the model's is noise.

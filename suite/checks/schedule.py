@@ -26,9 +26,9 @@ Figures tell both bubbles over ideal and over total: for equal times, and in the
 window as measured, simulated and replayed (:func:`measured`).  Seconds are taken with ledgers on,
 of ranks that may share cores: no verdict depends on them.
 
-*Cannot see* how long anything takes in a real run, where a native system traces nothing and claims
+*Cannot see* how long anything takes in a real run, where an upstream system traces and claims
 nothing (then it says so and does not pass), nor what is computed outside of traced actions.
-Activations are not judged under mixed precision or recomputation, on a tensor axis, or of native
+Activations are not judged under mixed precision or recomputation, on a tensor axis, or of upstream
 systems.
 """
 
@@ -178,7 +178,7 @@ def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
 def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
     """Names that stand for the published schedule, and no other, in the options of ``strategy``.
 
-    Native systems give interleaved 1F1B and ZB-V orders of their own where they may.
+    Upstream systems give interleaved 1F1B and ZB-V orders of their own where they may.
     """
     if strategy in OWN:
         return FORMS

@@ -6,7 +6,7 @@ wire), summed over ranks in exact rationals; and the calls, where their number i
 groups of more than one rank.  A scenario's own ``expect.traffic`` is compared with the sum over
 all axes instead.  Set-up and control traffic (integers, objects, barriers) stand in rows of their
 own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For a
-native system, which is held to its own formula, the textbook's bytes stand beside.
+upstream system, which is held to its own formula, the textbook's bytes stand beside.
 
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
 """
@@ -112,7 +112,7 @@ def _promise(evidence: Figures, step: int) -> CostModel | None:
 
 
 def _against_textbook(cost_model: CostModel) -> dict[str, str]:
-    """What the strategy that a native system carries out would send, by its own formula."""
+    """What the strategy that an upstream system carries out would send, by its own formula."""
     textbook = cost_model_of(cost_model.textbook, cost_model.plan)
     try:
         total = 0 if textbook is None else textbook.payload()

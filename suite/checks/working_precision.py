@@ -1,4 +1,4 @@
-"""The native lane: errors in a low precision, measured by those of one device in that precision.
+"""The lane ``working_precision``: errors are measured in those of one device in that precision.
 
 Truth is an fp64 run that starts from the same rounded numbers.  Both it and a one-device run in the
 case's dtype are *teacher-forced*: each step begins from the parameters that the system under test
@@ -11,7 +11,7 @@ Tensors of fewer than 16 elements count as one, laid end to end: the errors of o
 are single draws, and one draw is many times another by chance (F(2, 2) exceeds 9 in one case of
 ten, F(16, 16) in one of 30,000).  The update is replayed (at most 4 ULP).  A part of equivalence;
 sees the plumbing of precisions and gross faults, not one wrong element in bf16: alone it gives
-``pass (native only)``.
+``pass (working precision only)``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardproof.case import DATA_AXES
 from shardproof.checks.numbers import (
-    NATIVE_FACTOR_DATA_PARALLEL,
-    NATIVE_FACTORS,
+    WORKING_PRECISION_FACTOR_DATA_PARALLEL,
+    WORKING_PRECISION_FACTORS,
     ZERO_FLOOR,
     root_mean_square,
     split_zero,
@@ -50,8 +50,8 @@ def factor(evidence: Figures) -> float:
     wide = case.precision.get("reduce") == "float32"
     wide = wide or "fp32_reduction" in evidence.capabilities["features"]
     if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
-        return NATIVE_FACTOR_DATA_PARALLEL
-    return NATIVE_FACTORS[case.lowest_dtype]
+        return WORKING_PRECISION_FACTOR_DATA_PARALLEL
+    return WORKING_PRECISION_FACTORS[case.lowest_dtype]
 
 
 def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -125,8 +125,8 @@ def badges(
 
     Files are named `reference-zero3_gloo_checkpoint.svg`; `overall.svg` counts every case once;
     `badges.md` has all of them as Markdown to cut from. Green is only what was judged and
-    passed, every case of it; `native only` passed in native precision and nowhere else; `open` is
-    undecided. Colours are told apart without seeing hues, and the words say the same.
+    passed, every case of it; `working precision only` passed in that lane and nowhere else; `open`
+    is undecided. Colours are told apart without seeing hues, and the words say the same.
 
     Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
     nothing, if the run is not what its manifest says.

@@ -488,7 +488,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             typer.echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
         elif beside:
             reports.insert(peers.section(found), into, peers.BEGIN, peers.END)
-            typer.echo(f"{into}: reference beside native systems, run {found.path.name}")
+            typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
     elif form is Format.markdown:
         timed = [
             *([tables.markdown(found.benches)] if found.benches else []),

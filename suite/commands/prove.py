@@ -24,7 +24,7 @@ DTYPES: Mapping[str, str] = {
     "bitwise": "float32",
     "dyadic": "float64",
     "fp64": "float64",
-    "native": "bfloat16",
+    "working_precision": "bfloat16",
 }
 #: Learning rates of optimizers that are given by name.
 RATES: Mapping[str, float] = {"sgd": 0.1, "adamw": 1e-3}
@@ -193,7 +193,9 @@ def _check_clips(clip: Any, optimizer: OptimizerSpec, lane: str) -> None:
             raise SelectionError(Problem("clip: no norm", "None or a number above 0", repr(norm)))
         if norm is not None and lane in ("bitwise", "dyadic"):
             what = f"lane {lane} compares with clipping off: the order of a norm's sum is free"
-            raise SelectionError(Problem(what, "lanes with clipping: fp64, native", repr(norm)))
+            raise SelectionError(
+                Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
+            )
 
 
 def _path_of(cls: Any) -> str:

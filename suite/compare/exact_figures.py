@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
+from shardproof.verdicts import WORKING_PRECISION_ONLY
+
 Scalar = str | int | float | bool | None
 Word = Literal["worse", "better", "changed"]
 
@@ -63,7 +65,17 @@ STATUS = ".status"
 VERDICT = "verdict"
 #: From good to bad; what a change of verdict or of a check's status is measured by.
 _ORDER = (
-    *("pass", "pass (native only)", "killed", "timed", "holds", "xpass", "xfail", "below", "skip"),
+    *(
+        "pass",
+        WORKING_PRECISION_ONLY,
+        "killed",
+        "timed",
+        "holds",
+        "xpass",
+        "xfail",
+        "below",
+        "skip",
+    ),
     *("precondition", "inconclusive", "undecidable", "refused", "hang", "crash", "fail"),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")

@@ -31,7 +31,7 @@ from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model, Reason
 from shardproof.scenarios.source import Node
-from shardproof.verdicts import Verdict
+from shardproof.verdicts import WORKING_PRECISION_ONLY, Verdict
 
 Level = Literal["break", "report", "ignore"]
 VerdictLevel = Literal["break", "new", "report", "ignore"]
@@ -47,7 +47,7 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "precondition": "new",
     "xfail": "new",
     "skip": "new",
-    "pass (native only)": "new",
+    WORKING_PRECISION_ONLY: "new",
     "pass": "ignore",
 }
 #: Days that an expected failure may last from today on: someone looks at it again within a year.

@@ -2,7 +2,7 @@
 
 A promise is never asked of the implementation that is judged: it is computed from a
 ``costs.model_facts.ModelFacts``.  ``base`` has the words, ``layout`` the arithmetic of buckets
-and units, ``replicated``, ``sharded``, ``fsdp``, ``native`` and
+and units, ``replicated``, ``sharded``, ``fsdp``, ``upstream`` and
 ``deepspeed`` and ``pipeline`` the strategies, ``stages`` what lies where on the pipe axis,
 ``schedules`` the closed forms of schedules, ``accounting`` the ids.
 """

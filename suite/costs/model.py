@@ -119,7 +119,7 @@ class CostModel(ABC):
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
     #: Whether shards rest as built, whatever is computed with: they are masters themselves.
     rests_as_built: ClassVar[bool] = False
-    #: The strategy that a native system carries out: what it sends is told as a multiple of it.
+    #: The strategy that an upstream system carries out: what it sends is told as a multiple of it.
     textbook: ClassVar[str] = ""
 
     def __init__(self, plan: ModelFacts) -> None:

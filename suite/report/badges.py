@@ -26,7 +26,7 @@ COLOURS: dict[State, tuple[str, str]] = {
     "fail": ("#c23a00", "#ffffff"),
     "open": ("#f0c000", "#111111"),
     "xfail": ("#5b2a86", "#ffffff"),
-    "native only": ("#8ec5ff", "#111111"),
+    "working precision only": ("#8ec5ff", "#111111"),
     "pass": ("#00694d", "#ffffff"),
     "skip": ("#b4bac2", "#111111"),
     "not run": ("#f1f3f5", "#111111"),

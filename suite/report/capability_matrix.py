@@ -16,15 +16,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardproof import verdicts
 
 Line = Mapping[str, Any]
-State = Literal["fail", "open", "xfail", "native only", "pass", "skip", "not run"]
+State = Literal["fail", "open", "xfail", "working precision only", "pass", "skip", "not run"]
 #: Gravest first.  ``open`` is undecidable, inconclusive or lacks a precondition; ``xfail`` has
-#: failures that the scenario expects; ``native only`` was never judged but in a native precision.
-STATES: tuple[State, ...] = ("fail", "open", "xfail", "native only", "pass", "skip", "not run")
+#: failures that the scenario expects; ``working precision only``: no
+#: case of it passed in another lane.
+STATES: tuple[State, ...] = get_args(State)
 
 #: Capability -> what it says, in the order of columns.
 CAPABILITIES: dict[str, str] = {
@@ -146,8 +147,9 @@ def outcome(result: Line, capability: str) -> str:
     status = min(found, key=_GRAVITY.index) if found else verdict
     if status == "fail" and verdict == "xfail":
         return "xfail"
-    if status == "pass" and capability == "numbers" and result["case"]["lane"] == "native":
-        return "pass (native only)"
+    in_working_precision = result["case"]["lane"] == "working_precision"
+    if status == "pass" and capability == "numbers" and in_working_precision:
+        return verdicts.WORKING_PRECISION_ONLY
     return str(status)
 
 
@@ -181,8 +183,8 @@ class Cell:
 
     @property
     def passed(self) -> int:
-        """Cases that passed, natively only or in full."""
-        return self._number(("pass", "pass (native only)"))
+        """Cases that passed, in working precision only or in full."""
+        return self._number(("pass", verdicts.WORKING_PRECISION_ONLY))
 
     @property
     def state(self) -> State:
@@ -196,14 +198,14 @@ class Cell:
         if self.counts["pass"]:
             return "pass"
         if self.passed:
-            return "native only"
+            return "working precision only"
         return "skip" if self.counts["skip"] else "not run"
 
     @property
     def text(self) -> str:
         """A few words: ``pass 12/12``, ``fail 1``, ``skip``."""
         state = self.state
-        if state in ("pass", "native only"):
+        if state in ("pass", "working precision only"):
             return f"{state} {self.passed}/{self.judged}"
         numbers = {
             "fail": self._number(verdicts.RED),

@@ -51,7 +51,7 @@ def limits(run: Run) -> list[Limit]:
             _never_asked(run),
             _not_tested(run.cases),
             _not_judged(run.cases),
-            _native_only(run.cases),
+            _working_precision_only(run.cases),
         )
         if found.rows
     ]
@@ -229,16 +229,16 @@ def _not_judged(results: Iterable[Result]) -> Limit:
     )
 
 
-def _native_only(results: Iterable[Result]) -> Limit:
+def _working_precision_only(results: Iterable[Result]) -> Limit:
     found: Counter[tuple[str, str]] = Counter()
     for result in results:
-        if verdicts.kind(result["verdict"]) == "pass (native only)":
+        if verdicts.kind(result["verdict"]) == verdicts.WORKING_PRECISION_ONLY:
             case = result["case"]
             precision = ", ".join(sorted({case["dtype"], *(case.get("precision") or {}).values()}))
             found[case["implementation"], precision] += 1
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     return Limit(
-        "Judged in a native precision only",
+        "Judged in working precision only",
         "Held to a multiple of one device's own error: small faults hide in it.",
         ("cases", "implementation", "precision"),
         tuple((str(n), *key) for key, n in ordered[:MOST]),

@@ -149,8 +149,8 @@ def html(run: Run) -> str:
 def look(verdict: object) -> str:
     """The style of a verdict of a case, a check, a cell of the matrix or a timing."""
     head = summary.verdicts_head(verdict)
-    if verdict in ("native only", "pass (native only)"):
-        return "native"
+    if verdict in ("working precision only", verdicts.WORKING_PRECISION_ONLY):
+        return "working"
     if verdict in ("not run", ""):
         return "none"
     if head in ("holds", "faster", "same", "killed"):

@@ -1,7 +1,7 @@
 """Rows of results: implementation x backend x world, with what each of them sent and how far off.
 
 All forms of a report are made from the same rows: counts of verdicts, the worst error against its
-bound, bytes sent against the formula (and how many times the textbook's they are, for native
+bound, bytes sent against the formula (and how many times the textbook's they are, for upstream
 systems), and the median seconds of a case.
 """
 

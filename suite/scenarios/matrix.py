@@ -43,7 +43,12 @@ MAX_CELLS = 20_000
 OVERFLOW = "overflow_on_one_rank"
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
 #: Equal bits are the harder to reach, the fewer bits there are to absorb another order.
-_DTYPES = {"bitwise": "float32", "dyadic": "float32", "fp64": "float64", "native": "float32"}
+_DTYPES = {
+    "bitwise": "float32",
+    "dyadic": "float32",
+    "fp64": "float64",
+    "working_precision": "float32",
+}
 
 
 @dataclass(frozen=True)

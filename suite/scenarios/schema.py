@@ -26,7 +26,7 @@ from shardproof.costs import expression
 
 Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
-LaneName = Literal["bitwise", "dyadic", "fp64", "native"]
+LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]

@@ -26,7 +26,12 @@ from torch import Tensor
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import working_precision
-from shardproof.checks.numbers import FP64_BOUND, NATIVE_FACTORS, relative_frobenius, split_zero
+from shardproof.checks.numbers import (
+    FP64_BOUND,
+    WORKING_PRECISION_FACTORS,
+    relative_frobenius,
+    split_zero,
+)
 from shardproof.contract import OptimizerSpec
 from shardproof.oracle.training import train
 from shardproof.version import VERSION
@@ -46,7 +51,10 @@ MARGIN = {RANKS: 2.0, RING: 2.0, FORCED: 1.0}
 
 def thresholds() -> dict[str, float]:
     """The thresholds in use, by dtype."""
-    return {"float64": FP64_BOUND, **{d: NATIVE_FACTORS[d] for d in DTYPES if d != "float64"}}
+    return {
+        "float64": FP64_BOUND,
+        **{d: WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
+    }
 
 
 def problems(record: Mapping[str, Any], used: Mapping[str, float]) -> list[str]:
@@ -125,7 +133,7 @@ def cases(seeds: int) -> list[Case]:
             mesh={"replicate": WORLDS[seed % len(WORLDS)]},
             workload=WorkloadSpec("charnames_gpt", seed=seed),
             optimizer=OptimizerSpec(),
-            lane="fp64" if dtype == "float64" else "native",
+            lane="fp64" if dtype == "float64" else "working_precision",
             checks=("equivalence",),
             dtype=dtype,
             options={"bucket_cap_mb": 0.02},

@@ -1,4 +1,4 @@
-"""Every collective and native system on every backend; failures that name ranks, quickly."""
+"""Every collective and upstream system on every backend; failures that name ranks, quickly."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_sizes_are_named_after_their_parameters() -> None:
     from shardproof import workloads
 
     for given in model_check.subjects("reference/ddp", "gloo", 2):
-        made = workloads.make(given.pair.workload, "float32", "native")
+        made = workloads.make(given.pair.workload, "float32", "working_precision")
         count = sum(math.prod(shape) for shape in made.shapes.values())
         assert given.pair.name == f"{count / 1e6:.2g}m"
     assert len(model_check.SIZES) == 3

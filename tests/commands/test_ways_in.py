@@ -101,7 +101,10 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"traits": ("notrait",)}, "unknown trait 'notrait'"),
         ({"clip": 0.5}, "clip is no list of norms"),
         ({"clip": (-1.0,)}, r"clip: no norm \(-1.0\)"),
-        ({"clip": (0.5,), "lanes": ("bitwise",)}, r"lane bitwise .* \(0.5\) - .*fp64, native"),
+        (
+            {"clip": (0.5,), "lanes": ("bitwise",)},
+            r"lane bitwise .* \(0.5\) - .*fp64, working_precision",
+        ),
         (
             {"workload": "charnames_gpt", "lanes": ("fp64", "dyadic")},
             "lane dyadic cannot train .* have one: dyadic_mlp.*charnames_gpt",

@@ -142,7 +142,7 @@ def test_peaks_of_pipelines_hang_on_messages_and_are_no_figures(run: Run) -> Non
         ("fail", "pass", "better"),
         ("pass", "skip", "worse"),
         ("xfail", "xpass", "better"),
-        ("pass", "pass (native only)", "worse"),
+        ("pass", "pass (working precision only)", "worse"),
         ("skip", "hang(rank 1 waits)", "worse"),
     ],
 )
@@ -513,7 +513,7 @@ def test_tables_group_by_strategy_or_backend(run: Run) -> None:
         ("my.package:Trainer", "", "Trainer"),
     ],
 )
-def test_one_native_has_one_name(implementation: str, claimed: str, name: str) -> None:
+def test_one_upstream_system_has_one_name(implementation: str, claimed: str, name: str) -> None:
     """Whichever formula its bytes were compared with, also in a baseline that says otherwise."""
     assert strategy_of(implementation, claimed) == name
 

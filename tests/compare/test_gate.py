@@ -81,7 +81,7 @@ def test_what_has_not_changed_holds(gate: Judge) -> None:
         ("skip", "skip", []),
         ("pass", "precondition", [("breaks", "verdict")]),
         ("inconclusive", "inconclusive", []),
-        ("pass", "pass (native only)", [("breaks", "verdict")]),
+        ("pass", "pass (working precision only)", [("breaks", "verdict")]),
         ("pass", "xfail", [("breaks", "verdict")]),
         ("xfail", "xfail", []),
         ("xfail", "xpass", [("reported", "too good")]),
@@ -109,7 +109,7 @@ def test_verdicts_break_or_hold_by_default(
         ("{xpass: ignore}", "xpass", []),
         ("{skip: break}", "skip", [("breaks", "verdict")]),
         ("{skip: report}", "skip", [("reported", "verdict")]),
-        ("{pass (native only): ignore}", "pass (native only)", []),
+        ("{pass (working precision only): ignore}", "pass (working precision only)", []),
     ],
 )
 def test_the_policy_says_which_verdicts_break(

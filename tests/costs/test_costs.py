@@ -189,7 +189,7 @@ def test_what_is_late_over_replicas() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "more"), [("fsdp1", 1), ("fsdp2", 2)])
-def test_natives_gather_a_unit_for_every_forward(strategy: str, more: int) -> None:
+def test_upstream_systems_gather_a_unit_for_every_forward(strategy: str, more: int) -> None:
     wrap = {"wrap": {"units": ["b.0"]}, "sharding_strategy": "FULL_SHARD"}
 
     def gathers(**calls: int) -> int:

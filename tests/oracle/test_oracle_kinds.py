@@ -49,7 +49,11 @@ def test_losses_are_judged_by_their_emulation() -> None:
 
 def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
     """A system may leave norms out of a policy that casts weights."""
-    normed = {"lane": "native", "dtype": "float32", "workload": WorkloadSpec("digits_cnn")}
+    normed = {
+        "lane": "working_precision",
+        "dtype": "float32",
+        "workload": WorkloadSpec("digits_cnn"),
+    }
     cases = [
         replace(case("reference/naive_ddp", 2, precision=policy), id=f"torn {policy}", **normed)
         for policy in ({"parameters": "bfloat16"}, {"reduce": "float32"})
@@ -57,7 +61,7 @@ def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
     (first, second), _ = run_cases(cases, 1, lambda result: None)
     assert first["verdict"] == "precondition"
     assert "give precision.buffers = bfloat16" in first["reason"]
-    assert second["verdict"] == "pass (native only)", second["reason"]
+    assert second["verdict"] == "pass (working precision only)", second["reason"]
 
 
 def events() -> list[Event]:

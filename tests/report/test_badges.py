@@ -66,7 +66,7 @@ def words(svg: str) -> list[str]:
         (["pass"] * 12, "pass 12/12", "pass"),
         (["pass", "fail"], "fail 1", "fail"),
         (["skip"], "skip", "skip"),
-        (["pass (native only)"], "native only 1/1", "native only"),
+        (["pass (working precision only)"], "working precision only 1/1", "working precision only"),
         (["pass", "undecidable"], "open 1", "open"),
         (["xfail", "pass"], "xfail 1", "xfail"),
         ([], "not run", "not run"),

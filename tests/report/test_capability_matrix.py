@@ -131,14 +131,20 @@ def test_of_several_checks_the_worst_counts_and_one_that_does_not_apply_does_not
     assert outcome(line("skip", dict.fromkeys(checks, "skip"), checks=checks), "numbers") == "skip"
 
 
-def test_native_precision_alone_proves_no_numbers_but_bytes() -> None:
-    result = line("pass (native only)", lane="native", optimizer=OptimizerSpec(clip_norm=1))
-    assert outcome(result, "numbers") == outcome(result, "clipping") == "pass (native only)"
+def test_working_precision_alone_proves_no_numbers_but_bytes() -> None:
+    result = line(
+        "pass (working precision only)",
+        lane="working_precision",
+        optimizer=OptimizerSpec(clip_norm=1),
+    )
+    assert (
+        outcome(result, "numbers") == outcome(result, "clipping") == "pass (working precision only)"
+    )
     assert outcome(result, "traffic") == "pass"
-    assert cell(result, result).text == "native only 2/2"
+    assert cell(result, result).text == "working precision only 2/2"
     mixed = cell(result, line())
     assert mixed.text == "pass 2/2"
-    assert "1 pass (native only)" in mixed.sentence
+    assert "1 pass (working precision only)" in mixed.sentence
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ def test_every_verdict_has_a_state_and_green_needs_a_pass() -> None:
     for verdict in VERDICTS:
         found = cell(line(verdict, {}))
         assert found.state in STATES
-        if found.state in ("pass", "native only"):
+        if found.state in ("pass", "working precision only"):
             assert verdict in GREEN
             assert exit_code({verdict: 1}) == 0
 

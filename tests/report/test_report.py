@@ -220,7 +220,7 @@ def test_new_folders_never_collide(tmp_path: Path) -> None:
     [
         (["pass", "pass"], 0),
         (["pass", "xfail", "skip"], 0),
-        (["pass (native only)"], 0),
+        (["pass (working precision only)"], 0),
         (["pass", "fail"], 1),
         (["pass", "xpass"], 1),
         (["hang(rank 2 never came)", "pass"], 1),
@@ -301,7 +301,7 @@ def test_exact_fractions_are_compared_exactly() -> None:
     assert "formula" not in row.cells()[5]
 
 
-def test_native_bytes_stand_beside_the_textbooks() -> None:
+def test_upstream_bytes_stand_beside_the_textbooks() -> None:
     one = result(case("a"), sent="9", bytes_expected="9")
     told = {
         "check": "traffic",

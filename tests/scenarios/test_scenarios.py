@@ -506,7 +506,7 @@ def test_every_sharded_strategy_meets_every_condition(shipped: list[Case], name:
     assert {case.backend for case in own} == {"in_memory", "gloo"}
     updates = {(case.optimizer.name, case.optimizer.clip_norm is not None) for case in own}
     assert updates == {(name, clipped) for name in ("sgd", "adamw") for clipped in (True, False)}
-    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "native"}
+    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "working_precision"}
     assert {(case.workload.micro_batches, case.workload.windows) for case in own} >= {
         (1, 1),
         (2, 1),
@@ -576,6 +576,6 @@ def test_tensor_parallelism_meets_every_condition(shipped: list[Case]) -> None:
     assert {case.backend for case in own} == {"in_memory", "gloo"}
     updates = {(case.optimizer.name, case.optimizer.clip_norm is not None) for case in own}
     assert updates == {(name, clipped) for name in ("sgd", "adamw") for clipped in (True, False)}
-    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "native"}
+    assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "working_precision"}
     assert {case.dtype for case in own} == {"float64", "float32", "bfloat16"}
     assert sum(case.tier == "quick" for case in own) <= 12

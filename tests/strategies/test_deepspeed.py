@@ -118,7 +118,7 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
             optimizer=optimizer,
             options=options,
             dtype="float32",
-            lane="native",
+            lane="working_precision",
             checks=("equivalence", "replicas", "norm", "traffic", "active"),
         )
         for optimizer in (
@@ -127,13 +127,15 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
         )
     ]
     results = judged(cases)
-    assert {r["verdict"] for r in results} == {"pass (native only)"}, told(results)
+    assert {r["verdict"] for r in results} == {"pass (working precision only)"}, told(results)
     assert all(compared(r) > 100 for r in results)
 
 
 @needs_deepspeed
 def test_ranks_as_threads_are_not_asked_of_it() -> None:
-    (result,) = judged([case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="native")])
+    (result,) = judged(
+        [case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="working_precision")]
+    )
     assert (result["verdict"], result["reason"]) == ("skip", "runs on gloo only")
 
 
@@ -303,10 +305,10 @@ def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> No
                 workload=spec,
                 optimizer=adamw,
                 dtype="float32",
-                lane="native",
+                lane="working_precision",
                 checks=("equivalence", "replicas", "traffic", "memory", "active"),
             )
         ]
     )
-    assert result["verdict"] == "pass (native only)", told([result])
+    assert result["verdict"] == "pass (working precision only)", told([result])
     assert compared(result) > 100

@@ -29,11 +29,11 @@ M18 = {"parameters": "bfloat16", "reduce": "float32"}
 
 
 def case(name: str, **changes: Any) -> Case:
-    """One native case of two ranks under a policy (A16 unless given)."""
+    """One case in working precision of two ranks under a policy (A16 unless given)."""
     values: dict[str, Any] = {
         "precision": A16,
         "optimizer": OptimizerSpec(lr=0.1),
-        "lane": "native",
+        "lane": "working_precision",
         "dtype": "float32",
         "mesh": {"shard": 2},
         "workload": WORKLOAD,
@@ -207,7 +207,7 @@ def test_no_masters_where_nothing_is_narrow() -> None:
 
 
 def test_one_device_follows_the_policy() -> None:
-    item = make(WORKLOAD, "float32", "native", "bfloat16")
+    item = make(WORKLOAD, "float32", "working_precision", "bfloat16")
     runs = {
         name: train(item, OptimizerSpec(lr=1e-4), 2, 2, precision=policy)
         for name, policy in (("a16", A16), ("m18", M18))
@@ -253,7 +253,7 @@ def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
         case("faulty_precision:ForgetsMasters", optimizer=adamw),
     ]
     clean, half, cut, forgotten = verdicts(cases)
-    assert clean["verdict"] == half["verdict"] == "pass (native only)", clean["reason"]
+    assert clean["verdict"] == half["verdict"] == "pass (working precision only)", clean["reason"]
     assert cut["verdict"] == "fail" and "replay" in cut["reason"], cut["reason"]
     assert forgotten["verdict"] == "fail" and ".master" in forgotten["reason"], forgotten["reason"]
 

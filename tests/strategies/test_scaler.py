@@ -94,7 +94,7 @@ FAULTS = {
 def test_clean_scaling_passes_and_faults_in_it_do_not() -> None:
     adamw = OptimizerSpec("adamw", lr=1e-3, scaler=POLICY)
     clipped = OptimizerSpec(scaler=POLICY, clip_norm=0.05)
-    half = {"precision": {"parameters": "float16"}, "lane": "native", "dtype": "float32"}
+    half = {"precision": {"parameters": "float16"}, "lane": "working_precision", "dtype": "float32"}
     clean = [
         scaled("reference/zero1"),
         scaled("reference/zero1", optimizer=clipped),

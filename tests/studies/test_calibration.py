@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from shardproof.checks.numbers import NATIVE_FACTOR_DATA_PARALLEL
+from shardproof.checks.numbers import WORKING_PRECISION_FACTOR_DATA_PARALLEL
 from shardproof.studies.calibrate import (
     POLICY,
     RANKS,
@@ -26,7 +26,7 @@ def test_the_thresholds_stand_beside_a_measurement() -> None:
     assert record["thresholds"] == thresholds()
     assert record["date"]
     assert record["versions"]["torch"]
-    assert NATIVE_FACTOR_DATA_PARALLEL <= 2.0
+    assert WORKING_PRECISION_FACTOR_DATA_PARALLEL <= 2.0
 
 
 @pytest.mark.parametrize("dtype", POLICY)

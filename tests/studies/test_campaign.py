@@ -141,13 +141,13 @@ def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:
             assert sizes["width"] % ranks == 0, case.id
             continue
         assert sizes["heads"] % ranks == 0, case.id
-        native = case.implementation.startswith("pytorch/")
-        assert not sizes["kv_heads"] % ranks or (not native and not ranks % sizes["kv_heads"])
-        if native and case.options["sequence_parallel"]:
+        upstream = case.implementation.startswith("pytorch/")
+        assert not sizes["kv_heads"] % ranks or (not upstream and not ranks % sizes["kv_heads"])
+        if upstream and case.options["sequence_parallel"]:
             assert sizes["seq"] % ranks == 0, case.id
 
 
-def test_native_pipelines_get_windows_of_equal_parts(drawn: list[Case]) -> None:
+def test_upstream_pipelines_get_windows_of_equal_parts(drawn: list[Case]) -> None:
     found = [
         case for case in drawn if case.implementation in ("pytorch/pipelining", "pytorch/hybrid")
     ]

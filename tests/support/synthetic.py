@@ -28,7 +28,7 @@ IMPLEMENTATIONS = (
 PIPELINES = ("reference/pipeline", "pytorch/pipelining")
 BACKENDS = ("in_memory", "gloo")
 TRAITS = ("tied", "frozen", "unused", "scalar", "unequal_tokens", "dropout_counter", "late_results")
-LANES = ("fp64", "dyadic", "bitwise", "native")
+LANES = ("fp64", "dyadic", "bitwise", "working_precision")
 CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
 TENSORS = tuple(
     f"blocks.{block}.{part}.{kind}"
@@ -128,7 +128,7 @@ def _cases() -> Iterator[Case]:
                     lane=lane,  # type: ignore[arg-type]
                     checks=CHECKS,
                     label=label,
-                    dtype="float32" if lane in ("native", "bitwise") else "float64",
+                    dtype="float32" if lane in ("working_precision", "bitwise") else "float64",
                 )
 
 
@@ -139,7 +139,10 @@ def result(case: Case, draw: random.Random, broken: bool = False) -> dict[str, A
     found = sent + 4096 if broken else sent
     error = 0.7 if broken else draw.uniform(1e-17, 4e-16)
     exact = case.lane in ("bitwise", "dyadic")
-    verdict, reason = "pass (native only)" if case.lane == "native" else "pass", ""
+    verdict, reason = (
+        "pass (working precision only)" if case.lane == "working_precision" else "pass",
+        "",
+    )
     if broken:
         verdict = "fail"
         reason = (

@@ -75,7 +75,7 @@ class ReloadDropsNewSlots(ReferenceZero3):
     zoo=("O14",),
     summary="masters start again from the parameters that were rounded from them",
     expect=RELOAD,
-    lane="native",
+    lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16"},
 )

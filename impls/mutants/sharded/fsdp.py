@@ -308,7 +308,7 @@ class UsesGradientsEarly(Zero3):
     zoo=("H13",),
     summary="fp32 reductions are asked for, bf16 ones are made",
     killed_by=("traffic",),
-    lane="native",
+    lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )

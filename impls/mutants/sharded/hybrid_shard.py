@@ -224,7 +224,7 @@ class NormOverWrongAxis(FSDP):
     zoo=("H13",),
     summary="fp32 reductions are asked for; those over the replicas are made in bf16",
     killed_by=("traffic",),
-    lane="native",
+    lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
@@ -241,7 +241,7 @@ class CrossesInBf16(FSDP):
     summary="sums of micro-batches are kept in bf16 until they meet those of the replicas",
     killed_by=("equivalence",),
     workload=gpt(micro_batches=6),
-    lane="native",
+    lane="working_precision",
     dtype="float32",
     precision={"reduce": "float32"},
 )

@@ -1,6 +1,7 @@
 """Faults of mixed precision, of masters and of loss scaling, in ZeRO and in data parallelism.
 
-Policies are judged in the native lane, loss scaling in fp64: an overflow is planted there as well.
+Policies are judged in the lane working_precision, loss scaling in fp64: an overflow is
+planted there as well.
 A sum that is rounded to bf16 needs fp32 parameters to show: bf16 gradients are coarser than it.
 """
 
@@ -33,7 +34,7 @@ WIDE: Mapping[str, Any] = {
     "workload": WorkloadSpec("charnames_gpt", params=SMALL, micro_batches=4),
     "optimizer": ADAMW,
     "options": BUCKETS,
-    "lane": "native",
+    "lane": "working_precision",
     "dtype": "float32",
     "precision": {"parameters": "bfloat16", "reduce": "float32"},
 }

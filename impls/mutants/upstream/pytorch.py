@@ -1,4 +1,4 @@
-"""Faults of an adapter around a native system."""
+"""Faults of an adapter around an upstream system."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def _within(owner: str, name: str) -> bool:
 SCALAR_BYTES = 8
 
 
-class _Native(CostModel):
-    """What the native systems share."""
+class _Upstream(CostModel):
+    """What the systems of PyTorch share."""
 
     divided = (True, True, True)
     rests_as_built = True
@@ -98,7 +98,7 @@ class _Native(CostModel):
 # ------------------------------------------------------------------------------------------ FSDP2
 
 
-class FSDP2(_Native):
+class FSDP2(_Upstream):
     """``fully_shard``: every parameter is cut into chunks on dim 0, padded to the first chunk's
     size; a unit's chunks travel together.
     """
@@ -274,7 +274,7 @@ class FlatParameter:
         return max(0, min(stop, (shard + 1) * size) - max(start, shard * size)) or None
 
 
-class FSDP1(_Native):
+class FSDP1(_Upstream):
     """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
 
     strategy: ClassVar[str] = "fsdp1"

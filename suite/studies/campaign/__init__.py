@@ -237,7 +237,7 @@ def _lane(
         found = [dtype for dtype in ("float32", "float64") if dtype in system.dtypes]
         return "dyadic", source.choice(found), {}
     lane = source.choice(system.lanes)
-    if lane == "native":
+    if lane == "working_precision":
         policies = POLICIES if system.mixed else POLICIES[:2]
         return lane, *source.choice([one for one in policies if one[0] in system.dtypes])
     return lane, "float32" if lane == "bitwise" else "float64", {}

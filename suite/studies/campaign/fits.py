@@ -16,7 +16,7 @@ LARGEST_WORLD = 5
 #: Of meshes of several axes; with more ranks than processes they are threads.
 LARGEST_GRID, MOST_PROCESSES = 12, 8
 #: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
-LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "native")
+LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "working_precision")
 DYADIC = "dyadic_mlp"
 #: Has batch norms, which want weights and buffers of one dtype.
 NORMED = "digits_cnn"
@@ -114,7 +114,7 @@ def own_stages(options: Mapping[str, Any], mesh: Mapping[str, int]) -> int:
     return mesh.get("pipe", 1) * chunks
 
 
-def native_stages(options: Mapping[str, Any], mesh: Mapping[str, int]) -> int:
+def upstream_stages(options: Mapping[str, Any], mesh: Mapping[str, int]) -> int:
     return mesh["pipe"] * (1 if options["schedule"] in SINGLE else 2)
 
 
@@ -132,7 +132,7 @@ def in_equal_parts(options: Mapping[str, Any], mesh: Mapping[str, int], spec: Wo
     inner = any(workloads.TRAITS[trait].place == "inner" for trait in spec.traits)
     if not inner or options["schedule"] not in SPLIT:
         return True
-    ends = list(itertools.accumulate(split(spec.params["layers"], native_stages(options, mesh))))
+    ends = list(itertools.accumulate(split(spec.params["layers"], upstream_stages(options, mesh))))
     return spec.params["layers"] // 2 + 1 not in ends[:-1]
 
 
@@ -160,7 +160,7 @@ def reduces_each(options: Mapping[str, Any], mesh: Mapping[str, int]) -> bool:
     return mesh.get("pipe", 1) == 1 and options["data"] != "ddp" and communicates(inner, mesh)
 
 
-def natively_split(options: Mapping[str, Any], mesh: Mapping[str, int], workload: str) -> bool:
+def upstream_splits(options: Mapping[str, Any], mesh: Mapping[str, int], workload: str) -> bool:
     """Torch's parallel loss is a cross-entropy; its biases are divided by the ranks, which is exact
     for powers of two; backwards that come in two parts want whole parameters.
     """
@@ -199,7 +199,7 @@ def shared_sizes(
     }
 
 
-def natively_shared_sizes(
+def upstream_sizes(
     source: random.Random, workload: str, mesh: Mapping[str, int], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks."""

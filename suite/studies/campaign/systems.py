@@ -26,14 +26,14 @@ from shardproof.studies.campaign.fits import (
     goes_together,
     in_equal_parts,
     in_one_window,
-    native_stages,
-    natively_shared_sizes,
-    natively_split,
     own_stages,
     recomputes,
     reduces_each,
     reshards,
     shared_sizes,
+    upstream_sizes,
+    upstream_splits,
+    upstream_stages,
 )
 
 
@@ -70,10 +70,10 @@ _EVERYTHING = {"offload": ("none", "none", "optimizer", "parameters")}
 _BUCKETS = {"bucket_bytes": (4096, 49152, 25 * 2**20)}
 _PREFETCH = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
 _FSDP = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
-_NATIVE_FSDP = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
+_UPSTREAM_FSDP = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
 _SPLIT_LAYERS: Choices = {"sequence_parallel": (False, True), "loss_parallel": (None, False)}
-_NATIVE_SCHEDULES = (*SINGLE, "interleaved", "looped_bfs", *SPLIT)
-_NATIVE_DDP = {
+_UPSTREAM_SCHEDULES = (*SINGLE, "interleaved", "looped_bfs", *SPLIT)
+_UPSTREAM_DDP = {
     "find_unused_parameters": (True,),
     "gradient_as_bucket_view": (False, True),
     "bucket_cap_mb": (None, 0.05),
@@ -96,7 +96,7 @@ def _fsdp(strategy: str, meshes: Sequence[Mapping[str, int]], **options: Sequenc
 def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
     options: Choices = {
         "sharding_strategy": (strategy,),
-        **_NATIVE_FSDP,
+        **_UPSTREAM_FSDP,
         "prefetch_forward": (0, 1),
         "prefetch_backward": (0, 1),
     }
@@ -141,7 +141,7 @@ _SHARDED_GRIDS = [mesh for mesh in _GRIDS if mesh["replicate"] == 1]
 _SHARDED_GRIDS += _without_ones(_SHARDED_GRIDS, kept="shard")
 _WRAPPED = {"wrap": {"module_class": ["Block"]}}
 #: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
-_NATIVE_GRIDS = [
+_UPSTREAM_GRIDS = [
     *(mesh for mesh in _GRIDS if math.prod(mesh.values()) <= MOST_PROCESSES),
     *({"pipe": n["pipe"], "tensor": n["tensor"]} for n in _GRIDS if coordinates(n) == 1),
     *(
@@ -156,7 +156,7 @@ SYSTEMS: Sequence[System] = (
     System("plain", [{"replicate": 1}]),
     System("reference/ddp", _line("replicate"), {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
     System("reference/naive_ddp", _line("replicate")),
-    System("pytorch/ddp", _line("replicate"), _NATIVE_DDP),
+    System("pytorch/ddp", _line("replicate"), _UPSTREAM_DDP),
     System("reference/zero1", _SHARDS, {**_BUCKETS, **_RECOMPUTE, **_STATE}, mixed=True),
     System(
         "reference/zero2",
@@ -181,7 +181,7 @@ SYSTEMS: Sequence[System] = (
         "pytorch/fsdp2",
         (*_SHARDS, *_HYBRID),
         {
-            **_NATIVE_FSDP,
+            **_UPSTREAM_FSDP,
             "offload": ("none", "parameters"),
             "prefetch_forward": (0, 1, 2),
             "prefetch_backward": (1, 2),
@@ -200,7 +200,7 @@ SYSTEMS: Sequence[System] = (
     System(
         "pytorch/zero_redundancy_optimizer",
         _SHARDS,
-        {**_NATIVE_DDP, "parameters_as_bucket_view": (False, True)},
+        {**_UPSTREAM_DDP, "parameters_as_bucket_view": (False, True)},
         flattens=lambda options, mesh: bool(options["parameters_as_bucket_view"]),
     ),
     System(
@@ -253,9 +253,9 @@ SYSTEMS: Sequence[System] = (
     System(
         "pytorch/pipelining",
         _PIPES,
-        {"schedule": _NATIVE_SCHEDULES, "shapes": ("inferred", "given", "given")},
+        {"schedule": _UPSTREAM_SCHEDULES, "shapes": ("inferred", "given", "given")},
         only=clean_shapes,
-        stages=native_stages,
+        stages=upstream_stages,
         cuts=in_equal_parts,
         most_micro_batches=8,
         dtypes=("float64", "float32"),
@@ -264,29 +264,29 @@ SYSTEMS: Sequence[System] = (
         "pytorch/tensor_parallel",
         _line("tensor"),
         {"sequence_parallel": (False, True), "loss_parallel": (False, True)},
-        only=natively_split,
-        sizes=natively_shared_sizes,
+        only=upstream_splits,
+        sizes=upstream_sizes,
         workloads=LAYERED,
-        lanes=("fp64", "fp64", "native"),
+        lanes=("fp64", "fp64", "working_precision"),
         chance=0.25,
     ),
     System(
         "pytorch/hybrid",
-        _NATIVE_GRIDS,
+        _UPSTREAM_GRIDS,
         {
-            "schedule": _NATIVE_SCHEDULES,
+            "schedule": _UPSTREAM_SCHEDULES,
             "sequence_parallel": (False, True),
             "loss_parallel": (False, True),
             "reshard_after_forward": (False, False, True),
         },
-        only=natively_split,
-        stages=native_stages,
+        only=upstream_splits,
+        stages=upstream_stages,
         cuts=in_equal_parts,
         most_micro_batches=8,
-        sizes=natively_shared_sizes,
+        sizes=upstream_sizes,
         workloads=LAYERED,
         dtypes=("float64", "float32"),
-        lanes=("fp64", "fp64", "native"),
+        lanes=("fp64", "fp64", "working_precision"),
         chance=0.25,
     ),
     System(
@@ -298,7 +298,7 @@ SYSTEMS: Sequence[System] = (
         most_micro_batches=8,
         backends=("gloo",),
         dtypes=("float32",),
-        lanes=("native",),
+        lanes=("working_precision",),
         clips=False,
         chance=0.5,
     ),

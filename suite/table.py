@@ -1,0 +1,249 @@
+"""One table, written for a terminal, as Markdown, as CSV and as HTML.
+
+A vocabulary module: it imports nothing of the project, so every room may make tables.
+
+    table = Table("Bytes sent", ("system", "bytes"), [("zero1", "1,024")], align="lr")
+    console.print(table)        # a terminal, through rich
+    table.markdown()            # GitHub's tables
+    table.csv()                 # headings and rows only
+    table.html()                # a <table> in a box that scrolls sideways
+
+Texts are data: each writer escapes them.  Only :attr:`Cell.html` is markup.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+#: Says of a row, for those who see colour, what its words say as well.
+Mark = Literal["", "bad", "good", "changed"]
+_STYLES: dict[str, str] = {"bad": "red", "good": "green", "changed": "yellow"}
+#: A column of a terminal may be this narrow and break longer words; below it rows become blocks.
+_NARROWEST = 26
+#: Spaces between two columns of a terminal.
+_GAP = 2
+#: Texts of more characters may break over several lines of a page.
+_WIDE = 60
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text that is more than a text: a link, or markup that stands for it in HTML."""
+
+    text: str
+    #: Where the text leads, in Markdown and HTML.
+    link: str = ""
+    #: A drawing or an icon with words, in place of the text; trusted, not escaped.
+    html: str = ""
+    #: What the page's script sorts by, where that is not the text.
+    sort_key: str = ""
+    style_class: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of texts or :class:`Cell` objects, each row as long as the headings."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    #: One mark for each row, or none at all.
+    marks: Sequence[Mark] = ()
+    #: Sentences below the table.
+    notes: Sequence[str] = ()
+    #: A letter for each column: ``l``, ``r`` or ``c``; columns beyond the last letter are ``l``.
+    align: str = ""
+    #: The column that names the row.
+    row_header: int = 0
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """Rows of plain texts."""
+        return [[str(cell) for cell in row] for row in self.rows]
+
+    def titled(self, title: str) -> Table:
+        """The same table under another title."""
+        return replace(self, title=title)
+
+    def first(self, count: int, where_all: str) -> Table:
+        """The first ``count`` rows, and a note that says where the others are."""
+        hidden = len(self.rows) - count
+        if hidden <= 0:
+            return self
+        note = f"and {hidden:,} more rows: {where_all}"
+        marks = self.marks[:count]
+        return replace(self, rows=self.rows[:count], marks=marks, notes=(note, *self.notes))
+
+    def _alignment(self, column: int) -> Literal["left", "right", "center"]:
+        letter = self.align[column : column + 1]
+        return "right" if letter == "r" else "center" if letter == "c" else "left"
+
+    def _mark(self, row: int) -> Mark:
+        return self.marks[row] if self.marks else ""
+
+    # ---------------------------------------------------------------------------------- terminal
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """The table as wide as the terminal; where it cannot fit, a block of lines for each row.
+
+        No text is cut: words are broken only where a word is longer than its column may be.
+        """
+        from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="bold")
+        widths = self._widths(options.max_width)
+        if widths is None:
+            yield from self._blocks()
+        else:
+            yield self._grid(widths)
+        for note in self.notes:
+            yield Text(note, style="dim")
+
+    def _widths(self, terminal: int) -> list[int] | None:
+        """Characters of each column, or ``None`` where words of ordinary length would break."""
+        from rich.cells import cell_len
+
+        columns = [
+            [row[n] for row in (self.headings, *self.texts)] for n in range(len(self.headings))
+        ]
+        words = ((cell_len(word) for text in texts for word in text.split()) for texts in columns)
+        widths = [min(max(lengths, default=1), _NARROWEST) for lengths in words]
+        wanted = [max(map(cell_len, texts), default=1) for texts in columns]
+        spare = terminal - sum(widths) - _GAP * (len(widths) - 1)
+        if spare < 0:
+            return None
+        # Columns that need little more get it first, so that few rows take a second line.
+        order = sorted(range(len(widths)), key=lambda n: wanted[n] - widths[n])
+        for place, column in enumerate(order):
+            more = min(wanted[column] - widths[column], spare // (len(order) - place))
+            widths[column] += more
+            spare -= more
+        return widths
+
+    def _grid(self, widths: Sequence[int]) -> RenderableType:
+        from rich import table
+        from rich.text import Text
+
+        # Rich's own widths are not used: with least widths it cuts the last columns off.
+        grid = table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+        for number, (heading, width) in enumerate(zip(self.headings, widths, strict=True)):
+            grid.add_column(
+                Text(heading), justify=self._alignment(number), width=width, overflow="fold"
+            )
+        for number, row in enumerate(self.texts):
+            style = _STYLES.get(self._mark(number), "")
+            grid.add_row(*(Text(text, style=style) for text in row))
+        return grid
+
+    def _blocks(self) -> Iterator[RenderableType]:
+        """The row's name, and below it each heading with its text, where there is one."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        for number, row in enumerate(self.texts):
+            style = _STYLES.get(self._mark(number), "")
+            yield Text(row[self.row_header], style=style or "bold", overflow="fold")
+            pairs = [
+                f"{heading}: {text}"
+                for column, (heading, text) in enumerate(zip(self.headings, row, strict=True))
+                if text and column != self.row_header
+            ]
+            yield Padding(Text("; ".join(pairs), style=style, overflow="fold"), (0, 0, 0, 2))
+
+    # ---------------------------------------------------------------------------------- Markdown
+
+    def markdown(self) -> str:
+        """The rows as a table of GitHub's Markdown, without title and notes."""
+        rules = {"left": "---", "right": "---:", "center": ":---:"}
+        lines = [
+            [markdown_text(heading) for heading in self.headings],
+            [rules[self._alignment(column)] for column in range(len(self.headings))],
+            *([_markdown_cell(cell) for cell in row] for row in self.rows),
+        ]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    # --------------------------------------------------------------------------------------- CSV
+
+    def csv(self) -> str:
+        """Headings and rows as CSV."""
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows([self.headings, *self.texts])
+        return stream.getvalue()
+
+    # -------------------------------------------------------------------------------------- HTML
+
+    def html(self, classes: str = "sortable", caption: str | None = None) -> str:
+        """The table in a box that scrolls sideways and that a keyboard can reach.
+
+        ``caption`` stands for the title above the rows; a screen reader says the title.
+        """
+        head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in self.headings)
+        body = "\n".join(self._html_row(number) for number in range(len(self.rows)))
+        shown = self.title if caption is None else caption
+        above = f"<caption>{escape(shown)}</caption>" if shown else ""
+        return (
+            f'<div class="box" tabindex="0" role="region" aria-label="{escape(self.title)}">'
+            f'<table class="{escape(classes)}">{above}\n'
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+    def _html_row(self, number: int) -> str:
+        mark = self._mark(number)
+        cells = "".join(
+            _html_cell(cell, header=column == self.row_header)
+            for column, cell in enumerate(self.rows[number])
+        )
+        return f"<tr{_class(mark)}>{cells}</tr>"
+
+
+def markdown_text(text: str) -> str:
+    """One line that no reader of Markdown takes for HTML, a link, an image or emphasis."""
+    line = " ".join(text.split())
+    line = re.sub(r"([\\|*`])", r"\\\1", line)
+    line = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", line)  # within a word it is no emphasis
+    line = re.sub(r"&(?=#?\w+;)", "&amp;", line)
+    return line.replace("<", "&lt;").replace("](", "]\\(")
+
+
+def _markdown_cell(cell: str | Cell) -> str:
+    text = markdown_text(str(cell)) or " "
+    return f"[{text}]({cell.link})" if isinstance(cell, Cell) and cell.link else text
+
+
+def _html_cell(cell: str | Cell, header: bool) -> str:
+    text = str(cell)
+    inner, classes, key = _breakable(text), "", ""
+    if isinstance(cell, Cell):
+        inner = cell.html or (f'<a href="{escape(cell.link)}">{inner}</a>' if cell.link else inner)
+        classes, key = cell.style_class, cell.sort_key
+    if header and "::" in text:
+        classes = f"{classes} id".strip()
+    elif not header and len(text) > _WIDE:
+        classes = f"{classes} wide".strip()
+    tag, scope = ("th", ' scope="row"') if header else ("td", "")
+    sort = f' data-v="{escape(key)}"' if key else ""
+    return f"<{tag}{scope}{_class(classes)}{sort}>{inner}</{tag}>"
+
+
+def _breakable(text: str) -> str:
+    """An id that a line may be broken in between its parts, and not inside of a word."""
+    return escape(text).replace("::", "::<wbr>")
+
+
+def _class(names: str) -> str:
+    return f' class="{escape(names)}"' if names else ""
