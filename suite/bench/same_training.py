@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from shardproof.bench.launches import RankTimes
 from shardproof.bench.sides import LOSS_TOLERANCE
 
-#: Why times of sides whose losses are not known have no verdict.
+#: Part of stored evidence.  Why times of sides whose losses are not known have no verdict.
 UNKNOWN = (
-    "the first launch was stopped before its ranks returned their losses: whether the sides train "
-    "the same is not known"
+    "the first launch was stopped before its ranks told their losses: whether the sides train the "
+    "same is not known"
 )
 
 

@@ -76,7 +76,7 @@ class Pair:
     """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
 
     #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[str] = "bench"
+    kind: ClassVar[Literal["bench"]] = "bench"
 
     name: str
     a: Side

@@ -18,7 +18,7 @@ from shardproof.bench.scaling.matrix import Cell
 from shardproof.bench.session import Measured, Session
 from shardproof.bench.sides import Pair
 from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
-from shardproof.commands import bench_pairs, bench_scaling, execution
+from shardproof.commands import bench_tables, execution
 from shardproof.commands.bench import FailOn
 from shardproof.commands.progress import Blocks
 from shardproof.runs.run_folder import Durations, read
@@ -130,7 +130,7 @@ def run(
             return verdicts.BROKEN if failed else exit_code(lines, request.fail_on)
 
         def show(lines: Sequence[Line], console: Console) -> None:
-            (bench_scaling if scaling else bench_pairs).show(lines, console)
+            (bench_tables.show_cells if scaling else bench_tables.show_pairs)(lines, console)
 
         def interrupted() -> None:
             if not scaling:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from shardproof.bench import sides, stats
-from shardproof.bench.scaling import judge, matrix
+from shardproof.bench import sides
+from shardproof.bench.scaling import matrix
 from shardproof.bench.scaling.matrix import Cell
-from shardproof.commands import execution
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios.load import timed
 from shardproof.scenarios.select import compile_expression
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-Line = Mapping[str, Any]
 
 
 def files(names: Sequence[str]) -> list[Path]:
@@ -65,45 +58,3 @@ def cells(
         remedy = nearest(expression, [cell.title for cell in changed], "systems")
         raise SelectionError(Problem("-k matches no cell", remedy, expression))
     return chosen
-
-
-def show(lines: Sequence[Line], console: Console) -> None:
-    """Both tables, and what is to be said of a row."""
-    if not lines:
-        return
-    _, rows = judge.table(lines)
-    _show(judge.NARROW, [judge.narrow(row) for row in rows], console)
-    headings, rows = judge.modelled_table(lines)
-    if rows:
-        execution.tell(console, "")
-        execution.tell(console, f"{judge.MODELLED_TITLE}:")
-        _show(headings, rows, console)
-    for text in judge.remarks(lines):
-        execution.tell(console, text)
-
-
-def _show(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    found = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        found.add_column(heading, no_wrap=heading == "system")
-    for row in rows:
-        red = bool({"below", *stats.BROKEN} & set(row))
-        found.add_row(*(Text(cell, style="red" if red else "") for cell in row))
-    console.print(found)
-
-
-def markdown(lines: Sequence[Line]) -> str:
-    """Both tables as Markdown."""
-    if not lines:
-        return ""
-    text = _markdown(*judge.table(lines))
-    headings, rows = judge.modelled_table(lines)
-    return text + (f"\n{judge.MODELLED_TITLE}:\n\n{_markdown(headings, rows)}" if rows else "")
-
-
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    told = [headings, ["---"] * len(headings), *rows]
-    return "".join("| " + " | ".join(row) + " |\n" for row in told)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardproof import verdicts
-from shardproof.commands import bench, bench_pairs, compare, evidence
+from shardproof.commands import bench, bench_tables, compare, evidence
 from shardproof.errors import InputError, Problem, SelectionError
 from shardproof.launch.process_control import cores
 from shardproof.version import VERSION
@@ -470,7 +470,8 @@ def report(
 def _report(found: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
     from shardproof.bench import peers, tables
-    from shardproof.commands import bench_scaling, execution
+    from shardproof.bench.scaling import tables as scaling_tables
+    from shardproof.commands import execution
 
     if into is not None:
         if form is Format.html:
@@ -491,8 +492,8 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
     elif form is Format.markdown:
         timed = [
-            *([tables.markdown(found.benches)] if found.benches else []),
-            *([bench_scaling.markdown(found.scalings)] if found.scalings else []),
+            *([tables.table(found.benches).markdown()] if found.benches else []),
+            *([scaling_tables.markdown(found.scalings)] if found.scalings else []),
         ]
         judged = [reports.markdown(found)] if found.cases or not timed else []
         typer.echo("\n".join([*judged, *timed]), nl=False)
@@ -506,8 +507,8 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
-        bench_pairs.show(found.benches, console)
-        bench_scaling.show(found.scalings, console)
+        bench_tables.show_pairs(found.benches, console)
+        bench_tables.show_cells(found.scalings, console)
         if found.cases or not (found.benches or found.scalings):
             execution.tell(console, reports.closing(found))
 

@@ -3,8 +3,5 @@
 ``matrix``    what is measured: scenario files, cells (system x backend x world), what fits here
 ``judge``     efficiencies with intervals, verdicts, the table
 ``modelled``  figures beside what is measured: worlds that are not here, the scorecard
+``tables``    cells in tables and words
 """
-
-from shardproof.bench.scaling.judge import table
-
-__all__ = ["table"]

@@ -66,7 +66,7 @@ class Cell:
     """
 
     #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[str] = "scaling"
+    kind: ClassVar[Literal["scaling"]] = "scaling"
 
     name: str
     mode: Mode
