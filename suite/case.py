@@ -1,7 +1,8 @@
 """A case: one cell of a scenario's matrix, as plain data.
 
 Cases travel between processes and into ``cases.jsonl`` as JSON, so everything here is made of
-strings, numbers, tuples and dictionaries.  This module imports nothing but the contract.
+strings, numbers, tuples and dictionaries.  This module imports nothing but the
+contract and the table of old words.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
+from shardproof import old_words
+from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
+#: The axes of a mesh, outermost first.
+Axis = Literal["pipe", "replicate", "shard", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 #: Data axes: their product is the number of data coordinates (shares of the global batch).
 DATA_AXES = ("replicate", "shard")
 
@@ -33,7 +38,7 @@ class WorkloadSpec:
     global_batch: int = 24
     micro_batches: int = 2
     windows: int = 1
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Options = field(default_factory=dict)
 
     def micro_batch_counts(self, coordinates: int) -> list[int]:
         """Micro-batches of each of ``coordinates`` data coordinates in a step; none is empty."""
@@ -80,7 +85,7 @@ class Case:
     lane: Lane
     checks: tuple[str, ...]
     label: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     #: What the model is built in.
     dtype: str = "float64"
     #: Mixed precision that the system was asked for (``parameters``, ``reduce``, ``output``,
@@ -135,7 +140,7 @@ class Case:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """The case that :meth:`to_dict` described."""
-        fields = dict(data)
+        fields = old_words.stored_case(dict(data))
         workload = dict(fields["workload"])
         workload["traits"] = tuple(workload.get("traits", ()))
         fields["workload"] = WorkloadSpec(**workload)

@@ -42,6 +42,8 @@ KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
 #: Traffic inside the call is not counted.  ``after_clip`` is skipped where nothing is clipped.
 #: A system that owns its whole step calls it from hooks; it may come from inside foreign code.
 Observe = Callable[[Point], None]
+#: What a user gives beside an implementation's name: option -> value, checked by who takes it.
+Options = Mapping[str, Any]
 
 
 class Refused(ValueError):
@@ -379,11 +381,11 @@ class Implementation(ABC):
 
     @classmethod
     @abstractmethod
-    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+    def capabilities(cls, options: Options) -> Capabilities:
         """What this implementation can do with ``options``; :class:`Refused` for bad ones."""
 
     @classmethod
-    def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> str:
+    def role(cls, rank: int, world: int, options: Options) -> str:
         """``"worker"`` for ranks that get data, any other word for those that do not.
 
         The global batch is cut over the workers, in rank order along the data axes; a rank of
@@ -394,7 +396,7 @@ class Implementation(ABC):
 
     @classmethod
     def emulator(
-        cls, options: Mapping[str, Any]
+        cls, options: Options
     ) -> Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
         """For ``oracle="emulated"``: what this system's reduction makes of exact gradients.
 
@@ -405,9 +407,7 @@ class Implementation(ABC):
         raise Refused(f"{cls.__name__} has no emulator")
 
     @classmethod
-    def schedule(
-        cls, options: Mapping[str, Any], ranks: int, micro_batches: int
-    ) -> Schedule | None:
+    def schedule(cls, options: Options, ranks: int, micro_batches: int) -> Schedule | None:
         """What is run for one window of ``micro_batches`` over ``ranks`` of the pipe axis.
 
         Asked before any rank is started, once for every size of a window; what is logged through
@@ -424,7 +424,7 @@ class Implementation(ABC):
         state: Mapping[str, Tensor] | None,
         optimizer: OptimizerSpec,
         mesh: Mesh,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> None:
         """Build the model, its optimizer and whatever the strategy needs.
 

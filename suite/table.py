@@ -52,13 +52,16 @@ class Cell:
         return self.text
 
 
+Row = Sequence[str | Cell]
+
+
 @dataclass(frozen=True)
 class Table:
     """Headings and rows of texts or :class:`Cell` objects, each row as long as the headings."""
 
     title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
+    headings: Row
+    rows: Sequence[Row]
     #: One mark for each row, or none at all.
     marks: Sequence[Mark] = ()
     #: Sentences below the table.
@@ -118,9 +121,7 @@ class Table:
         """Characters of each column, or ``None`` where words of ordinary length would break."""
         from rich.cells import cell_len
 
-        columns = [
-            [row[n] for row in (self.headings, *self.texts)] for n in range(len(self.headings))
-        ]
+        columns = list(zip(*[map(str, self.headings), *self.texts], strict=True))
         words = ((cell_len(word) for text in texts for word in text.split()) for texts in columns)
         widths = [min(max(lengths, default=1), _NARROWEST) for lengths in words]
         wanted = [max(map(cell_len, texts), default=1) for texts in columns]
@@ -143,7 +144,7 @@ class Table:
         grid = table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for number, (heading, width) in enumerate(zip(self.headings, widths, strict=True)):
             grid.add_column(
-                Text(heading), justify=self._alignment(number), width=width, overflow="fold"
+                Text(str(heading)), justify=self._alignment(number), width=width, overflow="fold"
             )
         for number, row in enumerate(self.texts):
             style = _STYLES.get(self._mark(number), "")
@@ -171,7 +172,7 @@ class Table:
         """The rows as a table of GitHub's Markdown, without title and notes."""
         rules = {"left": "---", "right": "---:", "center": ":---:"}
         lines = [
-            [markdown_text(heading) for heading in self.headings],
+            [markdown_text(str(heading)) for heading in self.headings],
             [rules[self._alignment(column)] for column in range(len(self.headings))],
             *([_markdown_cell(cell) for cell in row] for row in self.rows),
         ]
@@ -182,7 +183,9 @@ class Table:
     def csv(self) -> str:
         """Headings and rows as CSV."""
         stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows([self.headings, *self.texts])
+        csv.writer(stream, lineterminator="\n").writerows(
+            [list(map(str, self.headings)), *self.texts]
+        )
         return stream.getvalue()
 
     # -------------------------------------------------------------------------------------- HTML
@@ -192,7 +195,7 @@ class Table:
 
         ``caption`` stands for the title above the rows; a screen reader says the title.
         """
-        head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in self.headings)
+        head = "".join(map(_html_heading, self.headings))
         body = "\n".join(self._html_row(number) for number in range(len(self.rows)))
         shown = self.title if caption is None else caption
         above = f"<caption>{escape(shown)}</caption>" if shown else ""
@@ -223,6 +226,11 @@ def markdown_text(text: str) -> str:
 def _markdown_cell(cell: str | Cell) -> str:
     text = markdown_text(str(cell)) or " "
     return f"[{text}]({cell.link})" if isinstance(cell, Cell) and cell.link else text
+
+
+def _html_heading(heading: str | Cell) -> str:
+    cell = heading if isinstance(heading, Cell) else Cell(heading)
+    return f'<th scope="col"{_class(cell.style_class)}>{cell.html or escape(cell.text)}</th>'
 
 
 def _html_cell(cell: str | Cell, header: bool) -> str:

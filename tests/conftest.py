@@ -9,8 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from shardproof.commands import main
+
+# How long an example takes depends on the machine's load, which is no finding.
+settings.register_profile("shardproof", deadline=None)
+settings.load_profile("shardproof")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread: ranks as threads would fight for the cores."""
+    import torch  # most tests of commands do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

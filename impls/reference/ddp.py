@@ -1,9 +1,9 @@
 """Distributed data parallelism: every rank holds the whole model and a share of the batch.
 
 Problem.  Ranks see different data, so their gradients differ; the model must be updated with their
-sum.  Summing after backward leaves the network idle while backward computes, and one call a
-parameter pays the latency of each.  So gradients are packed into buckets, and a bucket's sum starts
-as soon as its last gradient exists, while backward goes on.
+sum.  Summing after backward leaves the network idle while backward computes, and one call for each
+parameter pays a whole call's latency each time.  So gradients are packed into buckets, and the
+reduction of a bucket starts as soon as its last gradient exists, while backward goes on.
 
     what                        where
     parameters, gradients       every rank, whole and equal
@@ -11,22 +11,24 @@ as soon as its last gradient exists, while backward goes on.
     buffers                     every rank; rank 0's are copied to all at the start of a step
     buckets                     every rank; all gradients, flat
 
-    step     before_step                rank 0's buffers -> all
-             micro-batches but the last forward, backward; gradients add up locally, in silence
-             last micro-batch           forward; backward:  g9 g8 | g7 g6 | g5 ...
-                                        each moves into its bucket and is a view of it from then on
-                                        a bucket is full:        [b0]   [b1]      all-reduces start
-             finish                     buckets not yet sent, in order; who used what (integers);
-                                        wait b0, b1, ...
+    step     before_step                [1] rank 0's buffers -> all
+             micro-batches but the last [2] forward, backward; gradients add up locally
+             last micro-batch           [3] forward; backward:    g9 g8 | g7 g6 | g5 ...
+                                            each moves into its bucket and is a view of it from
+                                            then on
+                                        [4] a bucket is full:     [b0]    [b1]   all-reduces start
+             finish                     [5] buckets not yet sent, in order; who used what (integers)
+                                        [6] wait b0, b1, ...
              clip, update               local, the same on all ranks
+             after_step                 [7] new buckets, if the ranks' use of parameters changed
 
-Two rules keep the ranks together.  (1) All launch the same buckets in the same order: a full bucket
+Two rules keep the ranks together.  (a) All launch the same buckets in the same order: a full bucket
 waits for those before it.  The first step uses reverse registration order, later ones the order in
-which rank 0's gradients arrived.  (2) A parameter that some rank did not use in its last backward
-would hold up every bucket behind it: from the next step on it lives in a last bucket.  It stays
+which rank 0's gradients arrived.  (b) A parameter that some rank did not use in its last backward
+would hold up every bucket behind it: from the next step on it is in the last bucket.  It stays
 there, or a branch that comes and goes would hold up every other step.
 
-A rank contributes zero for what it did not use; what no rank used has no gradient.
+A rank contributes zero for a parameter that it did not use; one that no rank used has no gradient.
 
 Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes (an all-reduce
 moves 2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A) + (N-1) float buffer
@@ -50,17 +52,17 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle, Replicated
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.buckets import Bucket, plan_buckets
-from shardproof.impls.reference.parts.reducers import AllReduce, Reducer, Work
+from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
+from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
 class Options:
     """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
-    ``recompute_every`` is the engine's (parts/recompute.py)."""
+    ``recompute_every`` is the engine's (engine/recompute.py)."""
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
@@ -76,9 +78,14 @@ class Options:
             raise Refused("option 'join' = True: ranks that run out of data are not supported")
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> DDP:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    context: Context = PLAIN,
+) -> DDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
-    return DDP(module, comms["replicate"], options)
+    return DDP(module, comms["replicate"], options, context.reducer)
 
 
 class DDP(Replicated):
@@ -89,12 +96,12 @@ class DDP(Replicated):
     ) -> None:
         super().__init__(module, comm)
         self.options = options
-        self.reducer = reducer or AllReduce()
+        self.reducer = reducer or Reducer()
         self.broadcast_initial()
         self.order = list(reversed(range(len(self.parameters))))
         self.learned = False  # whether ``order`` is that of a backward
         self.late: set[int] = set()  # parameters that once kept a bucket waiting
-        self.fresh_late: set[int] = set()
+        self.newly_late: set[int] = set()  # those of this step, from all ranks
         self.lay_out()
         self.start_step()
         self.hooks = [
@@ -121,7 +128,7 @@ class DDP(Replicated):
     def before_step(self, micro_batches: int) -> None:
         """Start from rank 0's buffers."""
         self.start_step()
-        if self.options.broadcast_buffers:
+        if self.options.broadcast_buffers:  # [1]
             self.broadcast_buffers()
 
     def start_step(self) -> None:
@@ -136,9 +143,10 @@ class DDP(Replicated):
     def accumulate(self, is_last: bool) -> None:
         """Gradients leave during the last micro-batch's backward only."""
         self.computed = True
+        # Earlier ones add up in ``parameter.grad`` [2], so that a step has one reduction.
         self.syncing = is_last
 
-    def arrived(self, index: int, parameter: Tensor) -> None:
+    def arrived(self, index: int, parameter: Tensor) -> None:  # [3]
         """Hook: ``parameter.grad`` is complete, earlier micro-batches included.
 
         It moves into its bucket at once, so that its own memory serves the next gradient.
@@ -158,20 +166,21 @@ class DDP(Replicated):
         bucket.missing.discard(index)
         self.launch_full_buckets()
 
-    def launch_full_buckets(self) -> None:
+    def launch_full_buckets(self) -> None:  # [4]
         """Launch in the agreed order, up to the first bucket that still waits for a gradient."""
+        # Rule (a): backends match calls by their order, so a bucket that is full early must wait.
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self.launch(self.buckets[self.launched])
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         """Pack ``bucket`` and start its reduction."""
         bucket.pack(self.contribution(index) for index in bucket.members)
         bucket.work = self.reduce(bucket)
         self.launched += 1
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         """Start summing ``bucket`` over the ranks."""
-        return self.reducer.reduce(bucket.flat, self.comm)
+        return self.reducer.all_reduce(bucket.outgoing(self.step), self.comm)
 
     def contribution(self, index: int) -> Tensor | None:
         """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
@@ -179,16 +188,17 @@ class DDP(Replicated):
 
     def finish(self) -> None:
         """Send what backward did not fill, wait for all, and drop what no rank used."""
-        for bucket in self.buckets[self.launched :]:
+        for bucket in self.buckets[self.launched :]:  # [5]
             self.launch(bucket)
-        use = self.ballot()
-        counting = self.comm.all_reduce(use, async_op=True)
-        for bucket in self.buckets:
-            self.land(bucket)
+        # Before the waits: afterwards every parameter has a gradient, used or not.
+        votes = self.usage_votes()
+        counting = self.comm.all_reduce(votes, async_op=True)
+        for bucket in self.buckets:  # [6]
+            self.wait_and_publish(bucket)
         counting.wait()
-        self.count(use)
+        self.count(votes)
 
-    def land(self, bucket: Bucket) -> None:
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
         """Wait for ``bucket``; its members' gradients become views of it."""
         assert bucket.work is not None
         bucket.work.wait()
@@ -197,7 +207,7 @@ class DDP(Replicated):
 
     # ------------------------------------------------------------------------- agreement on use
 
-    def ballot(self) -> Tensor:
+    def usage_votes(self) -> Tensor:
         """int32: used in this step (per parameter), arrived in the last backward (per parameter),
         1 if this rank computed at all, 1 if rank 0 did."""
         used = [int(parameter.grad is not None) for parameter in self.parameters]
@@ -206,40 +216,46 @@ class DDP(Replicated):
         votes = [*used, *arrived, int(self.computed), root]
         return torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
 
-    def count(self, use: Tensor) -> None:
-        """Read the ballots' sum: what nobody used, and what came late on some rank."""
-        *votes, computed, root = use.tolist()
-        used, arrived = votes[: len(self.parameters)], votes[len(self.parameters) :]
+    def count(self, votes: Tensor) -> None:
+        """Read the sum of the votes: what nobody used, and what came late on some rank."""
+        *of_parameters, computed, root = votes.tolist()
+        used = of_parameters[: len(self.parameters)]
+        arrived = of_parameters[len(self.parameters) :]
         for index, parameter in enumerate(self.parameters):
             if not used[index]:
+                # Not zero but none, or weight decay and momentum would move what nobody used.
                 parameter.grad = None
-        self.fresh_late = {i for i, n in enumerate(arrived) if n < computed} - self.late
+        # Late on a rank: it ran a backward (counts as computed) in which the gradient did not come.
+        self.newly_late = {i for i, n in enumerate(arrived) if n < computed} - self.late
         self.root_computed = bool(root)
 
     def after_step(self) -> None:
         """Clear gradients; agree anew on the buckets if use has changed."""
+        # First, for gradients are views of the buckets: old and new ones would both have memory.
         super().after_step()
-        if self.fresh_late or (self.root_computed and not self.learned):
-            self.late |= self.fresh_late
+        # Both come from summed votes, so that all ranks enter the broadcast or none does.  [7]
+        if self.newly_late or (self.root_computed and not self.learned):
+            self.late |= self.newly_late
             self.learned |= self.root_computed
             self.agree_on_order()
             self.lay_out()
 
     def agree_on_order(self) -> None:
-        """Take rank 0's order of arrival; what did not arrive there keeps its place at the end."""
+        """Take rank 0's order of arrival; what did not arrive there goes to the end, in order."""
         rest = [index for index in self.order if index not in self.arrivals]
         order = torch.tensor([*self.arrivals, *rest], device=self.comm.device)
         self.comm.broadcast(order)
         self.order = order.tolist()
 
     def lay_out(self) -> None:
-        """Make the buckets: prompt parameters in order, then the late ones together."""
+        """Make the buckets: prompt parameters in order, then the late ones together (rule b)."""
         prompt = [index for index in self.order if index not in self.late]
         late = [index for index in self.order if index in self.late]
         limits = (self.options.first_bucket_bytes, self.options.bucket_bytes)
         plan = plan_buckets(prompt, self.parameters, *limits)
+        # Without a limit: late gradients leave after backward, when nothing is gained by cutting.
         plan += plan_buckets(late, self.parameters, None, None)
-        self.buckets = [Bucket(members, self.parameters) for members in plan]
+        self.buckets = [GradientBucket(one, self.names, self.parameters) for one in plan]
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.members}
 
     def close(self) -> None:
@@ -277,7 +293,7 @@ class ReferenceDDP(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""
         chosen = parse_options(Options, options)
-        return self.handle_type(module, mesh.comm("replicate"), chosen)
+        return self.handle_type(module, mesh.comm("replicate"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, which is whole."""

@@ -1,14 +1,14 @@
 """Hybrid parallelism: tensor parallel layers, in stages of a pipeline, replicated and sharded.
 
-Problem.  No single way of splitting scales for ever: tensor parallelism needs a fast network,
-pipelines need many micro-batches, data parallelism a large batch.  Together they train what none of
-them could.  Each takes an axis of one mesh, the tensor axis innermost, where ranks are neighbours:
+Problem.  No way of splitting scales for ever: tensor parallelism needs a fast network, pipelines
+need many micro-batches, data parallelism a large batch.  Together they train what none of them
+could alone.  Each takes one axis of a mesh; tensor ranks are neighbours, so theirs is innermost:
 
     pipe x replicate x shard x tensor          rank = ((pipe R + replicate) F + shard) T + tensor
 
-Nothing new is computed here.  Layers are split over the tensor axis (``tensor.py``); what is left
-of the model on a rank is cut into stages (``pipeline.py``); and each stage is given to a
-data-parallel strategy as if it were a model of its own.
+Nothing new is computed here.  Layers are split over the tensor axis (``tensor/``); what is left of
+the model on a rank is cut into stages (``pipeline/``); and each stage is given to a data-parallel
+strategy (:data:`DATA`) as if it were a model of its own.
 
     what                                where
     parameters, gradients, optimizer    of the stage, the tensor axis' part, of which the data axes
@@ -24,7 +24,7 @@ data-parallel strategy as if it were a model of its own.
              update    each rank what it holds
 
 With stages in a pipeline ``zero3`` and ``fsdp`` gather a stage when a step begins and free it when
-it ends (parts/step_shards.py); without one they work unit by unit, as ever.
+it ends (units/step_shards.py); without one they work unit by unit, as they do alone.
 
 Cost: for each stage that of the data-parallel strategy on what the stage has of a tensor rank;
 that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
@@ -56,37 +56,52 @@ from shardproof.contract import (
 )
 from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle, Local
+from shardproof.impls.reference.engine.handle import Apply, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
 from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
-from shardproof.impls.reference.parts.sharded import Options as ZeroOptions
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.pipeline import ReferencePipeline
-from shardproof.impls.reference.tensor.cuts import Whole
-from shardproof.impls.reference.units.plan import UnitPlan
-from shardproof.impls.reference.units.step_shards import StepShards
+from shardproof.impls.reference.tensor.cuts import Uncut
+from shardproof.impls.reference.units import step_shards
 from shardproof.schedules import Schedule
 
 DATA_AXES = ("replicate", "shard")
-#: The strategies of the data axes, and their options.
-DATA: dict[str, type[Any]] = {
-    "ddp": ddp.Options,
-    "zero1": ZeroOptions,
-    "zero2": ZeroOptions,
-    "zero3": zero3.Options,
-    "fsdp": FSDPOptions,
+
+
+@dataclass(frozen=True)
+class DataStrategy:
+    """A strategy of the data axes: its options, and how a module is put under it.
+
+    ``apply`` takes a model that no pipeline cuts, ``apply_to_stage`` a stage of one.  ``joined``:
+    both data axes are one group to it.
+    """
+
+    options: type[Any]
+    apply: Apply
+    apply_to_stage: Apply
+    joined: bool = False
+
+
+#: What ``data`` may be.
+DATA = {
+    "ddp": DataStrategy(ddp.Options, ddp.apply, ddp.apply, joined=True),
+    "zero1": DataStrategy(zero1.Options, zero1.apply, zero1.apply),
+    "zero2": DataStrategy(zero2.Options, zero2.apply, zero2.apply),
+    # Unit by unit, a stage would gather its parameters for every forward and every backward.
+    "zero3": DataStrategy(zero3.Options, zero3.apply, step_shards.apply),
+    "fsdp": DataStrategy(FSDPOptions, fsdp.apply, step_shards.apply),
 }
 
 
 @dataclass(frozen=True)
 class Options(PipelineOptions, Training):
-    """``data``: the strategy of the data axes, and ``data_options`` those that it has beside the
-    ones here.  ``sequence_parallel`` and ``loss_parallel`` are the tensor axis',
-    the rest the pipeline's.
+    """``data``: the strategy of the data axes; ``data_options``: its options, beside those here.
+
+    ``sequence_parallel`` and ``loss_parallel`` are for the tensor axis, the rest for the pipeline.
     """
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
@@ -101,18 +116,19 @@ class Options(PipelineOptions, Training):
     @property
     def strategy_options(self) -> Any:
         """The options of the strategy on the data axes."""
-        kind = DATA[self.data]
-        found = parse_options(kind, self.data_options, "data_options.")
+        kind = DATA[self.data].options
+        options = parse_options(kind, self.data_options, "data_options.")
         if not issubclass(kind, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
                 if getattr(self, name) != none:
                     raise Refused(f"option {name!r}: 'data' = {self.data!r} has no such option")
-            return found
-        return replace(found, precision=self.precision, offload=self.offload)
+            return options
+        return replace(options, precision=self.precision, offload=self.offload)
 
     @property
     def on_layers(self) -> tensor.Options:
-        """The options of the tensor axis; who reduces in backward needs whole gradients there."""
+        """The options of the tensor axis."""
+        # Data axes take gradients in backward, and would reduce terms of sums not yet made.
         return tensor.Options(self.sequence_parallel, self.loss_parallel, sum_each_backward=True)
 
 
@@ -156,7 +172,7 @@ class ReferenceHybrid(ReferencePipeline):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """Stages, if there is an axis for them."""
+        """Set up as a pipeline if there is an axis for stages, else as a plain strategy."""
         self.options = parse_options(Options, options)
         self.check(mesh)
         self.is_cut = mesh.size("pipe") > 1
@@ -205,36 +221,30 @@ class ReferenceHybrid(ReferencePipeline):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Split the layers, cut what is left into stages, give those to the data axes."""
         self.layers: tensor.TensorParallel | None = None
+        # First: the other axes then see a smaller model, and need not know that it was split.
         if "tensor" in mesh.axes:
             chosen = self.options.on_layers.resolved(self.build)
             self.layers = tensor.apply(module, {"tensor": mesh.comm("tensor")}, chosen)
         if not self.is_cut:
             return self.wrap(module)
         stages = super().transform(module, mesh, options)
+        # The layers of other stages would keep these in memory.
         if self.layers is not None:
             self.layers.keep(stages.module)
         return stages
 
     def wrap(self, module: nn.Module) -> Handle:
         """``module``, a stage or a tied tensor or all, on the data axes."""
-        mesh, data, options = self.mesh, self.options.data, self.options.strategy_options
-        axes = [axis for axis in DATA_AXES if axis in mesh.axes]
+        axes = [axis for axis in DATA_AXES if axis in self.mesh.axes]
         if not axes:
             return Local(module)
-        if data == "ddp":
-            return ddp.DDP(module, mesh.comm(*axes), options)
-        if data == "zero1":
-            return zero1.Zero1(module, mesh.comm("shard"), options)
-        if data == "zero2":
-            return zero2.Zero2(module, mesh.comm("shard"), options)
-        comms = {axis: mesh.comm(axis) for axis in axes}
-        tier = self.tier if options.offload == "parameters" else None
-        if self.is_cut:
-            whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))
-            return StepShards(module, comms, [whole], options.precision, tier)
-        apply: Any = zero3.apply if data == "zero3" else fsdp.apply
-        handle: Handle = apply(module, comms, options, self.build.units, tier)
-        return handle
+        chosen = DATA[self.options.data]
+        comms = {axis: self.mesh.comm(axis) for axis in axes}
+        if chosen.joined:
+            comms = {"replicate": self.mesh.comm(*axes)}
+        apply = chosen.apply_to_stage if self.is_cut else chosen.apply
+        context = self.context(self.options)
+        return apply(module, comms, self.options.strategy_options, context)
 
     def backward(self, batch: Batch) -> Tensor | None:
         """A schedule a window, or micro-batch after micro-batch."""
@@ -252,15 +262,17 @@ class ReferenceHybrid(ReferencePipeline):
 
     def norm(self) -> Tensor:
         """Every element once: those of first copies, over all axes."""
+        # From pieces, which know their copies: each strategy's own sum would count what ranks of
+        # another axis hold as well.
         held = self.local_state("gradients")
         own = [power_sum(piece.tensor, 2.0) for piece in held if piece.replica == 0]
         nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         axes = tuple(axis for axis, ranks in self.mesh.axes.items() if ranks > 1)
         return total_norm([(sum(own, start=nothing), axes)], self.mesh.comm)
 
-    def local_state(self, kind: Kind) -> list[Piece]:
+    def held_pieces(self, kind: Kind) -> list[Piece]:
         """What the data axes hold of a stage of a tensor rank, placed in the whole model."""
-        held = super().local_state(kind)
+        held = super().held_pieces(kind)
         return [piece for local in held for piece in self.placed(local, kind)]
 
     def placed(self, piece: Piece, kind: Kind) -> list[Piece]:
@@ -269,8 +281,9 @@ class ReferenceHybrid(ReferencePipeline):
             return [piece]
         name = piece.name.rpartition(".")[0] if kind == "optimizer" else piece.name
         cut = self.layers.cuts.get(name)
-        if cut is None or piece.tensor.dim() == 0:  # a buffer, a step counter
-            cut = Whole(piece.global_shape, self.layers.comm.rank, self.layers.comm.size)
+        # A buffer or a step counter: no rule splits it, all tensor ranks have it.
+        if cut is None or piece.tensor.dim() == 0:
+            cut = Uncut(piece.global_shape, self.layers.comm.rank, self.layers.comm.size)
         return cut.place(piece)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from torch import nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle, Replicated
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 
@@ -38,7 +38,12 @@ class Options:
     """No options."""
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> NaiveDDP:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    context: Context = PLAIN,
+) -> NaiveDDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
     return NaiveDDP(module, comms["replicate"])
 
@@ -52,14 +57,19 @@ class NaiveDDP(Replicated):
 
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
+        # Agreed on before any gradient travels: a rank that left out a call would leave the others
+        # waiting.
         votes = [p.grad is not None for p in self.parameters]
         used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce(used)
         for parameter, count in zip(self.parameters, used.tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # A transposed parameter has a transposed gradient, and collectives take contiguous
+            # tensors.
             gradient = gradient.contiguous()
             if gradient.numel():
                 self.comm.all_reduce(gradient)
+            # Not zero but none, or weight decay and momentum would move what nobody used.
             parameter.grad = gradient if count else None
 
 

@@ -15,16 +15,17 @@ first gradients are scattered, then *parameters* are gathered, and not a byte is
     optimizer state             one shard of each bucket
     buffers                     every rank its own
 
-    step     micro-batches but the last forward, backward; gradients add up in the buckets
-             last micro-batch           forward; backward:  g9 g8 | g7 g6 | g5 ...
-                                        a bucket is full:        [b0]   [b1]    reduce-scatters
-             finish                     buckets not yet sent, in order; wait b0, b1, ...;
-                                        who used what (integers)
+    step     micro-batches but the last [1] forward, backward; gradients add up in the buckets
+             last micro-batch           [2] a round: forward; backward:  g9 g8 | g7 g6 | g5 ...
+                                        [3] a bucket is full:            [b0]   [b1]    sent
+             finish                     [4] buckets not yet sent, in order
+                                        [5] wait b0, b1, ...; who used what (integers)
              clip, update               own shards only; the norm is a sum over ranks
              after_update               all-gather of every bucket's parameters, in place
 
-A gradient moves into its bucket as soon as backward has made it, so no second copy exists, and
-neither does one for the sums: both collectives work in place.
+Rounds are in parts/sharded_update.py, buckets in parts/owned_bucket.py.  A gradient moves into its
+bucket as soon as backward has made it, so no second copy exists.  The sums need no memory of their
+own either: both collectives work in place.
 
 Cost: floating-point bytes sent a step, over all N ranks, whatever the number of micro-batches:
 (N-1) padded gradient bytes (reduce-scatter) + (N-1) padded parameter bytes (all-gather): ZeRO,
@@ -46,23 +47,29 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
+from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero1:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    context: Context = PLAIN,
+) -> Zero1:
     """Shard the update of ``module`` over ``comms["shard"]``, starting from rank 0's values."""
-    return Zero1(module, comms["shard"], options)
+    return Zero1(module, comms["shard"], options, context.reducer)
 
 
 class Zero1(ShardedUpdate):
     """The handle: one round a step, during the last micro-batch's backward."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        super().__init__(module, comm, options.bucket_bytes, options.precision)
-        self.computed = False
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.computed = False  # whether this rank has any micro-batch in this step
         for bucket in self.buckets:
             bucket.flat()  # kept for good: the memory of a step does not depend on its order
 
@@ -70,33 +77,32 @@ class Zero1(ShardedUpdate):
         """Forget the last step's gradients."""
         self.computed = micro_batches > 0
         for bucket in self.buckets:
-            bucket.filled.clear()
+            bucket.filled.clear()  # the memory stays, what lies in it no longer counts
             bucket.start_round()
 
     def accumulate(self, is_last: bool) -> None:
         """Gradients leave during the last micro-batch's backward only."""
+        # Until then they add up in their buckets [1]: reducing each would cost m times the traffic.
         if is_last:
-            self.start_round()
+            self.start_round()  # [2]
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:  # [3]
         """Reduce in place: the sum of this rank's shard replaces that shard."""
-        full = bucket.complete()
-        shard = bucket.layout.shard(full, self.comm.rank)
-        bucket.work = self.comm.reduce_scatter(shard, full, async_op=True)
+        self.reduce_scatter(bucket, bucket.own_gradients())
 
-    def gradient(self, bucket: Bucket) -> Tensor:
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
         """The shard of the bucket that holds sums."""
-        return bucket.layout.shard(bucket.flat(), self.comm.rank)
+        return bucket.own_gradients()
 
     def finish(self) -> None:
         """Send what backward did not fill, wait for all, agree on use."""
         if not self.computed:
-            self.start_round()
-        self.end_round(self.computed)
-        for bucket in self.buckets:
+            self.start_round()  # a rank without data takes part with zeros
+        self.end_round(self.computed)  # [4]
+        for bucket in self.buckets:  # [5]
             if bucket.work is not None:
                 bucket.work.wait()
-        self.hand_over()
+        self.publish_gradients()
 
 
 class ReferenceZero1(Engine):
@@ -119,7 +125,8 @@ class ReferenceZero1(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
+        chosen = parse_options(Options, options)
+        return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""

@@ -11,22 +11,24 @@ backward makes until the bucket is reduced and scattered, and then their memory 
     optimizer state             one shard of each bucket
     buffers                     every rank its own
 
-    step     before_step                how many rounds? the most micro-batches of any rank
-             each micro-batch           forward; backward:  g9 g8 | g7 g6      | g5 ...
-                                        a bucket is full:        [b0]  wait b0 [b1]
-                                        b0's sums of this micro-batch are added to its kept shard
-             finish                     rounds that other ranks still have, with zeros; wait;
-                                        who used what (integers)
-             clip, update               own shards only; the norm is a sum over ranks
-             after_update               all-gather of every bucket's parameters, in place
+    step     before_step          [1] how many rounds? the most micro-batches of any rank
+             each micro-batch     [2] a round: forward; backward:  g9 g8 | g7 g6       | g5 ...
+                                  [3] a bucket is full:            [b0]   wait b0, [b1]
+                                  [4] after a wait: the sums of b0 are added to its kept shard,
+                                      its whole gradients are freed
+             finish               [5] rounds that other ranks still have, with zeros; wait
+                                  [6] who used what (integers)
+             clip, update         own shards only; the norm is a sum over ranks
+             after_update         all-gather of every bucket's parameters, in place
 
-Accumulation cannot be silent: what is not kept must be sent.  With m micro-batches, m reductions.
+Rounds are in parts/sharded_update.py, buckets in parts/owned_bucket.py.  Gradients cannot simply
+add up over micro-batches: what is not kept must be sent.  With m micro-batches, m reductions.
 
 Cost: floating-point bytes sent a step, over all N ranks: m (N-1) padded gradient bytes
 (reduce-scatter; m is the largest number of micro-batches of a rank) + (N-1) padded parameter bytes
 (all-gather): ZeRO, arXiv 1910.02054, sections V-B and VII-B.  With clipping one float64 is
 all-reduced.  Memory: P + (G + O)/N, and two buckets of gradients during backward.
-Numbers: summed over ranks first, over micro-batches then, hence equal to DDP's but for the order of
+Numbers: summed over ranks first, then over micro-batches, hence equal to DDP's but for the order of
 summation.
 Left out: offload of parameters (they are whole), optimizers that are not element-wise, reentrant
 checkpointing (a second gradient for a bucket that was sent is an error).
@@ -43,32 +45,41 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.sharded import Bucket, Options, ShardedUpdate
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
+from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> Zero2:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    context: Context = PLAIN,
+) -> Zero2:
     """Shard update and gradients of ``module`` over ``comms["shard"]``, from rank 0's values."""
-    return Zero2(module, comms["shard"], options)
+    return Zero2(module, comms["shard"], options, context.reducer)
 
 
 class Zero2(ShardedUpdate):
     """The handle: a round for every micro-batch of the busiest rank."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        super().__init__(module, comm, options.bucket_bytes, options.precision)
-        self.kept = {
-            bucket: torch.empty(bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = {  # this rank's shard of each bucket's sum over ranks and micro-batches
+            bucket: torch.empty_like(
+                bucket.parameters.shard, dtype=bucket.parameters.gradient_dtype
+            )
             for bucket in self.buckets
         }
-        self.sums: dict[Bucket, Tensor] = {}  # of this round, in flight
+        self.sums: dict[OwnedBucket, Tensor] = {}  # shards of this round's sums, in flight
         self.rounds = self.begun = 0
-        self.computing = False
+        self.computing = False  # whether the running round has a micro-batch of this rank
 
     def before_step(self, micro_batches: int) -> None:
         """Agree on the number of rounds."""
+        # [1] A rank that ran fewer rounds than another would leave it waiting in a reduction.
         rounds = torch.tensor([micro_batches], dtype=torch.int32, device=self.device)
         self.comm.all_reduce(rounds, op="max")
         self.rounds, self.begun = int(rounds), 0
@@ -80,9 +91,10 @@ class Zero2(ShardedUpdate):
         self.close_round()
         self.begin_round(computing=True)
 
-    def begin_round(self, computing: bool) -> None:
+    def begin_round(self, computing: bool) -> None:  # [2]
         """The next round, for which this rank has a micro-batch or not."""
-        self.land()
+        # Before its first gradient: the bucket in flight may be the one that it belongs to.
+        self.wait_and_accumulate()
         self.begun += 1
         self.computing = computing
         self.start_round()
@@ -92,34 +104,35 @@ class Zero2(ShardedUpdate):
         if self.sending:
             self.end_round(self.computing)
 
-    def send(self, bucket: Bucket) -> None:
-        """Reduce into this rank's shard, once the bucket before it has landed."""
-        self.land()
+    def send(self, bucket: OwnedBucket) -> None:  # [3]
+        """Reduce into this rank's shard."""
+        # The wait comes first, or whole gradients of more than two buckets would be alive.
+        self.wait_and_accumulate()
         sums = self.sums[bucket] = torch.empty_like(self.kept[bucket])
-        bucket.work = self.comm.reduce_scatter(sums, bucket.complete(), async_op=True)
+        self.reduce_scatter(bucket, sums)
 
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:  # [4]
         """Wait for what is in flight, add it to the kept shard, and free the whole gradients."""
         for bucket, sums in self.sums.items():
             assert bucket.work is not None
             bucket.work.wait()
             self.kept[bucket] += sums
-            bucket.release()
+            bucket.release()  # only now: until here the reduction was reading them
             bucket.work = None
         self.sums.clear()
 
-    def gradient(self, bucket: Bucket) -> Tensor:
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
         """The kept shard."""
         return self.kept[bucket]
 
     def finish(self) -> None:
         """Take part in the rounds that other ranks still have; agree on use."""
         self.close_round()
-        while self.begun < self.rounds:
+        while self.begun < self.rounds:  # [5]
             self.begin_round(computing=False)
             self.close_round()
-        self.land()
-        self.hand_over()
+        self.wait_and_accumulate()
+        self.publish_gradients()  # [6]
 
 
 class ReferenceZero2(Engine):
@@ -142,7 +155,8 @@ class ReferenceZero2(Engine):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
-        return self.handle_type(module, mesh.comm("shard"), parse_options(Options, options))
+        chosen = parse_options(Options, options)
+        return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors, gathered where they lie in shards."""

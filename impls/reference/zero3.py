@@ -19,10 +19,14 @@ network busy while a unit computes, the next one is gathered meanwhile.
              finish              rounds that other ranks still have, with zeros; who used what
              clip, update        own shards only; the norm is a sum over ranks
 
-Units (parts/units.py) are the model's blocks unless ``wrap`` says otherwise; the root unit holds
-the rest.  It runs while the others do: it is gathered first and freed last, once in forward and
-once in backward.  The order of forward is that of the forward before, which is why the first one
-prefetches nothing; backward goes through the units of its own forward in reverse.
+Units (units/plan.py) are the model's blocks unless ``wrap`` says otherwise; the root unit holds the
+rest.  It runs while the others do: it is gathered first and freed last, once in forward and once in
+backward.  Forward is expected to go as the forward before, which is why the first one prefetches
+nothing; backward goes through the units of its own forward in reverse (units/order.py).
+
+This is FSDP's FULL_SHARD with a prefetch of one unit, written out, but for the root, which FSDP
+keeps from forward to backward.  Read next: units/wrapped.py, which makes the calls;
+units/parameters.py and units/gradients.py, what becomes of a unit.
 
 Cost: floating-point bytes sent a step, over all N ranks, with m micro-batches on the busiest rank:
 m (N-1) (2 padded parameter bytes + padded gradient bytes), summed over all units, root and frozen
@@ -40,7 +44,7 @@ fit on one rank before they are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +53,12 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.units.handle import WrappedHandle
 from shardproof.impls.reference.units.plan import Wrap, plan_units
-from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.units.shard import ShardedUnit
+from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
@@ -69,64 +72,44 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    blocks: Sequence[str] = (),
-    tier: HostTier | None = None,
+    context: Context = PLAIN,
 ) -> Zero3:
-    """Shard ``module`` over ``comms["shard"]``, from rank 0's values.
-
-    ``blocks`` are the units where ``options`` name none; shards rest on ``tier`` if it is given.
-    """
-    return Zero3(module, comms, plan_units(module, options.wrap, blocks), options.precision, tier)
+    """Shard ``module`` over ``comms["shard"]``, from rank 0's values."""
+    plan = plan_units(module, options.wrap, context.blocks)
+    return Zero3(module, comms, plan, options.precision, context)
 
 
-class Zero3(WrappedHandle):
+class Zero3(WrappedModel):
     """The handle: when units are gathered, freed and reduced."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.order: list[Unit] = []  # that of the forward under way
-        self.last_order: list[Unit] = []  # that of the forward before
-        self.way_back: list[Unit] = []  # units in the order in which their forwards ended
-
-    def accumulate(self, is_last: bool) -> None:
-        """A new forward begins."""
-        super().accumulate(is_last)
-        self.last_order, self.order, self.way_back = self.order, [], []
-
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Gather the unit, wait for it, and start to gather the one that came next last time."""
         self.gather(unit)
         unit.wait()
         if again:
-            return
-        self.order.append(unit)
-        count = len(self.order)
-        if self.order == self.last_order[:count]:
-            for following in self.last_order[count : count + 1]:
-                self.gather(following)
+            return  # backward is under way, and gathers ahead by its own order
+        for following in self.order.forward_begins(unit, ahead=1):
+            self.gather(following)
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Free the unit, unless its backward follows at once."""
         if not again:
             unit.free()
-            if unit in self.way_back:
-                self.way_back.remove(unit)
-            self.way_back.append(unit)
+            self.order.forward_ends(unit)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         """Gather the unit, wait for it, and start to gather the one before it."""
         if unit is self.root:
-            self.land()  # what the round before left under way
+            # What the round before left under way: its whole gradients go before new ones come.
+            self.wait_and_accumulate()
         self.gather(unit)
         unit.wait()
-        if unit in self.way_back:
-            del self.way_back[self.way_back.index(unit) :]
-        for preceding in self.way_back[-1:]:
+        for preceding in self.order.backward_begins(unit, ahead=1):
             self.gather(preceding)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         """Free the parameters, send the gradients."""
-        unit.free()
+        unit.free()  # first, so that whole parameters and packed gradients never lie side by side
         self.reduce(unit)
 
 
@@ -153,10 +136,9 @@ class ReferenceZero3(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""
         chosen = parse_options(Options, options)
-        tier = self.tier if chosen.offload == "parameters" else None
         plan = plan_units(module, chosen.wrap, self.build.units)
         comms = {"shard": mesh.comm("shard")}
-        return self.handle_type(module, comms, plan, chosen.precision, tier)
+        return self.handle_type(module, comms, plan, chosen.precision, self.context(chosen))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from all ranks."""

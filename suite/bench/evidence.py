@@ -18,6 +18,7 @@ from shardproof.bench.scaling.matrix import BASES, Cell
 from shardproof.bench.session import Measured
 from shardproof.bench.sides import LETTERS, Pair
 from shardproof.bench.telemetry import sampling
+from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FOLDER = "times"
@@ -158,9 +159,9 @@ def write_times(run: Path, name: str, rows: Sequence[stats.TimedStep]) -> str:
     schema = pa.schema([(key, getattr(pa, kind)()) for key, kind in _COLUMNS.items()])
     table = pa.Table.from_pylist([asdict(row) for row in rows], schema)
     path = run / FOLDER / f"{file_name(name)}.parquet"
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_whole(path, sink.getvalue().to_pybytes())
     return str(path.relative_to(run))
 
 

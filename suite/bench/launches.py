@@ -94,7 +94,7 @@ class SideRun:
         """What cost formulas may know of it (imports torch)."""
         from shardproof.costs.expression import facts_of
 
-        return facts_of(self.case()).plan
+        return facts_of(self.case()).model_facts
 
     def formula_bytes(self, strategy: str) -> int | None:
         """Bytes of model states on the rank that holds most; ``None``: no formula."""

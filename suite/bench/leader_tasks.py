@@ -1,18 +1,18 @@
-"""What leaders do for a bench session: they start fresh ranks, wait for them, and leave a reply.
+"""What leaders do for a bench session: they start fresh ranks and wait for them.
 
-Each task takes a ``payload`` of plain data that names its ``workdir``; the reply is ``reply.json``
-there, which :meth:`shardproof.bench.session.Session.lead` reads.
+Each task takes a ``payload`` of plain data that names its ``workdir``, and returns plain data: an
+``answer`` or a ``problem``, for which :class:`shardproof.bench.session.Session` waits.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardproof.backends import BACKENDS
 from shardproof.bench.launches import (
     AloneRecord,
     Launch,
@@ -24,7 +24,7 @@ from shardproof.bench.launches import (
 )
 from shardproof.bench.model import measurement, step_time
 from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
-from shardproof.bench.sides import Side
+from shardproof.registry.declaration import ask
 
 Payload = dict[str, Any]
 T = TypeVar("T")
@@ -39,30 +39,6 @@ class LaunchFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """What a system says of itself under some options, and what it lacks here.
-
-    ``missing`` and ``refused`` are sentences, empty where there is nothing to say.  ``threads``:
-    it also runs on ``in_memory``, where bytes are counted exactly.
-    """
-
-    axes: tuple[str, ...] = ()
-    strategy: str = ""
-    threads: bool = False
-    max_world: int | None = None
-    missing: str = ""
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """Declarations by side, and the GPUs of this machine (``None``: ranks compute on the CPU)."""
-
-    sides: dict[str, Declaration]
-    gpus: int | None = None
-
-
-@dataclass(frozen=True)
 class Timed:
     """What the ranks of a timed launch returned, and the step that was watched before, if any."""
 
@@ -70,56 +46,21 @@ class Timed:
     watched: WatchedStep | None = None
 
 
-def examine(payload: Payload) -> None:
-    """What ``sides`` say of themselves, without running them."""
-    from shardproof.backends import BACKENDS
+def examine(payload: Payload) -> Any:
+    """What ``sides`` declare (:class:`Answer`), without running them; and the number of GPUs."""
+    gpus = None
+    if BACKENDS[payload["backend"]].device == "cuda":
+        import torch
 
-    def answer() -> Examined:
-        backend, gpus = payload["backend"], None
-        if BACKENDS[backend].device == "cuda":
-            import torch
-
-            gpus = torch.cuda.device_count()
-        sides = {
-            key: declaration(from_plain(Side, side), backend, payload["dtype"])
-            for key, side in payload["sides"].items()
-        }
-        return Examined(sides, gpus)
-
-    _reply(payload, answer)
+        gpus = torch.cuda.device_count()
+    sides = {}
+    for key, side in payload["sides"].items():
+        where = payload["backend"], payload["dtype"], payload["world"]
+        sides[key] = ask(side["implementation"], side["options"], *where).to_dict()
+    return {"sides": sides, "gpus": gpus}
 
 
-def declaration(side: Side, backend: str, dtype: str) -> Declaration:
-    """What ``side`` says of itself, without running it."""
-    from shardproof import registry
-    from shardproof.backends import BACKENDS
-    from shardproof.contract import Refused
-
-    try:
-        system = registry.load(side.implementation)
-        claims = system.capabilities(side.options)
-    except registry.BrokenImplementation as error:
-        return Declaration(missing=str(error))
-    except Refused as error:
-        return Declaration(refused=str(error))
-    missing = BACKENDS[backend].available() or ""
-    absent = [name for name in claims.packages if importlib.util.find_spec(name) is None]
-    if absent:
-        missing = f"package {', '.join(absent)} is not installed"
-    elif backend not in claims.backends:
-        missing = f"does not run on {backend}, only on {', '.join(claims.backends)}"
-    elif dtype not in claims.dtypes:
-        missing = f"does not train in {dtype}, only in {', '.join(claims.dtypes)}"
-    return Declaration(
-        tuple(claims.axes),
-        system.strategy,
-        "in_memory" in claims.backends,
-        claims.max_world,
-        missing,
-    )
-
-
-def time_launch(payload: Payload) -> None:
+def time_launch(payload: Payload) -> Any:
     """Time the blocks of a ``launch``; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
     from shardproof.bench.model import probes
@@ -144,34 +85,34 @@ def time_launch(payload: Payload) -> None:
         )
         return Timed(ranks, watched)
 
-    _reply(payload, answer)
+    return _reply(answer)
 
 
-def measure_memory(payload: Payload) -> None:
+def measure_memory(payload: Payload) -> Any:
     """Peak bytes of a step on ranks that are threads, where they are counted exactly."""
     from shardproof.bench import timed_ranks
 
     run = replace(from_plain(SideRun, payload["run"]), backend="in_memory")
-    _one_side(payload, run, PeakRecord, lambda rank: timed_ranks.memory(run, rank))
+    return _one_side(payload, run, PeakRecord, lambda rank: timed_ranks.memory(run, rank))
 
 
-def run_alone(payload: Payload) -> None:
+def run_alone(payload: Payload) -> Any:
     """One side on ranks of its own, untimed."""
     from shardproof.bench import timed_ranks
 
     run, workdir = from_plain(SideRun, payload["run"]), Path(payload["workdir"])
-    _one_side(payload, run, AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir))
+    return _one_side(payload, run, AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir))
 
 
-def profile(payload: Payload) -> None:
+def profile(payload: Payload) -> Any:
     """Phases of one side's step."""
     from shardproof.bench.profile import profile
 
     run = from_plain(SideRun, payload["run"])
-    _one_side(payload, run, dict[str, float], lambda rank: profile(run, rank))
+    return _one_side(payload, run, dict[str, float], lambda rank: profile(run, rank))
 
 
-def measure_rounds(payload: Payload) -> None:
+def measure_rounds(payload: Payload) -> Any:
     """Steps of ``runs`` (of one backend and world) with and without traffic, in ``rounds``.
 
     ``ladder``: payloads to probe by operation; without one those that the steps send.
@@ -201,11 +142,11 @@ def measure_rounds(payload: Payload) -> None:
         )
         return Rounds(watched, measured)
 
-    _reply(payload, answer)
+    return _reply(answer)
 
 
-def _one_side(payload: Payload, run: SideRun, kind: type[T], program: Callable[[int], T]) -> None:
-    _reply(payload, lambda: on_ranks(run, Path(payload["workdir"]), kind, program))
+def _one_side(payload: Payload, run: SideRun, kind: type[T], program: Callable[[int], T]) -> Any:
+    return _reply(lambda: on_ranks(run, Path(payload["workdir"]), kind, program))
 
 
 def on_ranks(
@@ -219,7 +160,7 @@ def on_ranks(
 
     :raises LaunchFailed: a rank broke, hung, or refused.
     """
-    from shardproof import pack
+    from shardproof import tensor_bytes
     from shardproof.launch.ranks import root_cause, run_ranks
 
     workdir.mkdir(parents=True, exist_ok=True)
@@ -233,7 +174,7 @@ def on_ranks(
     )
     cause = root_cause(outcomes)
     if cause is None:
-        records = [pack.load(o.record) for o in outcomes if o.record is not None]
+        records = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
         return [from_plain(kind, json.loads(record["json"])) for record in records]
     if cause.error_type == "Refused":
         raise LaunchFailed("precondition", cause.message)
@@ -242,14 +183,9 @@ def on_ranks(
     raise LaunchFailed(verdict, " ".join([cause.sentence(), *where]))
 
 
-def _reply(payload: Payload, answer: Callable[[], object]) -> None:
-    """Leave what ``answer`` returns, or why it failed, for the session that waits."""
-    workdir = Path(payload["workdir"])
+def _reply(answer: Callable[[], object]) -> Any:
+    """What ``answer`` returns, or why it failed, as JSON has it."""
     try:
-        text = to_json({"answer": answer()})
+        return json.loads(to_json({"answer": answer()}))
     except LaunchFailed as failed:
-        text = to_json({"problem": [failed.verdict, failed.reason]})
-    workdir.mkdir(parents=True, exist_ok=True)
-    partial = workdir / "reply.partial"
-    partial.write_text(text)
-    partial.replace(workdir / "reply.json")
+        return {"problem": [failed.verdict, failed.reason]}

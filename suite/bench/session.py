@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.backends import BACKENDS
-from shardproof.bench import launches
+from shardproof.bench import launches, leader_tasks
 from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun, Subject
-from shardproof.bench.leader_tasks import Declaration, Examined, LaunchFailed, Timed
+from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.model import measurement, scorecard
 from shardproof.bench.model.records import Rounds
 from shardproof.bench.scaling import modelled
@@ -33,13 +33,14 @@ from shardproof.bench.sides import LETTERS, ON_COMMAND_LINE, Pair, Side, natural
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
-from shardproof.cases.runner import JUDGING_SECONDS, Workspace
+from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.errors import Problem, SelectionError
-from shardproof.launch.pool import Pool
+from shardproof.launch.fork_server import Task
+from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.registry.declaration import Answer, Declaration
 
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
-_TASKS = "shardproof.bench.leader_tasks"
 _EXAMINING_SECONDS = 120.0
 #: Seconds of a pass of one side alone.
 _PASS_SECONDS = 300.0
@@ -114,18 +115,12 @@ class Session:
     """
 
     def __init__(self, api: Any = None) -> None:
-        self._space = Workspace()
         self._given_api, self._api, self._no_gpu = api, None, ""
-        self._pool = Pool(1, preload=(_TASKS,))
+        self._pool = Pool(1, tasks=(leader_tasks.time_launch,))
         self._made = 0
 
     def __enter__(self) -> Session:
-        self._path = self._space.__enter__()
-        try:
-            self._pool.__enter__()
-        except BaseException:
-            self._space.__exit__()
-            raise
+        self._pool.__enter__()
         self._api, self._no_gpu = nvml.start(self._given_api)
         return self
 
@@ -133,7 +128,6 @@ class Session:
         try:
             self._pool.__exit__()
         finally:
-            self._space.__exit__()
             if self._api is not None and (why := nvml.stop(self._api)):
                 print(f"telemetry: {why}", file=sys.stderr)
 
@@ -156,25 +150,33 @@ class Session:
                 if isinstance(first, Cell)
                 else {letter: first.side(letter) for letter in LETTERS}
             )
-            examined = self._examined(first, sides)
-            for key, declared in examined.sides.items():
-                if declared.refused:
-                    what = f"{sides[key].implementation}: {declared.refused}"
+            answers, gpus = self._examined(first, sides)
+            for key, answer in answers.items():
+                if answer.refused:
+                    what = f"{sides[key].implementation}: {answer.refused}"
                     typed = isinstance(first, Pair) and first.name == ON_COMMAND_LINE
                     remedy = f"--option-{key}" if typed else "its options in the scenario"
                     raise SelectionError(Problem(what, f"correct {remedy}", first.name))
             items = [Measured(subject) for subject in members]
             for item in items:
-                _declare(item, examined)
+                declare(item, answers, gpus)
             found += in_order(items)
         return found
 
-    def _examined(self, subject: Subject, sides: Mapping[str, Side]) -> Examined:
+    def _examined(
+        self, subject: Subject, sides: Mapping[str, Side]
+    ) -> tuple[dict[str, Answer], int | None]:
+        """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
+        world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
         payload = {"sides": sides, "backend": subject.backend, "dtype": subject.dtype}
-        try:
-            return self._lead("examine", Examined, subject.id, payload, _EXAMINING_SECONDS)
-        except LaunchFailed as failed:
-            return Examined(dict.fromkeys(sides, Declaration(missing=failed.reason)))
+        end = self._run(
+            leader_tasks.examine, subject.id, payload | {"world": world}, _EXAMINING_SECONDS
+        )
+        if end.value is None:
+            why = Answer(missing=f"the measuring process {end.why_no_value}")
+            return dict.fromkeys(sides, why), None
+        answers = {key: Answer.from_dict(told) for key, told in end.value["sides"].items()}
+        return answers, end.value["gpus"]
 
     def time(self, measured: Measured, on_blocks: OnBlocks) -> None:
         """All launches; what has been measured stays, however this is left."""
@@ -185,7 +187,7 @@ class Session:
             try:
                 with Watch(workdir, on_blocks, done), sampler:
                     timed = self._lead(
-                        *("time_launch", Timed, subject.id, {"launch": launch}),
+                        *(leader_tasks.time_launch, Timed, subject.id, {"launch": launch}),
                         *(subject.deadline, workdir),
                     )
             except LaunchFailed as failed:
@@ -212,7 +214,9 @@ class Session:
         worst: dict[str, Any] = {}
         for side in ("ranks",) if isinstance(measured.subject, Cell) else LETTERS:
             try:
-                ranks = self._one_side("measure_memory", PeakRecord, measured, side, _PASS_SECONDS)
+                ranks = self._one_side(
+                    leader_tasks.measure_memory, PeakRecord, measured, side, _PASS_SECONDS
+                )
             except LaunchFailed as failed:
                 measured.memory = {"problem": failed.reason}
                 return
@@ -231,7 +235,12 @@ class Session:
             try:
                 with sampler:
                     ranks = self._one_side(
-                        "run_alone", AloneRecord, measured, letter, _PASS_SECONDS, workdir
+                        leader_tasks.run_alone,
+                        AloneRecord,
+                        measured,
+                        letter,
+                        _PASS_SECONDS,
+                        workdir,
                     )
             except LaunchFailed as failed:
                 measured.sides[letter] = {"problem": failed.reason}
@@ -276,7 +285,7 @@ class Session:
         """
         payload = {"runs": runs, "rounds": rounds, "ladder": ladder}
         seconds = 2 * runs[0].deadline
-        return self._lead("measure_rounds", Rounds, runs[0].name, payload, seconds)
+        return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, payload, seconds)
 
     def profile(self, measured: Measured) -> None:
         """Where a mean step's time goes, by side, on its slowest rank."""
@@ -284,7 +293,13 @@ class Session:
         for letter in LETTERS:
             try:
                 ranks = self._one_side(
-                    *("profile", dict[str, float], measured, letter, measured.subject.deadline)
+                    *(
+                        leader_tasks.profile,
+                        dict[str, float],
+                        measured,
+                        letter,
+                        measured.subject.deadline,
+                    )
                 )
             except LaunchFailed as failed:
                 measured.profile = {"problem": failed.reason}
@@ -294,7 +309,7 @@ class Session:
 
     def _one_side(
         self,
-        task: str,
+        task: Task,
         kind: type[T],
         measured: Measured,
         side: str,
@@ -307,11 +322,11 @@ class Session:
     def _folder(self) -> Path:
         """A fresh work folder, not yet made."""
         self._made += 1
-        return self._path / f"launch{self._made}"
+        return self._pool.folder / f"launch{self._made}"
 
     def _lead(
         self,
-        task: str,
+        task: Task,
         kind: type[T],
         name: str,
         payload: Mapping[str, object],
@@ -320,70 +335,74 @@ class Session:
     ) -> T:
         """Run ``task`` of :mod:`shardproof.bench.leader_tasks` in a leader; its answer.
 
-        ``seconds`` is the deadline, without the leader's own work.
-
         :raises LaunchFailed: there is no answer.
         """
+        end = self._run(task, name, payload, seconds, workdir)
+        if end.value is None:
+            verdict = "hang" if end.timed_out else "crash"
+            raise LaunchFailed(verdict, f"the measuring process {end.why_no_value}")
+        if "problem" in end.value:
+            raise LaunchFailed(*end.value["problem"])
+        return launches.from_plain(kind, end.value["answer"])
+
+    def _run(
+        self,
+        task: Task,
+        name: str,
+        payload: Mapping[str, object],
+        seconds: float,
+        workdir: Path | None = None,
+    ) -> TaskEnd:
+        """``seconds`` is the deadline, without the leader's own work."""
         workdir = workdir or self._folder()
         plain = json.loads(launches.to_json({**payload, "workdir": str(workdir)}))
-        items = iter([(name, plain, seconds + JUDGING_SECONDS)])
-        with closing(self._pool.run(f"{_TASKS}:{task}", items)) as ends:
-            (ended,) = list(ends)
-        path = workdir / "reply.json"
-        if path.exists():
-            reply = json.loads(path.read_text())
-            if "problem" in reply:
-                raise LaunchFailed(*reply["problem"])
-            return launches.from_plain(kind, reply["answer"])
-        if ended.timed_out:
-            raise LaunchFailed("hang", "the measuring process ran out of time")
-        lines = [line for line in ended.output.splitlines() if line.strip()]
-        last = f": {lines[-1]}" if lines else ""
-        raise LaunchFailed("crash", f"the measuring process exited without a result{last}")
+        items = [(name, plain, seconds + JUDGING_SECONDS)]
+        with closing(self._pool.run(task, items)) as ends:
+            (end,) = list(ends)
+        return end
 
 
 # ------------------------------------------------------------------------------ what fits here
 
 
-def _declare(item: Measured, examined: Examined) -> None:
-    """Fill in what the sides of ``item`` said of themselves, or why it cannot be measured."""
-    subject, sides = item.subject, examined.sides
-    item.strategies = {side: declared.strategy for side, declared in sides.items()}
-    item.on_threads = all(declared.threads for declared in sides.values())
+def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> None:
+    """Fill in what the sides of ``item`` declared, or why it cannot be measured here."""
+    subject = item.subject
+    declared = {key: a.declaration for key, a in answers.items() if a.declaration is not None}
+    item.strategies = {key: declaration.strategy for key, declaration in declared.items()}
+    threads = ["in_memory" in declaration.backends for declaration in declared.values()]
+    item.on_threads = len(threads) == len(answers) and all(threads)
     if isinstance(subject, Cell):
-        item.room = Room.here(examined.gpus)
-        if missing := _missing_for_cell(subject, sides["ranks"], item.room):
+        item.room = Room.here(gpus)
+        axes: Sequence[str] = ()
+        missing = answers["ranks"].missing
+        if not missing and "ranks" in declared:
+            axes = [axis for axis in declared["ranks"].axes if axis in DATA_AXES]
+            missing = _missing_for_cell(subject, declared["ranks"], item.room)
+        if missing:
             item.problem = "precondition", f"{subject.title}: {missing}"
-            return
-        axes = [axis for axis in sides["ranks"].axes if axis in DATA_AXES]
-        item.meshes["ranks"] = natural_mesh(axes, subject.world)
+        else:
+            item.meshes["ranks"] = natural_mesh(axes, subject.world)
         return
     for letter in LETTERS:
         side = subject.side(letter)
-        if missing := _missing(sides[letter], subject.world):
+        if missing := answers[letter].missing:
             item.problem = "precondition", f"{side.implementation}: {missing}"
             return
-        item.meshes[letter] = dict(side.mesh) or natural_mesh(sides[letter].axes, subject.world)
+        item.meshes[letter] = dict(side.mesh) or natural_mesh(declared[letter].axes, subject.world)
     item.meshes["twin"] = item.meshes["a"]
 
 
-def _missing(declared: Declaration, world: int) -> str:
-    """Why a system cannot run on ``world`` ranks here; empty: it can."""
-    if not declared.missing and declared.max_world is not None and world > declared.max_world:
-        return f"runs on at most {declared.max_world} ranks"
-    return declared.missing
-
-
 def _missing_for_cell(cell: Cell, declared: Declaration, room: Room) -> str:
-    """The same for a cell, all of whose ranks are on one data axis."""
-    if declared.missing:
-        return declared.missing
+    """Why a cell, all of whose ranks are on one data axis, cannot run; empty: it can."""
     if not any(axis in DATA_AXES for axis in declared.axes):
         return f"has no data axis, only {', '.join(declared.axes) or 'none'}"
     batch = cell.workload.global_batch
+    if missing := declared.excludes(cell.backend, cell.dtype, cell.world):
+        return missing
     if batch < cell.world <= room.ranks:
         return f"{batch} samples do not go round {cell.world} ranks"
-    return _missing(declared, cell.world)
+    return ""
 
 
 def in_order(group: list[Measured]) -> list[Measured]:

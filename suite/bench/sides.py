@@ -28,11 +28,11 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.case import WorkloadSpec, optimizer_from_dict
+from shardproof.case import AXES, Axis, WorkloadSpec, optimizer_from_dict
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios import load
-from shardproof.scenarios.schema import Axis, Label, Model, Size
+from shardproof.scenarios.schema import Label, Model, Size
 
 #: Blocks of a comparison: chosen beforehand, so that the A/A half-width on the machine of the
 #: evidence is at most 5 % (results/evidence/bench-calibration.md).
@@ -242,8 +242,8 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
-        if axis not in ("pipe", "replicate", "shard", "tensor") or not _NUMBER.match(size):
-            remedy = "axes are pipe, replicate, shard, tensor; write e.g. replicate=2,shard=2"
+        if axis not in AXES or not _NUMBER.match(size):
+            remedy = f"axes are {', '.join(AXES)}; write e.g. replicate=2,shard=2"
             raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
         axes[axis] = int(size)
     return axes

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from shardproof.case import Case
+from shardproof.cases.runner import OnAccount, Result, run_cases
+from shardproof.checks import GENERAL
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
-#: Every mutant faces every check; those that do not apply to its case skip.  One that expects a
-#: relation faces ``relations``, too.
-CHECKS = (
-    *("equivalence", "replicas", "norm", "loss_scale"),
-    *("traffic", "memory", "overlap", "active", "schedule"),
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def pair(mutant: Any) -> Pair:
         workload=mutant.workload,
         optimizer=mutant.optimizer,
         lane=mutant.lane,
-        checks=CHECKS + (("relations",) if "relation" in mutant.expect else ()),
+        checks=GENERAL + (("relations",) if "relation" in mutant.expect else ()),
         options=dict(mutant.options)
         | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,
@@ -143,3 +141,40 @@ def _margin(result: dict[str, Any]) -> float | None:
         if check["status"] == "fail" and worst and worst["bound"]:
             return float(worst["error"]) / float(worst["bound"])
     return None
+
+
+# ----------------------------------------------------------------------------------------- running
+
+
+def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
+    """Every parent's case once, before those of its mutants."""
+    cases: list[Case] = []
+    for item in (pair(mutant) for mutant in mutants):
+        cases += [case for case in (item.parent, item.case) if case not in cases]
+    return cases
+
+
+def _in_turn(mutants: Sequence[Any]) -> list[Any]:
+    """One mutant of each file after the other."""
+    files: dict[str, list[Any]] = {}
+    for mutant in mutants:
+        files.setdefault(mutant.implementation.__module__, []).append(mutant)
+    return [m for turn in zip_longest(*files.values()) for m in turn if m is not None]
+
+
+def run_mutants(
+    mutants: Sequence[Any],
+    jobs: int,
+    on_result: Callable[[Result], None],
+    stop_after: float | None = None,
+    on_account: OnAccount | None = None,
+) -> list[Kill]:
+    """Run every mutant beside its parent and say which were killed.
+
+    Where time may run out (``stop_after``) every file of faults gets its turn.
+    """
+    pairs = [pair(mutant) for mutant in mutants]
+    order = mutants if stop_after is None else _in_turn(mutants)
+    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
+    by_id = {result["id"]: result for result in results}
+    return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

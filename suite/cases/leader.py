@@ -1,35 +1,46 @@
-"""From a case to its account: load the implementation, run the ranks, assemble, measure.
+"""One case in its leader process: load the system, run its ranks, train the oracle, measure.
 
-:func:`examine` runs in the leader process of one case and never executes a step of the
-implementation itself.  What it leaves is judged by :func:`shardproof.cases.verdict.decide`.
+The leader never executes a step of the implementation itself.  :func:`conduct` is the task that
+``cases.runner`` sends here.  Next: ``launch/ranks.py`` starts the ranks, each of which runs
+``cases/rank_program.py``; then ``cases/verdict.py`` measures and decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, checks, pack, registry, workloads
+from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
-from shardproof.cases.rank_program import describe, facts_for_judge, run_rank
-from shardproof.cases.verdict import decide, declared_away, outside_profile
+from shardproof.cases.rank_program import run_rank, workload_facts
+from shardproof.cases.verdict import decide, measure
 from shardproof.checks import relations, schedule
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.account import Account, strip, whole_tensors
+from shardproof.evidence.account import Account, whole_tensors
 from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
+from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload
 
 Run = Callable[..., list[RankOutcome]]
+
+
+def conduct(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Task of the leader: judge ``case`` in ``workdir``; returns its ``result`` and ``account``."""
+    workdir = Path(payload["workdir"])
+    workdir.mkdir(parents=True)
+    case = Case.from_dict(payload["case"])
+    account, result = examine(case, workdir, Path(payload["cache"]))
+    return {"result": result, "account": account.to_dict()}
 
 
 def examine(
@@ -46,9 +57,8 @@ def examine(
         evidence = _gather(account, workdir, cache, run)
         began = time.monotonic()
         if evidence is not None:
-            for name in case.checks:
-                evidence.compared[name] = _measure(name, evidence)
-            account.figures = strip(evidence)
+            measure(evidence)
+            account.figures = evidence.to_dict()
         result = decide(account, evidence)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
@@ -69,20 +79,15 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     try:
         implementation = registry.load(case.implementation)
-        capabilities = implementation.capabilities(case.options)
+        declaration = account.declaration = Declaration.of(implementation, case.options)
     except registry.BrokenImplementation as error:
         account.broken = str(error)
         return None
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
         return None
-    claims = account.claims = describe(implementation, capabilities)
-    account.missing = (
-        backends.BACKENDS[case.backend].available(case.world)
-        or _lacking(capabilities.packages)
-        or ""
-    )
-    if outside_profile(claims) or declared_away(case, claims, account.missing):
+    account.missing = declaration.missing_here(case.backend, case.world)
+    if declaration.outside_profile() or declaration.excludes_case(case, account.missing):
         return None
     try:
         schedules = _schedules(case, implementation)
@@ -103,7 +108,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     outcomes = run(
         case.backend,
         case.world,
-        lambda rank, world: run_rank(case, workload, rank),
+        lambda rank, world: run_rank(case, workload, rank).to_dict(),
         workdir,
         case.deadline / 2 if twice else case.deadline,
         case.ledgers,
@@ -114,16 +119,16 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     account.outcomes = [dataclasses.asdict(outcome) | {"record": None} for outcome in outcomes]
     if "refuses" in case.expect or root_cause(outcomes) is not None:
         return None
-    if capabilities.oracle == "plain":
+    if declaration.oracle == "plain":
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
             return None
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = records_of(outcomes)
     began = time.monotonic()
-    truth = _truth(case, implementation, workload, records, cache)
+    truth = _truth(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     facts = facts_of(case)
-    evidence = Evidence(case, records, truth, facts_for_judge(workload), facts, schedules)
+    evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if twice:
         began = time.monotonic()
         _relate(evidence, workdir, run)
@@ -136,17 +141,17 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
     if "pipe" not in case.mesh:
         return {}
     cut = case.workload.cut(case.data_coordinates)
-    found = {}
+    schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
         claimed = schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
         if claimed is not None:
-            found[size] = claimed
-    return found
+            schedules[size] = claimed
+    return schedules
 
 
 def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).plan)):
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).model_facts)):
         return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)
@@ -160,14 +165,6 @@ def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -
     )
 
 
-def _lacking(packages: Sequence[str]) -> str:
-    """Which of ``packages`` is not installed here; empty if none."""
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            return f"the optional package {name!r} is not installed: see docs/install-extras.md"
-    return ""
-
-
 def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     """Run the case that a relation derives from this one, and put its records beside them."""
     if run is not run_ranks:
@@ -179,13 +176,11 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         case, evidence.no_derived_run_because = relations.derive(evidence)
         if case is None:
             return
-        implementation = registry.load(case.implementation)
-        capabilities = implementation.capabilities(case.options)
+        declaration = Declaration.of(registry.load(case.implementation), case.options)
     except (Refused, registry.BrokenImplementation) as error:
         evidence.derived_run = f"the second run cannot be made: {error}"
         return
-    missing = _lacking(capabilities.packages)
-    reason = declared_away(case, describe(implementation, capabilities), missing)
+    reason = declaration.excludes_case(case, declaration.missing_here(case.backend, case.world))
     if reason:
         evidence.no_derived_run_because = f"{case.implementation} {reason}"
         return
@@ -195,7 +190,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
     outcomes = run_ranks(
         case.backend,
         case.world,
-        lambda rank, world: run_rank(case, workload, rank),
+        lambda rank, world: run_rank(case, workload, rank).to_dict(),
         folder,
         case.deadline / 2,
         case.ledgers,
@@ -209,45 +204,46 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         what = " ".join(filter(None, (cause.status, cause.error_type)))
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
-    records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+    records = records_of(outcomes)
     evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
+
+
+def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
+    """The records that the ranks left."""
+    files = (outcome.record for outcome in outcomes)
+    return [RankRecord.from_dict(tensor_bytes.load(file)) for file in files if file is not None]
 
 
 def _truth(
     case: Case,
     implementation: type[Implementation],
+    declaration: Declaration,
     workload: Workload,
-    records: list[dict[str, Any]],
+    records: list[RankRecord],
     cache: Path,
 ) -> dict[str, Any]:
     """The oracle of the kind that the implementation names."""
-    capabilities = implementation.capabilities(case.options)
-    if capabilities.oracle == "replay":
-        return replay.truth(workload, case.optimizer, case.steps, records)
-    if capabilities.oracle == "emulated":
+    if declaration.oracle == "replay":
+        shares = {record.steps[0].share for record in records} - {None}
+        events = [event for record in records for event in record.history]
+        return replay.truth(workload, case.optimizer, case.steps, len(shares), events)
+    if declaration.oracle == "emulated":
         # Not cached: these numbers depend on the implementation's own code.
         return training.train(
             workload,
             case.optimizer,
             case.data_coordinates,
             case.steps,
-            capabilities.buffers,
+            declaration.buffers,
             fold=implementation.emulator(case.options),
         )
-    return training.load_or_train(case, capabilities.buffers, cache)
-
-
-def _measure(name: str, evidence: Evidence) -> list[dict[str, Any]]:
-    try:
-        return checks.measure(name, evidence)
-    except Exception as error:  # noqa: BLE001 - a check that breaks must not pass for a pass
-        where = traceback.format_exception(error)[-2].strip()
-        return [{"broke": f"{error!r} ({where})"}]
+    return training.load_or_train(case, declaration.buffers, cache)
 
 
 def _failing_tensors(evidence: Evidence, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for told in result["checks"]:
-        if told["status"] == "fail" and told["worst"]:
-            found += [t for t in whole_tensors(evidence, told["worst"]) if t not in found]
-    return found
+    tensors: list[dict[str, Any]] = []
+    for outcome in result["checks"]:
+        if outcome["status"] == "fail" and outcome["worst"]:
+            named = whole_tensors(evidence, outcome["worst"])
+            tensors += [tensor for tensor in named if tensor not in tensors]
+    return tensors

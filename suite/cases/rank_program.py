@@ -8,7 +8,6 @@ them is not counted.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof import backends, registry
+from shardproof import backends, registry, tensor_bytes
 from shardproof.case import DATA_AXES, Case, data_shares
 from shardproof.comm import Mesh
 from shardproof.contract import (
@@ -36,10 +35,20 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
+from shardproof.evidence.records import (
+    Evaluation,
+    Pieces,
+    RankRecord,
+    StepRecord,
+    TensorDigest,
+    WorkloadFacts,
+    copied,
+)
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import Workload
 
 #: What is looked at, and when.
@@ -60,7 +69,7 @@ class CannotReload(RuntimeError):
     """The implementation refuses to take over what another instance of it held."""
 
 
-def run_rank(case: Case, workload: Workload, rank: int) -> dict[str, Any]:
+def run_rank(case: Case, workload: Workload, rank: int) -> RankRecord:
     """Run ``case`` on this rank inside the default process group; returns the rank's record."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     return _Rank(case, workload, rank).run()
@@ -72,55 +81,48 @@ class _Rank:
     def __init__(self, case: Case, workload: Workload, rank: int) -> None:
         self.case, self.workload, self.rank = case, workload, rank
         self.cls = registry.load(case.implementation)
-        self.capabilities = self.cls.capabilities(case.options)
+        self.declaration = Declaration.of(self.cls, case.options)
         self.implementation: Implementation | None = None
         self.log = program_order.current()
-        self.memory = open_memory(case, self.capabilities)
+        self.memory = open_memory(case, self.declaration)
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
         #: Pieces that lie in no storage of the rank: computed for the observation.
         self.unmatched: dict[str, None] = {}
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> RankRecord:
         """Drive the implementation; what it holds at every observation is the record."""
+        record = RankRecord(self.rank, cores(), self.declaration)
         with self.memory or nullcontext():
-            record = self._run()
-        record["memory"] = summary(self.memory.log) if self.memory else []
-        record["unmatched"] = list(self.unmatched)
+            self._run(record)
+        if self.memory:
+            record.memory = summary(self.memory.log)
+        record.unmatched = list(self.unmatched)
         return record
 
-    def _run(self) -> dict[str, Any]:
-        record: dict[str, Any] = {
-            "rank": self.rank,
-            "cores": cores(),
-            "capabilities": describe(self.cls, self.capabilities),
-            "initial": {},
-            "history": [],
-            "final": {},
-            "steps": [],
-        }
+    def _run(self, record: RankRecord) -> None:
         try:
             self._take_seat(self._members(0))
-            record["coordinate"] = self.mesh.coordinate
+            record.coordinate = self.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
-                    record["initial"] = self._holds(("parameters", "buffers"))
+                    record.initial = self._holds(("parameters", "buffers"))
             for step in range(self.case.steps):
                 if step and self._members(step) != self.mesh.ranks:
                     self._change_seats(self._members(step))
                 if step == self.case.reload_at:
                     self._reload()
                 if step and step == self.case.steps - 1 and self._judged_between_steps():
-                    record["evaluation"] = self._evaluation(step)
-                record["steps"].append(self._step(step))
+                    record.evaluation = self._evaluation(step)
+                record.steps.append(self._step(step))
             if self._judged_between_steps():
-                record["full_state"] = self._full_state()
+                record.full_state = self._full_state()
             if self.implementation is not None:
                 self.implementation.drain()
-                if self.capabilities.oracle == "replay":
-                    record["final"] = self._holds(("parameters",))
-                record["history"] = [dataclasses.asdict(e) for e in self.implementation.events()]
+                if self.declaration.oracle == "replay":
+                    record.final = self._holds(("parameters",))
+                record.history = list(self.implementation.events())
                 self.implementation.close()
         except BaseException:
             if self.implementation is not None:
@@ -128,10 +130,9 @@ class _Rank:
                     self.implementation.abort()
             raise
         ledger = traffic.current()
-        record["traffic"] = ledger.to_dicts() if ledger else []
-        record["events"] = [list(event) for event in self.log.events] if self.log else []
-        record["actions"] = [done._asdict() for done in self.log.actions] if self.log else []
-        return record
+        record.traffic = ledger.named_calls() if ledger else []
+        if self.log:
+            record.events, record.actions = self.log.events, self.log.actions
 
     def _members(self, step: int) -> tuple[int, ...]:
         """The ranks that take part in ``step``."""
@@ -144,7 +145,7 @@ class _Rank:
         self.mesh = self._make_mesh(members)
         if self.rank in members:
             first = self.rank == members[0]
-            lends = self.capabilities.initial_state == "everywhere" or first
+            lends = self.declaration.initial_state == "everywhere" or first
             with self._aside():
                 state = self.workload.state() if lends else None
             self._set_up(self.mesh, state)
@@ -193,7 +194,7 @@ class _Rank:
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
         self.implementation.close()
         state = None
-        if self.rank == self.mesh.ranks[0] or self.capabilities.initial_state == "everywhere":
+        if self.rank == self.mesh.ranks[0] or self.declaration.initial_state == "everywhere":
             other = self.workload.build_for(self.mesh.ranks[0], 0)()
             named = itertools.chain(other.named_parameters(), other.named_buffers())
             state = {name: tensor.detach() for name, tensor in named}
@@ -230,7 +231,7 @@ class _Rank:
         """What is allocated inside is the suite's and not counted."""
         return self.memory.paused() if self.memory else nullcontext()
 
-    def _weigh(self, point: str) -> None:
+    def _measure_memory(self, point: str) -> None:
         """Label what the rank holds at this moment, and mark it."""
         if self.memory is None or self.implementation is None:
             return
@@ -241,16 +242,16 @@ class _Rank:
         self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
         self.memory.mark(point)
 
-    def _holds(self, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    def _holds(self, kinds: tuple[Kind, ...]) -> Pieces:
         assert self.implementation is not None
-        return {kind: _pieces(self.implementation.local_state(kind)) for kind in kinds}
+        return {kind: copied(self.implementation.local_state(kind)) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
         """Whether state between steps is one that others can tell: all ranks, always, in step."""
-        plain = self.capabilities.oracle == "plain" and "after_update" in self.capabilities.points
+        plain = self.declaration.oracle == "plain" and "after_update" in self.declaration.points
         return plain and not self.case.membership and self.implementation is not None
 
-    def _evaluation(self, step: int) -> dict[str, Any] | None:
+    def _evaluation(self, step: int) -> Evaluation | None:
         """Two evaluations of the batch of ``step``, and what they changed (``None``: refused)."""
         assert self.implementation is not None
         batch, share = self._batch(step)
@@ -258,15 +259,15 @@ class _Rank:
         with self.log.observe("evaluation") if self.log else nullcontext():
             before = self._holds(kinds)
             try:
-                told = [self.implementation.evaluate(batch) for _ in range(2)]
+                reported = [self.implementation.evaluate(batch) for _ in range(2)]
             except Refused:
                 return None
             after = self._holds(kinds)
-        losses = [None if loss is None else _number(loss) for loss in told]
-        changed = [kind for kind in kinds if _differ(before[kind], after[kind])]
-        return {"step": step, "share": share, "losses": losses, "changed": changed}
+        losses = [None if loss is None else _number(loss) for loss in reported]
+        changed: list[str] = [kind for kind in kinds if _differ(before[kind], after[kind])]
+        return Evaluation(step, share, losses, changed)
 
-    def _full_state(self) -> dict[str, Any] | None:
+    def _full_state(self) -> dict[str, TensorDigest] | None:
         """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""
         assert self.implementation is not None
         with self.log.observe("full_state") if self.log else nullcontext():
@@ -274,31 +275,26 @@ class _Rank:
                 state = self.implementation.full_state("parameters")
             except Refused:
                 return None
-        return {name: tensor_digest(tensor) for name, tensor in state.items()}
+        return {
+            name: TensorDigest(
+                tensor_bytes.digest(tensor), list(tensor.shape), tensor_bytes.dtype_name(tensor)
+            )
+            for name, tensor in state.items()
+        }
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int) -> StepRecord:
+        observed: dict[str, Pieces] = {}
         if self.implementation is None:
-            return {
-                "step": step,
-                "present": False,
-                "share": None,
-                "windows": [],
-                "loss": None,
-                "norm": None,
-                "metrics": {},
-                "observed": {point: {} for point in POINTS},
-                "calls": [0, 0],
-                "events": [0, 0],
-            }
+            observed |= {point: {} for point in POINTS}
+            return StepRecord(step, None, None, None, present=False, observed=observed)
         ledger, log = traffic.current(), self.log
         batch, share = self._batch(step)
-        observed: dict[str, dict[str, Any]] = {}
 
         def observe(point: Point) -> None:
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
-                self._weigh(point)
+                self._measure_memory(point)
                 observed[point] = self._holds(KINDS_AT[point])
 
         first_call = len(ledger.calls) if ledger else 0
@@ -311,23 +307,22 @@ class _Rank:
             if not isinstance(result, StepResult):
                 what = type(result).__name__
                 raise BrokenContract(f"step {step} returned {what}, not a StepResult")
-        for point in self.capabilities.points:
+        for point in self.declaration.points:
             if point not in observed:
                 raise BrokenContract(f"step {step}: {point!r} was never observed")
-        return {
-            "step": step,
-            "present": True,
-            "share": share,
-            "windows": [len(window) for window in batch.windows],
-            "loss": None if result.loss is None else _number(result.loss),
-            "norm": None if result.norm is None else _number(result.norm),
-            "metrics": dict(result.metrics),
-            "outputs": sorted(self.outputs),
-            "observed": observed,
-            "held": {point: _elements(kinds) for point, kinds in observed.items()},
-            "calls": [first_call, len(ledger.calls) if ledger else 0],
-            "events": [first_event, log.now if log else 0],
-        }
+        return StepRecord(
+            step,
+            share,
+            loss=None if result.loss is None else _number(result.loss),
+            norm=None if result.norm is None else _number(result.norm),
+            windows=[len(window) for window in batch.windows],
+            metrics=dict(result.metrics),
+            outputs=sorted(self.outputs),
+            observed=observed,
+            held={point: _elements(kinds) for point, kinds in observed.items()},
+            calls=[first_call, len(ledger.calls) if ledger else 0],
+            events=[first_event, log.now if log else 0],
+        )
 
 
 def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
@@ -338,7 +333,7 @@ def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
     return MemoryLedger(lambda: log.phase)
 
 
-def _elements(kinds: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, int]]:
+def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
     """Elements by kind and name of what the rank holds at a moment; names of none are left out.
 
     Of a parameter's optimizer slots the largest counts; counters and masters do not.
@@ -347,8 +342,8 @@ def _elements(kinds: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, 
     for kind, pieces in kinds.items():
         sizes: dict[str, int] = {}
         for piece in pieces:
-            if piece["tensor"].numel():
-                sizes[piece["name"]] = sizes.get(piece["name"], 0) + piece["tensor"].numel()
+            if piece.tensor.numel():
+                sizes[piece.name] = sizes.get(piece.name, 0) + piece.tensor.numel()
         if kind == "optimizer":
             slots: dict[str, int] = {}
             for name, size in sizes.items():
@@ -373,36 +368,23 @@ def _placed(batch: Batch, device: str, factor: float) -> Batch:
     return dataclasses.replace(batch, windows=windows)
 
 
-def describe(cls: type[Implementation], capabilities: Capabilities) -> dict[str, Any]:
-    """Capabilities as plain data, with the claimed strategy."""
-    fields = dataclasses.asdict(capabilities)
-    fields["features"] = sorted(capabilities.features)
-    fields["declines"] = dict(capabilities.declines)
-    return {"strategy": cls.strategy, **fields}
-
-
-def _differ(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+def _differ(before: Sequence[Piece], after: Sequence[Piece]) -> bool:
     """Whether two lists of copied pieces differ in any name, place or bit."""
     if len(before) != len(after):
         return True
-    for one, other in zip(before, after, strict=True):
-        if any(one[key] != other[key] for key in one if key != "tensor"):
-            return True
-        first, second = tensor_digest(one["tensor"]), tensor_digest(other["tensor"])
-        if first != second:
-            return True
-    return False
+    return any(
+        _place(a) != _place(b) or _bits(a) != _bits(b) for a, b in zip(before, after, strict=True)
+    )
 
 
-def tensor_digest(tensor: Tensor) -> dict[str, Any]:
-    """SHA-256 of the bytes, shape and dtype, as ``evidence.assembled.describe`` tells them."""
-    plain = tensor.detach().cpu().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return {
-        "digest": hashlib.sha256(data).hexdigest(),
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-    }
+def _place(piece: Piece) -> tuple[Any, ...]:
+    where = (piece.global_shape, piece.slices, piece.flat_range)
+    return piece.name, piece.replica, piece.incomplete, *where
+
+
+def _bits(piece: Piece) -> tuple[torch.dtype, torch.Size, bytes]:
+    # Bytes, not values: a NaN equals itself, and 0 is not -0.
+    return piece.tensor.dtype, piece.tensor.shape, tensor_bytes.raw(piece.tensor)
 
 
 def _copy(piece: Piece) -> Piece:
@@ -412,22 +394,6 @@ def _copy(piece: Piece) -> Piece:
 def _number(value: Tensor | float) -> float:
     number = float(value)
     return number if math.isfinite(number) else math.nan
-
-
-def _pieces(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """Copies, so that what the implementation does next cannot change what was seen."""
-    return [
-        {
-            "name": piece.name,
-            "global_shape": list(piece.global_shape),
-            "slices": None if piece.slices is None else [list(s) for s in piece.slices],
-            "flat_range": None if piece.flat_range is None else list(piece.flat_range),
-            "replica": piece.replica,
-            "incomplete": piece.incomplete,
-            "tensor": piece.tensor.detach().cpu().clone(memory_format=torch.contiguous_format),
-        }
-        for piece in pieces
-    ]
 
 
 class _WatchedBuild:
@@ -457,12 +423,12 @@ class _WatchedBuild:
         return self._build.loss(outputs, micro)
 
 
-def facts_for_judge(workload: Workload) -> Mapping[str, Any]:
+def workload_facts(workload: Workload) -> WorkloadFacts:
     """What the checks need to know of the workload."""
-    return {
-        "zero_gradient": workload.zero_gradient,
-        "parameter_names": list(workload.parameter_names),
-        "trainable_names": list(workload.trainable_names),
-        "unused_possible": workload.unused_possible,
-        "traits": list(workload.spec.traits),
-    }
+    return WorkloadFacts(
+        zero_gradient=workload.zero_gradient,
+        parameter_names=list(workload.parameter_names),
+        trainable_names=list(workload.trainable_names),
+        unused_possible=workload.unused_possible,
+        traits=list(workload.spec.traits),
+    )

@@ -1,17 +1,19 @@
-"""Cases in, results out: plans nothing itself, but keeps every core busy and loses no result.
+"""The parent of all cases: hands each to a leader process and gathers the results as they end.
 
-Each case runs in a leader process forked from the fork server; results are written as they end,
-so that a kill loses at most the running cases.
+A case is followed by reading on in this order:
+
+1. ``commands.run.execute`` calls :func:`run_cases`;
+2. this file gives the task :func:`shardproof.cases.leader.conduct` to ``launch.pool.Pool``, which
+   runs it in a process forked from the fork server (``launch.fork_server_main``);
+3. next: ``cases/leader.py`` (in that process): load, start the ranks, measure;
+4. ``launch/ranks.py`` and ``launch/rank_process.py``: one process or thread a rank;
+5. ``cases/rank_program.py``: what a rank does and records;
+6. ``cases/verdict.py``: from the account to the verdict, again in the leader.
 """
 
 from __future__ import annotations
 
-import fcntl
-import itertools
-import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -19,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.kills import Kill, judge_kill, pair
-from shardproof.launch.pool import Pool
-from shardproof.registry import preflight
+from shardproof.cases.leader import conduct
+from shardproof.cases.verdict import decide
+from shardproof.evidence.account import Account
+from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.registry import declaration, preflight
 
 Result = dict[str, Any]
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
@@ -31,28 +35,20 @@ JUDGING_SECONDS = 60.0
 
 
 class Session:
-    """Leaders, a work folder and cached oracles for any number of runs; a context manager."""
+    """Leaders and cached oracles for any number of runs; a context manager."""
 
     def __init__(self, jobs: int) -> None:
-        self._space = Workspace()
-        self._pool = Pool(jobs, preload=("shardproof.cases.leader",))
+        self._pool = Pool(jobs, tasks=(conduct,))
         self._made = 0
 
     def __enter__(self) -> Session:
-        self._path = self._space.__enter__()
-        (self._path / "oracles").mkdir()
-        try:
-            self._pool.__enter__()
-        except BaseException:
-            self._space.__exit__()
-            raise
+        self._pool.__enter__()
+        self._oracles = self._pool.folder / "oracles"
+        self._oracles.mkdir()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._pool.__exit__()
-        finally:
-            self._space.__exit__()
+        self._pool.__exit__()
 
     def run(
         self,
@@ -68,24 +64,26 @@ class Session:
             raise ValueError("two cases share one id")
         started: set[str] = set()
         begin = time.monotonic()
-        cache = str(self._path / "oracles")
 
-        def payloads() -> Iterator[tuple[str, dict[str, Any], float]]:
+        def items() -> Iterator[tuple[str, dict[str, Any], float]]:
             for case in cases:
                 if stop_after is not None and time.monotonic() - begin > stop_after:
                     return
                 started.add(case.id)
                 self._made += 1
-                workdir = self._path / f"case{self._made}"
-                payload = {"case": case.to_dict(), "workdir": str(workdir), "cache": cache}
+                workdir = self._pool.folder / f"case{self._made}"
+                payload = {
+                    "case": case.to_dict(),
+                    "workdir": str(workdir),
+                    "cache": str(self._oracles),
+                }
                 yield case.id, payload, case.deadline + JUDGING_SECONDS
 
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
-        with closing(self._pool.run("shardproof.cases.runner:conduct", payloads())) as ends:
-            for ended in ends:
-                workdir = Path(ended.payload["workdir"])
-                result, account = _collect(by_id[ended.key], workdir, ended)
-                shutil.rmtree(workdir, ignore_errors=True)
+        with closing(self._pool.run(conduct, items())) as ends:
+            for end in ends:
+                shutil.rmtree(Path(end.payload["workdir"]), ignore_errors=True)
+                result, account = _result_of(by_id[end.key], end)
                 results.append(result)
                 if on_account is not None:
                     on_account(result, account)
@@ -97,15 +95,12 @@ class Session:
         preflight.check([implementation], self._pool)
 
     def axes(self, implementation: str, options: Mapping[str, Any]) -> list[str]:
-        """The mesh axes that it claims under ``options``, asked in a leader; empty if it fails."""
-        told = self._path / "axes.json"
-        told.unlink(missing_ok=True)
-        payload = {"name": implementation, "options": dict(options), "told": str(told)}
-        item = ("axes", payload, JUDGING_SECONDS)
-        with closing(self._pool.run("shardproof.cases.runner:tell_axes", [item])) as ends:
-            for _ in ends:
-                pass
-        return list(json.loads(told.read_text())) if told.exists() else []
+        """The mesh axes that it declares under ``options``; empty if it cannot be asked."""
+        payload = {"implementation": implementation, "options": dict(options)}
+        items = [("axes", payload, JUDGING_SECONDS)]
+        with closing(self._pool.run(declaration.axes, items)) as ends:
+            (end,) = ends
+        return list(end.value or ())
 
 
 def run_cases(
@@ -124,123 +119,13 @@ def run_cases(
         return session.run(cases, on_result, stop_after, on_account)
 
 
-def conduct(payload: dict[str, Any]) -> None:
-    """Task of the leader: judge one case; its work folder then holds ``account.json`` and
-    ``result.json``.
-    """
-    from shardproof.cases.leader import examine
-
-    workdir = Path(payload["workdir"])
-    workdir.mkdir(parents=True)
-    case = Case.from_dict(payload["case"])
-    account, result = examine(case, workdir, Path(payload["cache"]))
-    for name, told in (("account.json", account.to_dict()), ("result.json", result)):
-        partial = workdir / f"{name}.partial"
-        partial.write_text(json.dumps(told, default=str))
-        partial.rename(workdir / name)
-
-
-def tell_axes(payload: dict[str, Any]) -> None:
-    """Task of the leader: write down which mesh axes an implementation claims."""
-    from shardproof import registry
-
-    axes = registry.load(payload["name"]).capabilities(payload["options"]).axes
-    partial = Path(payload["told"]).with_suffix(".partial")
-    partial.write_text(json.dumps(axes))
-    partial.rename(payload["told"])
-
-
-def _collect(case: Case, workdir: Path, ended: Any) -> tuple[Result, dict[str, Any]]:
-    """The result of a case and its account."""
-    path = workdir / "result.json"
-    if path.exists():
-        result: Result = json.loads(path.read_text())
-        account: dict[str, Any] = json.loads((workdir / "account.json").read_text())
+def _result_of(case: Case, end: TaskEnd) -> tuple[Result, dict[str, Any]]:
+    """The result of a case and its account: the leader's, or what its death amounts to."""
+    if end.value is not None:
+        result, account = end.value["result"], end.value["account"]
     else:
-        from shardproof.cases.verdict import decide
-        from shardproof.evidence.account import Account
-
-        told = ("exit_code", "signal", "timed_out", "seconds", "output")
-        left = Account(case, leader={name: getattr(ended, name) for name in told})
+        names = ("exit_code", "signal", "timed_out", "seconds", "output")
+        left = Account(case, leader={name: getattr(end, name) for name in names})
         result, account = decide(left), left.to_dict()
-    result["seconds"] = ended.seconds
+    result["seconds"] = end.seconds
     return result, account
-
-
-class Workspace:
-    """A temporary folder in memory where there is one; removed on every path.
-
-    A runner that is killed cannot remove its own: the next one does, as the lock is then free.
-    """
-
-    def __enter__(self) -> Path:
-        base = workspace_base()
-        sweep(base)
-        self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        # Locked before it bears its name: another runner's sweep must never find it free.
-        fresh = self._path / f"{LOCK}.fresh"
-        self._lock = fresh.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        fresh.rename(self._path / LOCK)
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._lock.close()
-
-
-PREFIX, LOCK = "shardproof-", ".lock"
-
-
-def workspace_base() -> Path:
-    """Where work folders are made: in memory, if that can be written."""
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def sweep(base: Path) -> list[Path]:
-    """Remove work folders whose runner is dead; returns them."""
-    removed = []
-    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
-        try:
-            with lock.open() as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:
-            continue  # in use, or another user's
-        removed.append(lock.parent)
-    return removed
-
-
-def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
-    """Every parent's case once, before those of its mutants."""
-    cases: list[Case] = []
-    for item in (pair(mutant) for mutant in mutants):
-        cases += [case for case in (item.parent, item.case) if case not in cases]
-    return cases
-
-
-def _in_turn(mutants: Sequence[Any]) -> list[Any]:
-    """One mutant of each file after the other."""
-    files: dict[str, list[Any]] = {}
-    for mutant in mutants:
-        files.setdefault(mutant.implementation.__module__, []).append(mutant)
-    return [m for turn in itertools.zip_longest(*files.values()) for m in turn if m is not None]
-
-
-def run_mutants(
-    mutants: Sequence[Any],
-    jobs: int,
-    on_result: Callable[[Result], None],
-    stop_after: float | None = None,
-    on_account: OnAccount | None = None,
-) -> list[Kill]:
-    """Run every mutant beside its parent and say which were killed.
-
-    Where time may run out (``stop_after``) every file of faults gets its turn.
-    """
-    pairs = [pair(mutant) for mutant in mutants]
-    order = mutants if stop_after is None else _in_turn(mutants)
-    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
-    by_id = {result["id"]: result for result in results}
-    return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

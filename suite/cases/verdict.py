@@ -1,6 +1,8 @@
 """From the account of a case to its verdict: pure functions, so that a stored run is judged again.
 
-:func:`decide` is called when a case has run, and by ``shardproof verify`` on what the records hold.
+Every check has two halves.  :func:`measure` runs in the leader, where the tensors are, and leaves
+figures.  :func:`decide` makes the verdict of the figures: once when the case has run, and again in
+``shardproof verify``.  Each check is a file of ``suite/checks/`` with these two functions.
 """
 
 from __future__ import annotations
@@ -12,22 +14,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof import checks
-from shardproof.case import Case
+from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, schedule
 from shardproof.checks.refusals import judge_errors
-from shardproof.contract import PROFILES, TRAIT_FEATURES
 from shardproof.evidence.account import Account, restore
-from shardproof.evidence.assembled import Figures
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
-#: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
-UNEQUAL = "unequal_micro_batches"
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
-_AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
+_AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
+
+
+def measure(evidence: Evidence) -> None:
+    """Fill ``evidence.compared`` with what every check measures, or with how it ``broke``."""
+    for name in evidence.case.checks:
+        try:
+            evidence.compared[name] = checks.measure(name, evidence)
+        except Exception as error:  # noqa: BLE001 - a check that breaks must not count as a pass
+            where = traceback.format_exception(error)[-2].strip()
+            evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
 def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
@@ -45,11 +55,11 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         kind, message = account.refused
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
-    assert account.claims is not None
-    reason = outside_profile(account.claims)
+    assert account.declaration is not None
+    reason = account.declaration.outside_profile()
     if reason:
         return _expected(case, "fail", reason)
-    reason = declared_away(case, account.claims, account.missing)
+    reason = account.declaration.excludes_case(case, account.missing)
     if reason:
         return _result(case, "skip", reason)
     outcomes = [RankOutcome(**outcome) for outcome in account.outcomes]
@@ -95,7 +105,7 @@ def _broken_leader(leader: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _run_check(name: str, figures: Figures) -> Outcome:
-    broke = next((row["broke"] for row in figures.compared.get(name, ()) if "broke" in row), "")
+    broke = next((row.broke for row in figures.compared.get(name, ()) if row.broke), "")
     if broke:
         return Outcome(name, "fail", f"the check itself broke: {broke}")
     try:
@@ -117,43 +127,6 @@ def verdict_of(found: Sequence[Outcome]) -> tuple[str, str]:
     if found and all(outcome.status == "skip" for outcome in found):
         return "skip", "; ".join(f"{o.check}: {o.message}" for o in found)
     return "pass", ""
-
-
-def outside_profile(claims: Mapping[str, Any]) -> str:
-    """A declined trait that the claimed strategy's profile implies cannot be declared away."""
-    profile = PROFILES.get(claims["strategy"], frozenset())
-    for trait in claims["declines"]:
-        feature = TRAIT_FEATURES.get(trait)
-        if feature in profile:
-            return (
-                f"declines trait {trait!r}, but claiming {claims['strategy']!r} implies {feature!r}"
-            )
-    return ""
-
-
-def declared_away(case: Case, claims: Mapping[str, Any], missing: str) -> str:
-    """Why this case lies outside what the implementation claims or what the machine has."""
-    if case.backend not in claims["backends"]:
-        return f"runs on {', '.join(claims['backends'])} only"
-    if missing:
-        return missing
-    foreign = [axis for axis in case.mesh if axis not in claims["axes"]]
-    if foreign:
-        return f"has no axis {', '.join(foreign)}; its axes: {', '.join(claims['axes'])}"
-    if claims["max_world"] is not None and case.world > claims["max_world"]:
-        return f"runs at world sizes up to {claims['max_world']}"
-    if case.dtype not in claims["dtypes"]:
-        return f"has no {case.dtype}; its dtypes: {', '.join(claims['dtypes'])}"
-    for trait in case.workload.traits:
-        if trait in claims["declines"]:
-            return f"declines trait {trait}: {claims['declines'][trait]}"
-    counts = case.workload.micro_batch_counts(case.data_coordinates)
-    if UNEQUAL in claims["declines"] and len(set(counts)) > 1:
-        return (
-            f"declines trait {UNEQUAL}, and {case.workload.global_batch} samples do not suffice: "
-            f"{min(counts)} to {max(counts)} micro-batches a rank: {claims['declines'][UNEQUAL]}"
-        )
-    return ""
 
 
 def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:

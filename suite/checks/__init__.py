@@ -16,27 +16,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from shardproof.evidence.assembled import Evidence, Figures, Row
+    from shardproof.evidence.assembled import Evidence, Figures
+    from shardproof.evidence.records import ComparisonRow
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
+#: Checks for any case: each skips what does not apply.  ``prove``, planted faults and the campaign
+#: ask all of them.
+GENERAL = (
+    *("equivalence", "replicas", "norm", "loss_scale"),
+    *("traffic", "memory", "overlap", "active", "schedule"),
+)
+#: Checks of something that the scenario names under ``expect``.
+EXPECTED = ("refusals", "relations")
 #: Every check and the module that holds it.
-CHECKS: dict[str, str] = {
-    name: f"shardproof.checks.{name}"
-    for name in (
-        "equivalence",
-        "replicas",
-        "norm",
-        "loss_scale",
-        "traffic",
-        "memory",
-        "overlap",
-        "active",
-        "schedule",
-        "refusals",
-        "relations",
-    )
-}
+CHECKS: dict[str, str] = {name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)}
 
 
 @dataclass(frozen=True)
@@ -72,9 +66,9 @@ class Outcome:
         return asdict(self)
 
 
-def measure(name: str, evidence: Evidence) -> list[Row]:
+def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
     """What check ``name`` measures of the tensors (nothing, for most)."""
-    found: Iterable[Row] = getattr(_module(name), "measure", lambda _: ())(evidence)
+    found: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)
     return list(found)
 
 

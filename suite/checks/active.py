@@ -25,27 +25,24 @@ from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
 from shardproof.costs import cost_model_of
-from shardproof.costs.expression import CaseFacts
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 
 
 def decide(evidence: Figures) -> Outcome:
     """Compare claims with traces."""
-    strategy = evidence.capabilities["strategy"]
+    strategy = evidence.declaration.strategy
     if strategy not in PROFILES:
         known = ", ".join(sorted(PROFILES))
         return Outcome("active", "fail", f"unknown strategy {strategy!r}; known: {known}")
-    missing = PROFILES[strategy] - set(evidence.capabilities["features"])
+    missing = PROFILES[strategy] - set(evidence.declaration.features)
     if missing:
         lacks = ", ".join(sorted(missing))
         return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
     names = {
-        row["name"]
-        for row in evidence.tensors
-        if row["point"] == "initial" and row["kind"] == "parameters"
+        row.name for row in evidence.tensors if row.point == "initial" and row.kind == "parameters"
     }
-    expected = set(evidence.workload["parameter_names"])
+    expected = set(evidence.workload.parameter_names)
     if names != expected:
         changed = ", ".join(sorted(names ^ expected)[:4])
         return Outcome("active", "fail", f"parameter names did not survive setup: {changed}")
@@ -76,29 +73,28 @@ _SIZES = (
 def _sizes(evidence: Figures) -> str:
     """Every rank holds the elements of each name that the strategy promises, no more and no less.
 
-    Sizes are those that a rank told in the last step; of the optimizer the largest slot counts.
+    Sizes are those of the pieces that a rank showed in the last step; of the optimizer the largest
+    slot counts.
     """
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    strategy = evidence.capabilities["strategy"]
-    cost_model = cost_model_of(strategy, plan)
+    strategy = evidence.declaration.strategy
+    cost_model = cost_model_of(strategy, evidence.model_facts)
     if cost_model is None or evidence.case.membership:
         return ""
     for record in evidence.records:
-        told = record["steps"][-1]
-        if any(step["metrics"].get("skipped") for step in record["steps"]):
+        if any(step.skipped for step in record.steps):
             return ""
-        local = cost_model.local(record["rank"])
+        local = cost_model.local(record.rank)
         for kind, point, field in _SIZES:
-            held = told.get("held", {}).get(point, {}).get(kind)
+            held = record.steps[-1].held.get(point, {}).get(kind)
             if held is None:
                 continue
             wanted: Mapping[str, int] = getattr(local, field)
-            # A piece without elements tells nothing, and who holds it is nobody's promise.
+            # No strategy promises which rank holds a piece without elements.
             own = {name: count for name, count in wanted.items() if count}
             odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
             if odd is not None:
                 return (
-                    f"rank {record['rank']} holds {held.get(odd, 0):,} elements of the {kind} of "
+                    f"rank {record.rank} holds {held.get(odd, 0):,} elements of the {kind} of "
                     f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
                 )
     return ""
@@ -112,14 +108,14 @@ def _buffer_dtypes(evidence: Figures) -> str:
     case = evidence.case
     wanted = case.precision.get("buffers", case.dtype)
     allowed = {wanted}
-    if "rebound_buffer" in evidence.workload["traits"]:
+    if "rebound_buffer" in evidence.workload.traits:
         allowed.add(_wider(wanted, case.compute_dtype))
     for row in evidence.tensors:
-        if row["kind"] != "buffers" or row["step"] != case.steps - 1:
+        if row.kind != "buffers" or row.step != case.steps - 1:
             continue
-        if row["dtype"] in ITEMSIZE and row["dtype"] not in allowed:
+        if row.dtype in ITEMSIZE and row.dtype not in allowed:
             return (
-                f"ranks {row['owners']} hold the buffer {row['name']!r} in {row['dtype']}, "
+                f"ranks {row.owners} hold the buffer {row.name!r} in {row.dtype}, "
                 f"precision.buffers asks for {wanted}"
             )
     return ""
@@ -136,10 +132,10 @@ def _output_dtypes(evidence: Figures) -> str:
     wanted = evidence.case.precision.get("output")
     for record in evidence.records if wanted is not None else ():
         for step in evidence.steps:
-            odd = set(record["steps"][step].get("outputs", ())) - {wanted}
+            odd = set(record.steps[step].outputs) - {wanted}
             if odd:
                 return (
-                    f"rank {record['rank']}, step {step}: outputs in {', '.join(sorted(odd))}, "
+                    f"rank {record.rank}, step {step}: outputs in {', '.join(sorted(odd))}, "
                     f"precision.output asks for {wanted}"
                 )
     return ""
@@ -147,27 +143,26 @@ def _output_dtypes(evidence: Figures) -> str:
 
 def _silent_accumulation(evidence: Figures) -> str:
     """No gradient reduction before the backward of the last micro-batch begins."""
-    features = evidence.capabilities["features"]
+    features = evidence.declaration.features
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
     for index, record in enumerate(evidence.records):
         for step in evidence.steps:
-            first, last = record["steps"][step]["events"]
             starts = [
-                n
-                for n, kind, unit in record["events"]
-                if kind == "forward" and unit == "" and first <= n < last
+                number
+                for number, kind, unit in record.events_of(step)
+                if kind == "forward" and unit == ""
             ]
             if len(starts) < 2:
                 continue
             early = [
                 call
                 for call in step_calls(evidence, step, index)
-                if call["operation"] in REDUCTIONS and call["issued"] < starts[-1]
+                if call.operation in REDUCTIONS and call.issued < starts[-1]
             ]
             if early:
                 return (
-                    f"rank {record['rank']}, step {step}: {len(early)} reductions before the last "
+                    f"rank {record.rank}, step {step}: {len(early)} reductions before the last "
                     "micro-batch: accumulation should not communicate"
                 )
     return ""
@@ -175,20 +170,19 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 def _recomputation(evidence: Figures) -> str:
     """As many forwards of each block inside backward as before it, or none."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    every = plan.options.get("recompute_every") if plan else None
-    if plan is None or every is None:
+    facts = evidence.model_facts
+    every = facts.options.get("recompute_every") if facts else None
+    if facts is None or every is None:
         return ""
     for record in evidence.records:
         for step in evidence.steps:
-            first, last = record["steps"][step]["events"]
-            found = Counter((kind, unit) for n, kind, unit in record["events"] if first <= n < last)
-            for unit in plan.units:
+            found = Counter((kind, unit) for _, kind, unit in record.events_of(step))
+            for unit in facts.units:
                 wanted = found["forward", unit] if every else 0
                 again = found["recompute", unit]
                 if again != wanted:
                     return (
-                        f"rank {record['rank']}, step {step}: {unit!r} is recomputed {again} "
+                        f"rank {record.rank}, step {step}: {unit!r} is recomputed {again} "
                         f"times in backward, {wanted} asked for (recompute_every: {every})"
                     )
     return ""
@@ -196,15 +190,15 @@ def _recomputation(evidence: Figures) -> str:
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     """A bucketed strategy reduces several buckets, fewer than there are parameters."""
-    if evidence.capabilities["strategy"] != "ddp" or evidence.case.world == 1:
+    if evidence.declaration.strategy != "ddp" or evidence.case.world == 1:
         return ""
     last = evidence.steps[-1]
     counts = [
-        sum(call["operation"] in REDUCTIONS for call in step_calls(evidence, last, index))
+        sum(call.operation in REDUCTIONS for call in step_calls(evidence, last, index))
         for index in range(len(evidence.records))
     ]
     figures["buckets"] = max(counts)
-    parameters = len(evidence.workload["trainable_names"])
+    parameters = len(evidence.workload.trainable_names)
     figures["parameters"] = parameters
     if len(set(counts)) > 1:
         return f"ranks reduce different numbers of buckets: {counts}"

@@ -9,40 +9,41 @@ last step ``full_state`` has the digests of the assembled pieces.  A part of equ
 from __future__ import annotations
 
 from shardproof.checks.numbers import Comparison
-from shardproof.evidence.assembled import Evidence, Row
+from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle import training
 from shardproof.workloads import for_case
 
 
-def measure(evidence: Evidence, bound: float) -> list[Row]:
+def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     """One row for the summed loss in evaluation mode, one per thing that is wrong."""
     return [*_evaluation(evidence, bound), *_full_state(evidence)]
 
 
-def _evaluation(evidence: Evidence, bound: float) -> list[Row]:
-    told = {r["rank"]: r["evaluation"] for r in evidence.records if r.get("evaluation")}
-    if not told:
+def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
+    by_rank = {r.rank: r.evaluation for r in evidence.records if r.evaluation is not None}
+    if not by_rank:
         return []
-    if len(told) < len(evidence.records):
-        return [{"problem": f"only ranks {sorted(told)} evaluate; the others refuse"}]
-    step = next(iter(told.values()))["step"]
+    if len(by_rank) < len(evidence.records):
+        return _problem(f"only ranks {sorted(by_rank)} evaluate; the others refuse")
+    step = next(iter(by_rank.values())).step
     shares: dict[int, float] = {}
-    for rank, what in told.items():
-        if what["changed"]:
-            return [{"problem": f"evaluation changes {what['changed'][0]} on rank {rank}"}]
-        first, second = what["losses"]
-        if first is None or what["share"] is None:
+    for rank, evaluation in by_rank.items():
+        if evaluation.changed:
+            return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
+        first, second = evaluation.losses
+        if first is None or evaluation.share is None:
             continue
         if first != second:
-            return [{"problem": f"two evaluations on rank {rank}: {first!r}, then {second!r}"}]
-        known = shares.setdefault(what["share"], first)
+            return _problem(f"two evaluations on rank {rank}: {first!r}, then {second!r}")
+        known = shares.setdefault(evaluation.share, first)
         if not abs(known - first) <= bound * abs(known):
-            return [{"problem": f"evaluation: ranks of share {what['share']} disagree"}]
+            return _problem(f"evaluation: ranks of share {evaluation.share} disagree")
     case = evidence.case
     workload = for_case(case)
     batches = workload.batch(step, case.data_coordinates)
     if set(shares) != set(range(len(batches))):
-        return [{"problem": f"evaluation: only shares {sorted(shares)} are told"}]
+        return _problem(f"evaluation: only the losses of shares {sorted(shares)} are reported")
     parameters = evidence.observed(step - 1, "after_update", "parameters").first()
     buffers = evidence.observed(step - 1, "after_update", "buffers").tensors
     truth = 0.0
@@ -54,27 +55,32 @@ def _evaluation(evidence: Evidence, bound: float) -> list[Row]:
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)
-    place = {"step": step, "phase": "evaluation", "name": "loss", "owner": "all ranks"}
-    return [place | {"error": result.error, "bound": result.bound}]
+    place = (step, "evaluation", "loss", "all ranks")
+    return [ComparisonRow(*place, result.error, result.bound)]
 
 
-def _full_state(evidence: Evidence) -> list[Row]:
-    told = {r["rank"]: r["full_state"] for r in evidence.records if r.get("full_state") is not None}
-    if not told:
+def _full_state(evidence: Evidence) -> list[ComparisonRow]:
+    by_rank = {r.rank: r.full_state for r in evidence.records if r.full_state is not None}
+    if not by_rank:
         return []
-    if len(told) < len(evidence.records):
-        return [{"problem": f"only ranks {sorted(told)} have a full_state; the others refuse"}]
+    if len(by_rank) < len(evidence.records):
+        return _problem(f"only ranks {sorted(by_rank)} have a full_state; the others refuse")
     last = evidence.steps[-1]
     want = {
-        row["name"]: row
+        row.name: row
         for row in evidence.tensors
-        if (row["step"], row["point"], row["kind"]) == (last, "after_update", "parameters")
+        if (row.step, row.point, row.kind) == (last, "after_update", "parameters")
     }
-    for rank, found in told.items():
-        if set(found) != set(want):
-            odd = sorted(set(found) ^ set(want))
-            return [{"problem": f"full_state on rank {rank}: {odd[0]!r} is lost or invented"}]
-        for name, row in found.items():
-            if any(row[key] != want[name][key] for key in ("digest", "shape", "dtype")):
-                return [{"problem": f"full_state on rank {rank} is not what is held: {name!r}"}]
+    for rank, gathered in by_rank.items():
+        if set(gathered) != set(want):
+            odd = sorted(set(gathered) ^ set(want))
+            return _problem(f"full_state on rank {rank}: {odd[0]!r} is lost or invented")
+        for name, row in gathered.items():
+            held = want[name]
+            if (row.digest, row.shape, row.dtype) != (held.digest, held.shape, held.dtype):
+                return _problem(f"full_state on rank {rank} is not what is held: {name!r}")
     return []
+
+
+def _problem(text: str) -> list[ComparisonRow]:
+    return [ComparisonRow(problem=text)]

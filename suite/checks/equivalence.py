@@ -3,7 +3,7 @@
 Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; for an
 implementation that claims ``bitwise`` any world on a backend that folds in rank order, and any
 pipeline alone; never where stages share a parameter); *dyadic*
-demands them everywhere, since no sum is ever rounded there (a case that exceeds the mantissa budget
+demands them everywhere, since no sum is ever rounded there (a case over the exactness budget
 is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
 *working_precision* allows a multiple of one device's error (``working_precision.py``).
 Under AdamW parameters are never compared across trajectories: the update is replayed from the
@@ -40,9 +40,9 @@ from shardproof.checks.numbers import (
     take,
     within_ulps,
 )
-from shardproof.costs.expression import CaseFacts
 from shardproof.costs.stages import schedule_name, stages_of
-from shardproof.evidence.assembled import Assembled, Evidence, Figures, Row
+from shardproof.evidence.assembled import Assembled, Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle.exactness import Budget
 from shardproof.oracle.optimizers import (
     build_optimizer,
@@ -64,12 +64,11 @@ MASTER = "master"
 class _Tally:
     """What was compared so far; the first failure ends the check."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
     worst: Worst | None = None
 
     def add(self, result: Comparison, name: str, step: int, phase: str, owner: str) -> bool:
-        place = {"step": step, "phase": phase, "name": name, "owner": owner}
-        self.rows.append(place | {"error": result.error, "bound": result.bound})
+        self.rows.append(ComparisonRow(step, phase, name, owner, result.error, result.bound))
         share = _share(result)
         if self.worst is None or share > _share(Comparison(self.worst.error, self.worst.bound)):
             self.worst = Worst(name, step, phase, owner, result.error, result.bound)
@@ -77,7 +76,7 @@ class _Tally:
 
     def not_tested(self, name: str, step: int, phase: str) -> None:
         """A spoilt copy of this tensor would have passed."""
-        self.rows.append({"step": step, "phase": phase, "name": name, "tested": False})
+        self.rows.append(ComparisonRow(step, phase, name, tested=False))
 
 
 def _share(result: Comparison) -> float:
@@ -90,14 +89,14 @@ class _Failure(Exception):
     """Ends the check with its message."""
 
 
-def measure(evidence: Evidence) -> list[Row]:
+def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare everything observed with the oracle, up to the first failure."""
     if not_promised(evidence) or over_budget(evidence):
         return []
     tally = _Tally()
     try:
         _initial(evidence, tally)
-        if evidence.capabilities["oracle"] == "replay":
+        if evidence.declaration.oracle == "replay":
             _replayed(evidence, tally)
         elif evidence.case.lane == "working_precision":
             _working_precision(evidence, tally)
@@ -105,7 +104,7 @@ def measure(evidence: Evidence) -> list[Row]:
             _against_oracle(evidence, tally)
         tally.rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
     except _Failure as failure:
-        tally.rows.append({"problem": str(failure)})
+        tally.rows.append(ComparisonRow(problem=str(failure)))
     return tally.rows
 
 
@@ -115,27 +114,27 @@ def decide(figures: Figures) -> Outcome:
     if skipped:
         return Outcome("equivalence", "skip", skipped)
     if over:
-        budget = {"budget": figures.oracle["budget"]}
-        return Outcome("equivalence", "precondition", over, None, budget)
+        return Outcome("equivalence", "precondition", over, None, {"budget": figures.oracle.budget})
     rows = figures.compared.get("equivalence", [])
     tally, not_tested, problem = _Tally(), set(), ""
     for row in rows:
-        if not row.get("tested", True):
-            not_tested.add(f"{row['phase']}: {row['name']}")
-        elif "problem" not in row:
-            result = Comparison(row["error"], row["bound"])
-            if not tally.add(result, row["name"], row["step"], row["phase"], row["owner"]):
+        if not row.tested:
+            not_tested.add(f"{row.phase}: {row.name}")
+        elif row.error is not None and row.bound is not None:
+            result = Comparison(row.error, row.bound)
+            if not tally.add(result, row.name, row.step, row.phase, row.owner):
                 problem = problem or f"differs: {tally.worst}"
-    problem = next((row["problem"] for row in rows if "problem" in row), problem)
+    problem = next((row.problem for row in rows if row.problem), problem)
     told: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
     if figures.case.lane == "working_precision":
         told["factor"] = working_precision.factor(figures)
-    told |= {key: figures.oracle[key] for key in ("updates", "stale") if key in figures.oracle}
+    replayed = {"updates": figures.oracle.updates, "stale": figures.oracle.stale}
+    told |= {name: value for name, value in replayed.items() if value is not None}
     if problem:
         return Outcome("equivalence", "fail", problem, tally.worst, told)
-    replay = figures.capabilities["oracle"] == "replay"
+    replay = figures.declaration.oracle == "replay"
     expected = {-1, figures.steps[-1]} if replay else {-1, *figures.steps}
-    missing = sorted(expected - {row["step"] for row in tally.rows})
+    missing = sorted(expected - {row.step for row in tally.rows})
     if missing:
         message = f"nothing could be compared at steps {missing}"
         return Outcome("equivalence", "undecidable", message, tally.worst, told)
@@ -155,7 +154,7 @@ def not_promised(figures: Figures) -> str:
 
 def over_budget(figures: Figures) -> str:
     """Why sums may have been rounded in the dyadic lane (``""``: none was)."""
-    case, budget = figures.case, figures.oracle.get("budget")
+    case, budget = figures.case, figures.oracle.budget
     if case.lane != "dyadic" or budget is None:
         return ""
     return Budget(**budget).problem(case.dtype, case.world) or ""
@@ -176,17 +175,17 @@ def _against_oracle(evidence: Evidence, tally: _Tally) -> None:
 
 def _replayed(evidence: Evidence, tally: _Tally) -> None:
     """Where the told history of updates leads is where the system ended."""
-    truth = evidence.oracle
-    if "problem" in truth:
-        raise _Failure(f"no possible history: {truth['problem']}")
+    if evidence.oracle.problem:
+        raise _Failure(f"no possible history: {evidence.oracle.problem}")
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     state, last = evidence.final("parameters"), evidence.steps[-1]
-    _compare_all(evidence, state, truth["final"], compare, tally, last, "drained parameters")
+    final = evidence.truth["final"]
+    _compare_all(evidence, state, final, compare, tally, last, "drained parameters")
 
 
 def _working_precision(evidence: Evidence, tally: _Tally) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
-    case, regions = evidence.case, evidence.workload["zero_gradient"]
+    case, regions = evidence.case, evidence.workload.zero_gradient
     bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)
     truths, singles = working_precision.teachers(evidence)
     for step in evidence.steps:
@@ -194,7 +193,7 @@ def _working_precision(evidence: Evidence, tally: _Tally) -> None:
         ratios: dict[tuple[str, str, str], float] = {}
         silent: dict[tuple[str, str, str], float] = {}
         for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
-            if truth[kind] is None or evidence.oracle["steps"][step]["skipped"]:
+            if truth[kind] is None or evidence.oracle.steps[step].skipped:
                 continue
             state = evidence.observed(step, point, "gradients")
             _check_names(state, truth[kind], step, point)
@@ -226,7 +225,7 @@ def exact(evidence: Figures) -> bool:
 
 def promises_bits(evidence: Figures) -> bool:
     """Whether the policy promises equal bits between this case and the oracle."""
-    case, exactness = evidence.case, evidence.capabilities["exactness"]
+    case, exactness = evidence.case, evidence.declaration.exactness
     if not _ascends(evidence):
         return False  # an order of the user's own, which adds micro-batches up in another one
     if case.world == 1:
@@ -251,11 +250,11 @@ def _ascends(evidence: Figures) -> bool:
 
 def _tied_over_stages(evidence: Figures) -> bool:
     """Whether stages of a pipeline share a parameter."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    if plan is None or "pipe" not in plan.axes:
+    facts = evidence.model_facts
+    if facts is None or "pipe" not in facts.axes:
         return False
-    stages = stages_of(plan)
-    return any(len(stages.homes(tensor)) > 1 for tensor in plan.trainable)
+    stages = stages_of(facts)
+    return any(len(stages.homes(tensor)) > 1 for tensor in facts.trainable)
 
 
 def _check_names(
@@ -298,7 +297,7 @@ def _compare_all(
 ) -> None:
     """Every replica of every tensor against ``truth``; power-tested; zero slices by their floor."""
     _check_names(state, truth, step, phase)
-    regions = evidence.workload["zero_gradient"] if zeros else {}
+    regions = evidence.workload.zero_gradient if zeros else {}
     floor = 0.0
     # Under mixed precision a rank may hold parameters as it computes with them, beside masters.
     rounded = {getattr(torch, evidence.case.compute_dtype)} if phase.endswith("parameters") else ()
@@ -346,12 +345,12 @@ def _initial(evidence: Evidence, tally: _Tally) -> None:
     """After ``setup`` every replica holds the initial parameters, bit for bit."""
     state = evidence.initial("parameters")
     _compare_all(
-        evidence, state, evidence.oracle["initial"], bitwise, tally, -1, "initial parameters"
+        evidence, state, evidence.truth["initial"], bitwise, tally, -1, "initial parameters"
     )
 
 
 def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
-    truth = float(evidence.oracle["steps"][step]["loss"])
+    truth = evidence.oracle.steps[step].loss
     bound = LOSS_BOUNDS[evidence.case.lowest_dtype]
     total = sum(_loss_shares(evidence, step, bound).values())
     # A hinge loss can be exactly zero; then so must be the sum of shares.
@@ -360,25 +359,24 @@ def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
         raise _Failure(f"summed loss {total!r} against {truth!r}: {tally.worst}")
 
 
-def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int, float]:
+def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
     """The loss of every data coordinate; ranks that know it agree (relative to the oracle's)."""
-    truth = float(evidence.oracle["steps"][step]["loss"])
-    shares: dict[int, float] = {}
+    truth = evidence.oracle.steps[step].loss
+    shares: dict[int | None, float] = {}
     wanted = set()
     for record in evidence.records:
-        rank, told = record["rank"], record["steps"][step]
-        coordinate, share = told.get("share", evidence.data_coordinate[rank]), told["loss"]
+        rank, coordinate, loss = record.rank, record.steps[step].share, record.steps[step].loss
         if coordinate is not None:
             wanted.add(coordinate)
-        if share is None:
+        if loss is None:
             continue
-        if not math.isfinite(share):
-            raise _Failure(f"step {step}: the loss of rank {rank} is {share}")
-        known = shares.setdefault(coordinate, share)
-        if abs(known - share) > bound * abs(truth):
+        if not math.isfinite(loss):
+            raise _Failure(f"step {step}: the loss of rank {rank} is {loss}")
+        known = shares.setdefault(coordinate, loss)
+        if abs(known - loss) > bound * abs(truth):
             raise _Failure(
                 f"step {step}: ranks of data coordinate {coordinate} disagree on its loss: "
-                f"{known!r} and, on rank {rank}, {share!r}"
+                f"{known!r} and, on rank {rank}, {loss!r}"
             )
     if wanted - set(shares):
         missing = sorted(wanted - set(shares))
@@ -387,7 +385,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int, float
 
 
 def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
-    truth = evidence.oracle["steps"][step]
+    truth = evidence.truth["steps"][step]
     if truth["skipped"]:
         return  # an overflow: what is not finite has no size
     points = {"gradients_final": truth["gradients"], "after_clip": truth.get("clipped")}
@@ -402,7 +400,7 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -
 
 def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
     """Parameters and optimizer state against the oracle's own trajectory."""
-    truth = evidence.oracle["steps"][step]
+    truth = evidence.truth["steps"][step]
     if not evidence.has(step, "after_update"):
         raise _Failure(f"step {step}: the implementation never observed 'after_update'")
     expected = {
@@ -421,7 +419,7 @@ def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dic
     built = getattr(torch, evidence.case.dtype)
     return {
         f"{name}.{MASTER}": values[name]
-        for name in evidence.workload["trainable_names"]
+        for name in evidence.workload.trainable_names
         if name in held and held[name].dtype != built
     }
 
@@ -439,7 +437,7 @@ def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
 
 def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     """One optimizer step on one device from the implementation's own state and gradients."""
-    spec, truth = evidence.case.optimizer, evidence.oracle["steps"][step]
+    spec, truth = evidence.case.optimizer, evidence.truth["steps"][step]
     if not evidence.has(step, "after_update"):
         raise _Failure(f"step {step}: the implementation never observed 'after_update'")
     after = evidence.observed(step, "after_update", "parameters")
@@ -451,7 +449,7 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = truth["skipped"]
     gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
-    trainable = evidence.workload["trainable_names"]
+    trainable = evidence.workload.trainable_names
     named = {name: torch.nn.Parameter(before[name].clone()) for name in trainable}
     for name, parameter in named.items():
         gradient = gradients.get(name)
@@ -502,7 +500,7 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> 
 
     Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
     """
-    truth = evidence.oracle["steps"][step]["buffers"]
+    truth = evidence.truth["steps"][step]["buffers"]
     if not truth or not truth[0]:
         return
     state = evidence.observed(step, "after_update", "buffers")

@@ -11,10 +11,11 @@ the overflow: only that all act on it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
-from shardproof.evidence.assembled import Figures, Row
+from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import OracleStep, TensorRow
 
 TRAIT = "overflow_on_one_rank"
 
@@ -23,59 +24,57 @@ def decide(figures: Figures) -> Outcome:
     """Compare every rank's metrics with the oracle's, and the state around skipped steps."""
     if figures.case.optimizer.scaler is None:
         return Outcome("loss_scale", "skip", "losses are not scaled")
-    truth = figures.oracle["steps"]
-    told: dict[str, Any] = {
-        "scales": [truth[step]["scale"] for step in figures.steps],
-        "skipped": [step for step in figures.steps if truth[step]["skipped"]],
-    }
+    truth = figures.oracle.steps
+    skipped = [step for step in figures.steps if truth[step].skipped]
+    numbers = {"scales": [truth[step].scale for step in figures.steps], "skipped": skipped}
     for step in figures.steps:
         for record in figures.records:
-            if record["steps"][step].get("present", True):
-                problem = _metrics(record["steps"][step]["metrics"], truth[step])
+            if record.steps[step].present:
+                problem = _metrics(record.steps[step].metrics, truth[step])
                 if problem:
-                    where = f"step {step}, rank {record['rank']}: {problem}"
-                    return Outcome("loss_scale", "fail", where, figures=told)
-    for step in told["skipped"]:
+                    where = f"step {step}, rank {record.rank}: {problem}"
+                    return Outcome("loss_scale", "fail", where, figures=numbers)
+    for step in skipped:
         worst = _moved(figures.tensors, step)
         if worst is not None:
             text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
-            return Outcome("loss_scale", "fail", text, worst, told)
-    if TRAIT in figures.workload["traits"] and not told["skipped"]:
+            return Outcome("loss_scale", "fail", text, worst, numbers)
+    if TRAIT in figures.workload.traits and not skipped:
         message = "no step overflowed: more steps are needed"
-        return Outcome("loss_scale", "precondition", message, figures=told)
-    return Outcome("loss_scale", "pass", figures=told)
+        return Outcome("loss_scale", "precondition", message, figures=numbers)
+    return Outcome("loss_scale", "pass", figures=numbers)
 
 
-def _metrics(found: dict[str, float], truth: Row) -> str:
+def _metrics(found: Mapping[str, float], truth: OracleStep) -> str:
     """What is wrong with one rank's metrics (``""``: nothing)."""
     missing = [name for name in ("scale", "skipped") if name not in found]
     if missing:
-        return f"its metrics lack {missing[0]!r}, which loss scaling must tell"
-    if bool(found["skipped"]) != bool(truth["skipped"]):
+        return f"its metrics lack {missing[0]!r}, which loss scaling must report"
+    if bool(found["skipped"]) != bool(truth.skipped):
         did = "skipped the update" if found["skipped"] else "made the update"
         return f"it {did}, the oracle did not"
-    if found["scale"] != truth["scale"]:
-        return f"its scale was {found['scale']:g}, the oracle's {truth['scale']:g}"
+    if found["scale"] != truth.scale:
+        return f"its scale was {found['scale']:g}, the oracle's {truth.scale:g}"
     return ""
 
 
-def _moved(rows: list[Row], step: int) -> Worst | None:
+def _moved(rows: list[TensorRow], step: int) -> Worst | None:
     """A parameter or slot whose bits after ``step`` are not those that it had before."""
     before: dict[tuple[str, str, int], str] = {}
-    after: dict[tuple[str, str, int], Row] = {}
+    after: dict[tuple[str, str, int], TensorRow] = {}
     earlier = (step - 1, "after_update" if step else "initial")
     for row in rows:
-        key = (row["kind"], row["name"], row["replica"])
-        if row["kind"] not in ("parameters", "optimizer"):
+        key = (row.kind, row.name, row.replica)
+        if row.kind not in ("parameters", "optimizer"):
             continue
-        if (row["step"], row["point"]) == earlier:
-            before[key] = row["digest"]
-        elif (row["step"], row["point"]) == (step, "after_update"):
+        if (row.step, row.point) == earlier:
+            before[key] = row.digest
+        elif (row.step, row.point) == (step, "after_update"):
             after[key] = row
     for key, row in after.items():
-        fresh_master = not step and row["name"].endswith(".master")
-        if not fresh_master and before.get(key) != row["digest"]:
-            phase = f"after_update {row['kind']}"
-            owner = f"ranks {row['owners']}"
-            return Worst(row["name"], step, phase, owner, float("inf"), 0.0)
+        fresh_master = not step and row.name.endswith(".master")
+        if not fresh_master and before.get(key) != row.digest:
+            phase = f"after_update {row.kind}"
+            owner = f"ranks {row.owners}"
+            return Worst(row.name, step, phase, owner, float("inf"), 0.0)
     return None

@@ -1,19 +1,20 @@
 """Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
-included), on the device's tier and, where state is offloaded, on the host's; a class that a promise
+included), on the device and, where state is offloaded, on the host; a class that a promise
 excepts stands as ``not_judged`` beside the verdict, with its reason.  Nothing is in flight there:
 where it is promised, buffers of communication must have gone, activations and temporaries as well
 (a copy that nobody shows is one of those).  Between the points the largest bytes of a class must
 lie within two bounds that follow from the largest unit, from prefetch and from buckets: too much is
-state that was not let go, too little is work that was not done.  Bytes that are copied between the
-tiers in a step are counted apart from network traffic and compared, too; so are parameters that are
-split and those that stand on every rank, where a promise tells them apart.  Promises are in
-:mod:`shardproof.costs`; the accounting (A32, A16, ...) is named.
+state that was not let go, too little is work that was not done.  Bytes copied between device and
+host in a step are no network traffic, and compared, too; so are parameters that are split and those
+that stand on every rank, where a cost model tells them apart.  The accounting (A32, A16, ...) is
+named.
 
 *Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
-allocator rounds up, or a backend whose threads free late: gloo is weighed for systems that need
-processes only.  A buffer that a rank owns no part of counts as communication, not as gradients.
+allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
+that need processes only.  A buffer that a rank owns no part of counts as communication, not as
+gradients.
 """
 
 from __future__ import annotations
@@ -26,52 +27,53 @@ from typing import Any
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
-from shardproof.costs.expression import CaseFacts
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
-#: (step, place) -> tier -> class -> bytes.
-Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
+#: (step, place) -> memory space -> class -> bytes.
+BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
     """Compare every rank's bytes with the promise of the claimed strategy."""
-    case, strategy = evidence.case, evidence.capabilities["strategy"]
+    case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")
-    if not memory_is_measurable(case, evidence.capabilities["backends"]):
-        return Outcome("memory", "skip", f"{case.backend} frees late: weighed on in_memory")
+    if not memory_is_measurable(case, evidence.declaration.backends):
+        return Outcome(
+            "memory", "skip", f"{case.backend} frees late: memory is measured on in_memory"
+        )
     if case.membership:
-        return Outcome("memory", "skip", "members change: no promise")
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    cost_model = cost_model_of(strategy, plan)
+        return Outcome("memory", "skip", "members change: no strategy promises memory")
+    cost_model = cost_model_of(strategy, evidence.model_facts)
     if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
         return Outcome("memory", "skip", cost_model.why_not_measured())
-    accounting = accounting_of(cost_model.plan)
+    accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
-        marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
+        marks, peaks = _bytes_at(evidence, record, "mark"), _bytes_at(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record, marks),
-            *_peaks(evidence, cost_model, record["rank"], peaks),
+            *_peaks(evidence, cost_model, record.rank, peaks),
             *_moved(evidence, cost_model, record),
             *_apart(cost_model, record, figures),
         ):
             if low <= held <= high:
                 continue
-            rank, bound = record["rank"], low if held < low else high
+            rank, bound = record.rank, low if held < low else high
             wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             message = (
                 f"rank {rank}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} "
                 f"promised ({strategy}, {accounting.id})"
             )
-            if record["unmatched"]:
-                message += f"; computed for the observation: {', '.join(record['unmatched'][:3])}"
+            if record.unmatched:
+                message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
             distance = float(abs(held - bound))
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures)
@@ -82,17 +84,16 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 
 def _resident(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any], marks: Weights
+    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: BytesAt
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
-    rank, updated, unjudged = record["rank"], -1, cost_model.unjudged()
+    rank, updated, unjudged = record.rank, -1, cost_model.unjudged()
     for step in evidence.steps:
-        told = record["steps"][step]
-        for point in told["observed"]:
-            if point == "after_update" and not told["metrics"].get("skipped"):
+        for point in record.steps[step].observed:
+            if point == "after_update" and not record.steps[step].skipped:
                 updated = step
             found = marks.get((step, point), {})
-            for tier, promised in (
+            for space, promised in (
                 (
                     "device",
                     cost_model.resident(rank, step, updated)
@@ -100,11 +101,11 @@ def _resident(
                 ),
                 ("host", cost_model.host(rank, step, updated)),
             ):
-                what = "held" if tier == "device" else "held on the host tier"
+                what = "held" if space == "device" else "held in host memory"
                 for kind, size in promised.items():
                     if kind in unjudged:
                         continue
-                    held = found.get(tier, {}).get(kind, 0)
+                    held = found.get(space, {}).get(kind, 0)
                     yield what, step, point, kind, held, size, size
             limit = cost_model.communication_at_rest(rank, step)
             if limit is not None:
@@ -117,37 +118,43 @@ def _resident(
                 yield "held", step, point, "activations and temporaries", held, 0, limit
 
 
-def _moved(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
-) -> Iterator[Comparison]:
-    """Bytes copied between the tiers in every step; they are no network traffic."""
+def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
+    """Bytes copied between device and host in every step; they are no network traffic."""
     updated, found = -1, Counter[tuple[int, str]]()
-    for row in record["memory"]:
-        if row["moment"] == "moved" and row["where"] in PHASES:
-            found[row["step"], row["kind"]] += row["bytes"]
+    for row in record.memory:
+        if row.moment == "moved" and row.where in PHASES:
+            found[row.step, row.kind] += row.bytes
     for step in evidence.steps:
-        updated = updated if record["steps"][step]["metrics"].get("skipped") else step
-        for way, size in cost_model.host_traffic(record["rank"], step, updated).items():
-            yield "moved", step, "step", f"{way} between the tiers", found[step, way], size, size
+        updated = updated if record.steps[step].skipped else step
+        for way, size in cost_model.host_traffic(record.rank, step, updated).items():
+            yield (
+                "moved",
+                step,
+                "step",
+                f"{way} between device and host",
+                found[step, way],
+                size,
+                size,
+            )
 
 
 def _apart(
-    cost_model: CostModel, record: Mapping[str, Any], figures: dict[str, Any]
+    cost_model: CostModel, record: RankRecord, figures: dict[str, Any]
 ) -> Iterator[Comparison]:
     """Bytes of parameters after the last update, by how they lie on the ranks."""
-    told, last = record["steps"][-1], len(record["steps"]) - 1
-    held = told.get("held", {}).get("after_update", {}).get("parameters", {})
-    plan = cost_model.plan
-    sizes = {t.name: ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters}
-    for kind, wanted in cost_model.by_layout(record["rank"]).items():
+    last = len(record.steps) - 1
+    held = record.steps[-1].held.get("after_update", {}).get("parameters", {})
+    facts = cost_model.facts
+    sizes = {t.name: ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters}
+    for kind, wanted in cost_model.by_layout(record.rank).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
         found = sum(held.get(name, 0) * sizes[name] for name in wanted)
-        figures.setdefault(f"{kind}_bytes", {})[str(record["rank"])] = found
+        figures.setdefault(f"{kind}_bytes", {})[str(record.rank)] = found
         yield "held", last, "after_update", f"{kind} parameters", found, size, size
 
 
 def _peaks(
-    evidence: Figures, cost_model: CostModel, rank: int, peaks: Weights
+    evidence: Figures, cost_model: CostModel, rank: int, peaks: BytesAt
 ) -> Iterator[Comparison]:
     for step, phase in peaks:
         for kind, bound in cost_model.peaks(rank, phase, step).items():
@@ -155,17 +162,17 @@ def _peaks(
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
 
-def _weights(evidence: Figures, record: Mapping[str, Any], moment: str) -> Weights:
+def _bytes_at(evidence: Figures, record: RankRecord, moment: str) -> BytesAt:
     found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
-    on_gpu = any(row["device"].startswith("cuda") for row in record["memory"])
-    for row in record["memory"]:
-        if row["moment"] == moment:
-            # Beside a GPU the host's memory is the host tier; without one it is a file's pages.
-            host = row["device"] == "file" or (on_gpu and row["device"] == "cpu")
-            tier = "host" if host else "device"
-            found[row["step"], row["where"]][tier][row["kind"]] += row["bytes"]
+    on_gpu = any(row.device.startswith("cuda") for row in record.memory)
+    for row in record.memory:
+        if row.moment == moment:
+            # Beside a GPU the host's memory is host memory; without one it is a file's pages.
+            host = row.device == "file" or (on_gpu and row.device == "cpu")
+            space = "host" if host else "device"
+            found[row.step, row.where][space][row.kind] += row.bytes
     return found
 
 
@@ -174,22 +181,22 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
     last = evidence.steps[-1]
     resident, peaks, totals = {}, {}, []
     for record in evidence.records:
-        rank = str(record["rank"])
-        tiers = _weights(evidence, record, "mark").get((last, "after_update"), {})
-        held = {f"{t}": dict(classes) for t, classes in tiers.items()}
+        rank = str(record.rank)
+        spaces = _bytes_at(evidence, record, "mark").get((last, "after_update"), {})
+        held = {f"{t}": dict(classes) for t, classes in spaces.items()}
         resident[rank] = held
         totals.append(sum(held.get("device", {}).get(kind, 0) for kind in JUDGED))
         peaks[rank] = {
-            place: dict(tiers.get("device", {}))
-            for (step, place), tiers in _weights(evidence, record, "peak").items()
+            place: dict(spaces.get("device", {}))
+            for (step, place), spaces in _bytes_at(evidence, record, "peak").items()
             if step == last
         }
     whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
     promised = None if unjudged else cost_model.total()
-    shards = cost_model.plan.size("shard")
+    shards = cost_model.facts.size("shard")
     limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
-    whole_layers = all(cost_model.plan.size(axis) == 1 for axis in ("pipe", "tensor"))
+    whole_layers = all(cost_model.facts.size(axis) == 1 for axis in ("pipe", "tensor"))
     theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
     return {
         "strategy": cost_model.strategy,
@@ -203,26 +210,24 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
         "ratio_theory": None if theory is None else str(theory),
         "ratio_limit": None if limit is None else str(limit),
-        "promised": {str(r["rank"]): _promised(evidence, cost_model, r) for r in evidence.records},
+        "promised": {str(r.rank): _promised(evidence, cost_model, r) for r in evidence.records},
         "resident": resident,
         "peaks": peaks,
     }
 
 
-def _promised(
-    evidence: Figures, cost_model: CostModel, record: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Bytes by tier and class that ``record``'s rank should hold after its last update."""
-    rank, last = record["rank"], evidence.steps[-1]
-    done = [s for s in evidence.steps if not record["steps"][s]["metrics"].get("skipped")]
+def _promised(evidence: Figures, cost_model: CostModel, record: RankRecord) -> dict[str, Any]:
+    """Bytes by memory space and class that ``record``'s rank should hold after its last update."""
+    rank, last = record.rank, evidence.steps[-1]
+    done = [s for s in evidence.steps if not record.steps[s].skipped]
     updated = done[-1] if done else -1
     device = cost_model.resident(rank, last, updated) | cost_model.at_point(
         rank, "after_update", updated
     )
-    tiers = {"device": device, "host": cost_model.host(rank, last, updated)}
+    spaces = {"device": device, "host": cost_model.host(rank, last, updated)}
     skip = cost_model.unjudged()
     return {
-        tier: {kind: size for kind, size in classes.items() if size and kind not in skip}
-        for tier, classes in tiers.items()
+        space: {kind: size for kind, size in classes.items() if size and kind not in skip}
+        for space, classes in spaces.items()
         if any(classes.values())
     }

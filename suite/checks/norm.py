@@ -28,20 +28,20 @@ def decide(evidence: Figures) -> Outcome:
     worst: Worst | None = None
     active = 0
     for step in evidence.steps:
-        if evidence.oracle["steps"][step].get("skipped"):
+        if evidence.oracle.steps[step].skipped:
             continue  # an overflow: there is no norm to clip by
-        truth = float(evidence.oracle["steps"][step]["norm"])
+        truth = evidence.oracle.steps[step].norm
         active += truth > limit
         for record in evidence.records:
-            if not record["steps"][step].get("present", True):
+            if not record.steps[step].present:
                 continue
-            value = record["steps"][step]["norm"]
+            value = record.steps[step].norm
             if value is None:
-                return Outcome("norm", "fail", f"rank {record['rank']} reports no norm at {step=}")
+                return Outcome("norm", "fail", f"rank {record.rank} reports no norm at {step=}")
             error = abs(value - truth) / truth if truth else abs(value)
             error = error if error == error else math.inf
             if worst is None or error > worst.error:
-                owner = f"rank {record['rank']}"
+                owner = f"rank {record.rank}"
                 worst = Worst("gradient norm", step, "gradients_final", owner, error, bound)
     assert worst is not None
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}

@@ -16,14 +16,12 @@ what the strategy promises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from shardproof.checks import Outcome
 from shardproof.checks.traffic import step_calls
 from shardproof.costs import cost_model_of
-from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import RankRecord
+from shardproof.ledgers.traffic import Call
 
 #: Steps in which an implementation may still be learning the order of its gradients.
 SETTLING = 2
@@ -36,12 +34,9 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "ledgers are off")
     if evidence.case.world == 1:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
-    if "overlap" not in evidence.capabilities["features"]:
+    if "overlap" not in evidence.declaration.features:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
-    cost_model = cost_model_of(
-        evidence.capabilities["strategy"],
-        evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None,
-    )
+    cost_model = cost_model_of(evidence.declaration.strategy, evidence.model_facts)
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:
@@ -50,30 +45,28 @@ def decide(evidence: Figures) -> Outcome:
     gathers: list[int] = []
     depths: dict[str, int] = {}
     for index, record in enumerate(evidence.records):
-        units = [n for n, kind, _ in record["events"] if kind == "backward"]
         for step in settled:
             calls = [
                 call
                 for call in step_calls(evidence, step, index)
-                if call["operation"] in REDUCTIONS and call["phase"] == "backward"
+                if call.operation in REDUCTIONS and call.phase == "backward"
             ]
-            first, last = record["steps"][step]["events"]
-            own = [n for n in units if first <= n < last]
+            own = [n for n, kind, _ in record.events_of(step) if kind == "backward"]
             if not own:
                 continue  # a rank without micro-batches computes nothing to hide behind
-            late = [call for call in calls if not call["inside_backward"]]
-            early = [call for call in calls if call["issued"] < own[-1]]
-            exposed = [call for call in early if not _computed_while_flying(call, own)]
+            late = [call for call in calls if not call.inside_backward]
+            early = [call for call in calls if call.issued < own[-1]]
+            exposed = [call for call in early if not _computed_while_under_way(call, own)]
             total += len(calls)
             inside += len(calls) - len(late)
             hidden += len(early) - len(exposed)
-            rank = record["rank"]
+            rank = record.rank
             # A bucket with a parameter that this rank did not use can only leave after backward.
-            allowed = 1 if evidence.workload["unused_possible"] else 0
+            allowed = 1 if evidence.workload.unused_possible else 0
             waits = False
             if ahead is not None:
-                rounds = _forwards(record, first, last)
-                idle = cost_model.plan.rounds - rounds if cost_model is not None else 0
+                rounds = _forwards(record, step)
+                idle = cost_model.facts.rounds - rounds if cost_model is not None else 0
                 allowed = ahead.after_backward(rounds, idle)
                 waits = idle > 0
                 early_gathers = _gathers_ahead(evidence, index, step)
@@ -133,46 +126,37 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("overlap", "pass", "", None, figures)
 
 
-def _forwards(record: Mapping[str, Any], first: int, last: int) -> int:
-    """Forward passes of the whole model between two events."""
-    return sum(
-        kind == "forward" and unit == "" and first <= n < last for n, kind, unit in record["events"]
-    )
+def _forwards(record: RankRecord, step: int) -> int:
+    """Forward passes of the whole model in ``step``."""
+    return sum((kind, unit) == ("forward", "") for _, kind, unit in record.events_of(step))
 
 
 def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:
-    """Gathers that fly while some unit begins to compute."""
-    record = evidence.records[index]
-    first, last = record["steps"][step]["events"]
-    units = [
-        n
-        for n, kind, _ in record["events"]
-        if kind in ("forward", "backward", "recompute") and first <= n < last
-    ]
+    """Gathers that are under way while some unit begins to compute."""
+    events = evidence.records[index].events_of(step)
+    units = [n for n, kind, _ in events if kind in ("forward", "backward", "recompute")]
     return sum(
-        call["operation"] == "all_gather"
-        and call["phase"] in ("forward", "backward")
-        and _computed_while_flying(call, units)
+        call.operation == "all_gather"
+        and call.phase in ("forward", "backward")
+        and _computed_while_under_way(call, units)
         for call in step_calls(evidence, step, index)
     )
 
 
 def _depth(evidence: Figures, index: int, step: int, phase: str) -> int:
     """The most gathers of ``phase`` that are under way at once when a unit begins it."""
-    record = evidence.records[index]
-    first, last = record["steps"][step]["events"]
-    units = [n for n, kind, _ in record["events"] if kind == phase and first <= n < last]
+    units = [n for n, kind, _ in evidence.records[index].events_of(step) if kind == phase]
     calls = [
         call
         for call in step_calls(evidence, step, index)
-        if call["operation"] == "all_gather" and call["phase"] == phase
+        if call.operation == "all_gather" and call.phase == phase
     ]
-    return max(sum(_computed_while_flying(call, [n]) for call in calls) for n in units)
+    return max(sum(_computed_while_under_way(call, [n]) for call in calls) for n in units)
 
 
-def _computed_while_flying(call: dict[str, Any], units: list[int]) -> bool:
-    waited = call["waited"]
-    return any(call["issued"] < n and (waited is None or n < waited) for n in units)
+def _computed_while_under_way(call: Call, units: list[int]) -> bool:
+    waited = call.waited
+    return any(call.issued < n and (waited is None or n < waited) for n in units)
 
 
 def _fail(message: str, total: int, inside: int, hidden: int) -> Outcome:

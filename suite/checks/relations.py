@@ -5,7 +5,7 @@
 world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
 its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
 since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
-in memory: where that is weighed, every forward keeps fewer bytes of activations than without.
+in memory: where memory is measured, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
 instance, set up from other values, which goes on.  *same_as*: another implementation, other options
 of this one, the same ranks on other axes, or all of these.
@@ -21,14 +21,15 @@ Sees what depends on the cut (a mean of means), on who holds which data (a rank 
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
 again, a threshold, a second eps), on what is kept for backward (fresh dropout masks, buffers that
 are updated twice), on state that lies in no piece (a counter that starts again), on when and how
-parameters are gathered, and the last bit (a product over other strides), without believing the
-oracle.
+parameters are gathered, and the last bit (a sum in another order, a mean multiplied again), without
+believing the oracle.
 
 *Cannot see* a fault that both runs share (a sum where a mean belongs passes *permute* and *scale*;
 an update with a wrong sign passes all but *world1* and *same_as*), nor traffic, order or any other
-memory; nor anything where the relation does not hold by definition (BatchNorm or a branch by
-micro-batch under *split*, a generator that no piece holds under *reload*): these are ``skip`` with
-the reason.
+memory; nor strides that are lost, where the CPU's kernels add alike over both (``memory`` sees them
+by the bytes that keep them); nor anything where the relation does not hold by definition (BatchNorm
+or a branch by micro-batch under *split*, a generator that no piece holds under *reload*): these are
+``skip`` with the reason.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ from shardproof.checks.numbers import (
     split_zero,
     take,
 )
-from shardproof.evidence.assembled import Assembled, Evidence, Figures, Row
-from shardproof.ledgers.memory.summary import memory_is_measurable
+from shardproof.evidence.assembled import Assembled, Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
+from shardproof.ledgers.memory.summary import MemoryRow, memory_is_measurable
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
@@ -120,9 +122,9 @@ def _scale(case: Case, _: Figures) -> Case:
 
 
 def _recompute(case: Case, evidence: Figures) -> Case:
-    """Without, and weighed if this run is: what is computed again must not be kept as well."""
+    """Without recomputation; its memory is measured where this run's is, to compare them."""
     options = {**case.options, "recompute_every": 0}
-    if not memory_is_measurable(evidence.case, evidence.capabilities["backends"]):
+    if not memory_is_measurable(evidence.case, evidence.declaration.backends):
         return dataclasses.replace(case, options=options)
     return dataclasses.replace(case, options=options, checks=("memory",), ledgers=True)
 
@@ -156,13 +158,13 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
 
 
 def _not_defined(evidence: Figures, relation: str) -> str:
-    case, claims = evidence.case, evidence.capabilities
+    case, claims = evidence.case, evidence.declaration
     if relation not in _DERIVE:
         return "the case names no relation (expect.relation)"
-    if relation == "recompute" and claims["exactness"] != "stale":
+    if relation == "recompute" and claims.exactness != "stale":
         return "" if case.options.get("recompute_every") else "option 'recompute_every' is off"
-    if claims["oracle"] != "plain" or claims["exactness"] not in ("bitwise", "reordered-sum"):
-        return f"declares {claims['exactness']} numbers: two runs need not agree"
+    if claims.oracle != "plain" or claims.exactness not in ("bitwise", "reordered-sum"):
+        return f"declares {claims.exactness} numbers: two runs need not agree"
     if relation in REORDERED and case.dtype != "float64":
         return f"{relation} adds in another order: it is judged in float64"
     if relation in EXACT and case.optimizer.clip_norm is not None:
@@ -215,20 +217,20 @@ def _not_reloadable(case: Case) -> str:
 
 def _shares(evidence: Figures) -> int:
     """Number of shares that the global batch was cut into."""
-    told = [record["steps"][0].get("share") for record in evidence.records]
-    return 1 + max((share for share in told if share is not None), default=0)
+    shares = [record.steps[0].share for record in evidence.records]
+    return 1 + max((share for share in shares if share is not None), default=0)
 
 
 # ------------------------------------------------------------------------------------ measuring
 
 
-def measure(evidence: Evidence) -> list[Row]:
+def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare the two runs, tensor by tensor and replica by replica, up to the first problem."""
     other = evidence.derived_run
     if other is None:
-        return [{"skip": evidence.no_derived_run_because or "there was no second run"}]
+        return [ComparisonRow(skip=evidence.no_derived_run_because or "there was no second run")]
     if isinstance(other, str):
-        return [{"problem": other}]
+        return [ComparisonRow(problem=other)]
     case = evidence.case
     relation = name_of(case.expect["relation"])
     by_order = relation in REORDERED or (relation == "same_as" and case.lane == "fp64")
@@ -236,16 +238,17 @@ def measure(evidence: Evidence) -> list[Row]:
     after = () if by_order and case.optimizer.name != "sgd" else AFTER[relation]
     moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
     moments += [("after_update", kind) for kind in after]
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     if relation == "recompute" and (kept := _kept_as_well(evidence, other)):
-        return [{"problem": kept}]
+        return [ComparisonRow(problem=kept)]
     for step in evidence.steps:
         if not evidence.has(step, "gradients_final"):
-            return [*rows, {"problem": f"step {step}: 'gradients_final' was never observed"}]
+            text = f"step {step}: 'gradients_final' was never observed"
+            return [*rows, ComparisonRow(problem=text)]
         for point, kind in moments:
             if evidence.has(step, point) and other.has(step, point):
                 rows += _compare(evidence, other, step, point, kind, compare)
-        if any("problem" in row for row in rows):
+        if any(row.problem for row in rows):
             break
     return rows
 
@@ -253,46 +256,45 @@ def measure(evidence: Evidence) -> list[Row]:
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
     """What a forward that is computed again keeps, where that is not less than without."""
     for record, without in zip(evidence.records, other.records, strict=True):
-        here, there = (_activations(run["memory"]) for run in (record, without))
+        here, there = (_activations(run.memory) for run in (record, without))
         for step, most in there.items():
             if here.get(step, 0) >= most:
                 return (
-                    f"rank {record['rank']}, step {step}: a forward keeps {here[step]:,} bytes of "
+                    f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "
                     f"activations, {most:,} without recomputation"
                 )
     return ""
 
 
-def _activations(memory: Sequence[Row]) -> dict[int, int]:
+def _activations(memory: Sequence[MemoryRow]) -> dict[int, int]:
     """Bytes at the peak of the forward of every step, on all devices."""
     found = Counter[int]()
     for row in memory:
-        if (row["moment"], row["where"], row["kind"]) == ("peak", "forward", "activations"):
-            found[row["step"]] += row["bytes"]
+        if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
+            found[row.step] += row.bytes
     return found
 
 
 def _compare(
     evidence: Evidence, other: Evidence, step: int, point: str, kind: str, compare: Compare
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Rows of one moment."""
     base, derived = (_observed(run, step, point, kind) for run in (evidence, other))
     phase = point if kind == "gradients" else f"{point} {kind}"
     is_other = name_of(evidence.case.expect["relation"]) == "same_as"
-    if kind == "buffers" and evidence.capabilities["buffers"] != other.capabilities["buffers"]:
+    if kind == "buffers" and evidence.declaration.buffers != other.declaration.buffers:
         base, derived = (_of_rank_0(run) for run in (base, derived))
     problem = _mismatch(base, derived, copies_differ=is_other)
     if problem:
-        return [{"problem": f"step {step}, {phase}: {problem}"}]
+        return [ComparisonRow(problem=f"step {step}, {phase}: {problem}")]
     factor = other.case.loss_scale if kind == "gradients" else 1.0
-    regions = evidence.workload["zero_gradient"] if kind == "gradients" else {}
+    regions = evidence.workload.zero_gradient if kind == "gradients" else {}
     floor = 0.0
     if kind == "gradients" and compare is not bitwise:
         unit = torch.finfo(getattr(torch, evidence.case.dtype)).eps / 2
         floor = ZERO_FLOOR * unit * root_mean_square(list(base.first().values()))
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     for name, copies in base.tensors.items():
-        place = {"step": step, "phase": phase, "name": name}
         others = derived.tensors[name]
         first, first_other = copies[min(copies)], others[min(others)]
         for replica in sorted({*copies, *others}):
@@ -300,10 +302,10 @@ def _compare(
             owner = f"replica {replica}"
             want = want if factor == 1 else want * factor
             for part, result in _pairs(want, have, regions.get(name, ()), floor, compare):
-                told = {"error": result.error, "bound": result.bound}
-                rows.append(place | {"name": name + part, "owner": owner} | told)
+                place = (step, phase, name + part, owner)
+                rows.append(ComparisonRow(*place, result.error, result.bound))
         if powerless(first, evidence.case.world, compare):
-            rows.append(place | {"tested": False})
+            rows.append(ComparisonRow(step, phase, name, tested=False))
     return rows
 
 
@@ -360,16 +362,16 @@ def decide(figures: Figures) -> Outcome:
     worst: Worst | None = None
     compared, not_tested, problem = 0, set(), ""
     for row in figures.compared.get("relations", []):
-        if "skip" in row:
-            return Outcome("relations", "skip", row["skip"])
-        if "problem" in row:
-            problem = problem or row["problem"]
-        elif not row.get("tested", True):
-            not_tested.add(f"{row['phase']}: {row['name']}")
-        elif not problem:
+        if row.skip:
+            return Outcome("relations", "skip", row.skip)
+        if row.problem:
+            problem = problem or row.problem
+        elif not row.tested:
+            not_tested.add(f"{row.phase}: {row.name}")
+        elif row.error is not None and row.bound is not None and not problem:
             compared += 1
-            place = (row["name"], row["step"], row["phase"], row["owner"])
-            this = Worst(*place, row["error"], row["bound"])
+            place = (row.name, row.step, row.phase, row.owner)
+            this = Worst(*place, row.error, row.bound)
             if worst is None or _share(this) > _share(worst):
                 worst = this
             if not this.error <= this.bound:

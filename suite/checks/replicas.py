@@ -13,10 +13,11 @@ import math
 from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
-from shardproof.evidence.assembled import Figures, Row
+from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import TensorRow
 
 #: Name -> replica -> what is stored of that copy.
-Copies = Mapping[str, Mapping[int, Row]]
+Copies = Mapping[str, Mapping[int, TensorRow]]
 
 
 def decide(figures: Figures) -> Outcome:
@@ -33,12 +34,12 @@ def decide(figures: Figures) -> Outcome:
                     continue
                 compared += 1
                 # Digests differ, too, where 0 meets -0 or one NaN another: these are equal.
-                if row["digest"] != copies[first]["digest"] and row["differs"]:
-                    worst = Worst(name, step, phase, f"replica {replica}", row["differs"], 0.0)
+                if row.digest != copies[first].digest and row.differs:
+                    worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
                     return Outcome(
                         "replicas",
                         "fail",
-                        f"replicas {first} and {replica} differ in {row['differs']} of "
+                        f"replicas {first} and {replica} differ in {row.differs} of "
                         f"{_elements(row)} elements of {name!r} at step {step} ({phase})",
                         worst,
                         {"compared": compared},
@@ -51,22 +52,22 @@ def decide(figures: Figures) -> Outcome:
     return Outcome("replicas", "pass", figures={"compared": compared, "different": 0})
 
 
-def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, Row]]]:
+def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
     """The stored copies that must agree, by moment."""
     kinds = ["parameters", "gradients", "optimizer"]
-    if figures.capabilities["buffers"] == "synced":
+    if figures.declaration.buffers == "synced":
         kinds.append("buffers")
-    found: dict[tuple[int, str, str], dict[str, dict[int, Row]]] = {}
+    found: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
-        if row["kind"] not in kinds or (row["step"] < 0 and row["kind"] != "parameters"):
+        if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
             continue
-        moment = found.setdefault((row["step"], row["point"], row["kind"]), {})
-        moment.setdefault(row["name"], {})[row["replica"]] = row
+        moment = found.setdefault((row.step, row.point, row.kind), {})
+        moment.setdefault(row.name, {})[row.replica] = row
     return found
 
 
-def _elements(row: Row) -> int:
-    return math.prod(row["shape"])
+def _elements(row: TensorRow) -> int:
+    return math.prod(row.shape)
 
 
 def _lone(state: Copies, initial: Copies) -> str:
@@ -81,7 +82,7 @@ def _lone(state: Copies, initial: Copies) -> str:
         parameter = name if name in initial else name.rpartition(".")[0]
         if parameter not in initial:
             continue
-        if parameter != name and next(iter(copies.values()))["shape"] == []:
+        if parameter != name and next(iter(copies.values())).shape == []:
             continue
         kind, present = frozenset(initial[parameter]), frozenset(copies)
         other, expected = leaders.setdefault(kind, (name, present))

@@ -15,7 +15,7 @@ Then:
   one after the other; every forward runs the units of its stage and every backward goes through
   them; all of them are over before the gradients are final;
 * micro-batches in flight, counted from the log, are those of the schedule;
-* memory, where it is weighed: on every rank and in every step the largest bytes of class
+* memory, where it is measured: on every rank and in every step the largest bytes of class
   ``activations`` are what the micro-batches in flight take.  What one micro-batch of a stage takes
   is measured on the workload's own model in one process (``measure``).  The peak must reach the
   most that they need at any time, a micro-batch between B and W at least the inputs of the layers
@@ -34,7 +34,7 @@ systems.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -44,12 +44,13 @@ from typing import TYPE_CHECKING, Any
 from shardproof.case import Case
 from shardproof.checks import Outcome, Worst
 from shardproof.contract import Implementation, Refused
-from shardproof.costs.expression import CaseFacts
-from shardproof.costs.model_facts import ModelFacts, shape_key
+from shardproof.costs.model_facts import shape_key
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import CHUNKS, place_of, schedule_name, split_units
-from shardproof.evidence.assembled import Figures, Row
+from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
+from shardproof.ledgers.program_order import Done
 from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _CLOCK = 1e-9
 #: Bytes of losses and other numbers that live as long as a step.
 _SCALARS = 64
 
-Log = list[Mapping[str, Any]]
+Log = list[Done]
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -75,7 +76,7 @@ def decide(evidence: Figures) -> Outcome:
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
     figures: dict[str, Any] = {}
-    wrong = unsound_schedules(case, evidence.capabilities["strategy"], evidence.schedules)
+    wrong = unsound_schedules(case, evidence.declaration.strategy, evidence.schedules)
     if wrong:
         return not_run(wrong)
     for size, schedule in evidence.schedules.items():
@@ -88,10 +89,10 @@ def decide(evidence: Figures) -> Outcome:
         for step in evidence.steps:
             problem = _wrong_run(evidence, record, step)
             if problem:
-                message = f"rank {record['rank']}, step {step}: {problem}"
+                message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("schedule", "fail", message, None, figures)
     figures["in_flight"] = {
-        str(record["rank"]): max(_held(actions_of(record, evidence.steps[-1])), default=0)
+        str(record.rank): max(_held(actions_of(record, evidence.steps[-1])), default=0)
         for record in evidence.records
     }
     if not evidence.schedules:
@@ -102,7 +103,7 @@ def decide(evidence: Figures) -> Outcome:
     if why_not:
         figures["activations"] = f"not judged: {why_not}"
         return Outcome("schedule", "pass", told, None, figures)
-    return _weigh(evidence, figures, told)
+    return _judge_activations(evidence, figures, told)
 
 
 class NoSchedule(RuntimeError):
@@ -271,50 +272,46 @@ def _unclaimed(evidence: Figures) -> str:
     told = (
         "no schedule is claimed: its soundness, its bubble and the order of its run are not judged"
     )
-    logged = any(record.get("actions") for record in evidence.records)
+    logged = any(record.actions for record in evidence.records)
     return told if logged else f"{told}; nothing was traced"
 
 
 # --------------------------------------------------------------------------------------- the run
 
 
-def actions_of(record: Mapping[str, Any], step: int) -> Log:
+def actions_of(record: RankRecord, step: int) -> Log:
     """What a rank computed in ``step``, in the order of begins."""
-    found = [row for row in record.get("actions", ()) if row["step"] == step]
-    return sorted(found, key=lambda row: row["begin"])
+    return sorted((row for row in record.actions if row.step == step), key=lambda row: row.begin)
 
 
-def _action(row: Mapping[str, Any]) -> Action:
-    return Action(row["op"], row["stage"], row["micro"])
+def _action(row: Done) -> Action:
+    return Action(row.op, row.stage, row.micro)
 
 
-def _wrong_run(evidence: Figures, record: Mapping[str, Any], step: int) -> str:
+def _wrong_run(evidence: Figures, record: RankRecord, step: int) -> str:
     """What is wrong with the log of one rank and step."""
-    told, log = record["steps"][step], actions_of(record, step)
-    problem = _wrong_order(evidence, record, log, told.get("windows", ()))
+    log = actions_of(record, step)
+    problem = _wrong_order(evidence, record, log, record.steps[step].windows)
     if problem:
         return problem
     for one, other in pairwise(log):
-        if other["begin"] < one["end"]:
+        if other.begin < one.end:
             return f"{_action(other)} begins before {_action(one)} has ended"
-    first, last = told["events"]
-    events = [event for event in record["events"] if first <= event[0] < last]
+    events = record.events_of(step)
     final = next(
         (n for n, kind, name in events if (kind, name) == ("observe", "gradients_final")), None
     )
-    late = next((row for row in log if final is not None and row["end"] > final), None)
+    late = next((row for row in log if final is not None and row.end > final), None)
     if late is not None:
         return f"{_action(late)} is not over when gradients are said to be final"
     return _computed_nothing(evidence, log, events)
 
 
-def _wrong_order(
-    evidence: Figures, record: Mapping[str, Any], log: Log, windows: Sequence[int]
-) -> str:
+def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Sequence[int]) -> str:
     """The first computation that is not the one claimed, window by window."""
     if not evidence.schedules:
         return ""
-    rank = record["coordinate"].get("pipe", 0)
+    rank = record.coordinate.get("pipe", 0)
     claimed: list[tuple[int, Action]] = []
     for window, size in enumerate(windows):
         schedule = evidence.schedules.get(size)
@@ -332,33 +329,33 @@ def _wrong_order(
             before = log[number - 1] if number else None
             place = f"after {_action(before)}" if before is not None else "first"
             return f"window {window}: does {found} {place}, where {name} has {action}"
-        if log[number]["window"] != window:
-            return f"window {window}: {action} was done before, in window {log[number]['window']}"
+        if log[number].window != window:
+            return f"window {window}: {action} was done before, in window {log[number].window}"
     if len(log) > len(claimed):
         return f"does {_action(log[len(claimed)])} after all that the schedule has"
     return ""
 
 
-def _computed_nothing(evidence: Figures, log: Log, events: Sequence[Sequence[Any]]) -> str:
+def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]) -> str:
     """Every F runs each unit of its stage once, every B or BW goes back through each."""
-    plan = _plan(evidence)
-    if plan is None or not evidence.schedules:
+    facts = evidence.model_facts
+    if facts is None or not evidence.schedules:
         return ""
     schedule = next(iter(evidence.schedules.values()))
-    ranges = split_units(plan.options, len(plan.units), schedule.stages)
+    ranges = split_units(facts.options, len(facts.units), schedule.stages)
     at = 0
-    trained = {unit for t in plan.trainable for unit in t.units}
+    trained = {unit for t in facts.trainable for unit in t.units}
     for row in log:
-        while at < len(events) and events[at][0] < row["begin"]:
+        while at < len(events) and events[at][0] < row.begin:
             at += 1
         inside = []
-        while at < len(events) and events[at][0] < row["end"]:
+        while at < len(events) and events[at][0] < row.end:
             inside.append((events[at][1], events[at][2]))
             at += 1
-        kind = "forward" if row["op"] == "F" else "backward"
-        for unit in ranges[row["stage"]] if row["op"] != "W" else ():
-            name = plan.units[unit]
-            times, wanted = inside.count((kind, name)), plan.called(name)
+        kind = "forward" if row.op == "F" else "backward"
+        for unit in ranges[row.stage] if row.op != "W" else ():
+            name = facts.units[unit]
+            times, wanted = inside.count((kind, name)), facts.called(name)
             if kind == "backward":
                 times, wanted = min(times, 1), int(wanted > 0 and unit in trained)
             if times != wanted:
@@ -370,7 +367,7 @@ def _held(log: Log) -> list[int]:
     """Micro-batches in flight after each computation of ``log``, over all chunks."""
     held, found = 0, []
     for row in log:
-        held += (row["op"] == "F") - (row["op"] in ("W", "BW"))
+        held += (row.op == "F") - (row.op in ("W", "BW"))
         found.append(held)
     return found
 
@@ -388,26 +385,26 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
     ranks: dict[int, Log] = {}
     size = 0
     for record in evidence.records:
-        coordinate = record["coordinate"]
+        coordinate = record.coordinate
         others = (at for axis, at in coordinate.items() if axis != "pipe")
-        log = [row for row in actions_of(record, step) if row["window"] == 0]
+        log = [row for row in actions_of(record, step) if row.window == 0]
         if log and not any(others):
             ranks[coordinate.get("pipe", 0)] = log
-            size = record["steps"][step]["windows"][0]
+            size = record.steps[step].windows[0]
     schedule = evidence.schedules.get(size)
     if schedule is None or len(ranks) < schedule.ranks:
         return {}
-    wall, cpu = Counter[str](), Counter[str]()
+    wall, cpu = defaultdict[str, float](float), defaultdict[str, float](float)
     busy, spans, took = [], [], dict[Action, float]()
     for log in ranks.values():
         for row in log:
-            wall[row["op"]] += row["ended"] - row["began"]
-            cpu[row["op"]] += row["cpu"]
-            took[_action(row)] = row["cpu"]
-        busy.append(sum(row["ended"] - row["began"] for row in log))
-        spans.append(log[-1]["ended"] - log[0]["began"])
-    ends = [log[-1]["ended"] for log in ranks.values()]
-    makespan = max(ends) - min(log[0]["began"] for log in ranks.values())
+            wall[row.op] += row.ended - row.began
+            cpu[row.op] += row.cpu
+            took[_action(row)] = row.cpu
+        busy.append(sum(row.ended - row.began for row in log))
+        spans.append(log[-1].ended - log[0].began)
+    ends = [log[-1].ended for log in ranks.values()]
+    makespan = max(ends) - min(log[0].began for log in ranks.values())
     idle = [span - work for span, work in zip(spans, busy, strict=True)]
     found = {"span": max(idle), "makespan": makespan - max(busy)}
     means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
@@ -421,7 +418,7 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
     ideal = float(setting.ideal)
     return {
         "ranks": evidence.case.world,
-        "cores": min(record["cores"] for record in evidence.records),
+        "cores": min(record.cores for record in evidence.records),
         "seconds": {op: seconds / (size * len(ranks)) for op, seconds in wall.items()},
         "cpu_seconds": means,
         **_ratios(found, sum(busy) / len(busy)),
@@ -441,25 +438,21 @@ def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
     return told
 
 
-def _plan(evidence: Figures) -> ModelFacts | None:
-    return evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-
-
 # ------------------------------------------------------------------------------------ the memory
 
 
 def why_not_measured(evidence: Figures) -> str:
     """Why activations are not judged here; empty: they are."""
-    case, plan = evidence.case, _plan(evidence)
-    if not memory_is_measurable(case, evidence.capabilities["backends"]):
+    case, facts = evidence.case, evidence.model_facts
+    if not memory_is_measurable(case, evidence.declaration.backends):
         return "no memory ledger"
-    if plan is None or not evidence.schedules or not plan.inputs:
-        return "no schedule or no plan"
-    if evidence.capabilities["strategy"] not in OWN or plan.size("tensor") > 1:
+    if facts is None or not evidence.schedules or not facts.inputs:
+        return "no schedule or no model facts"
+    if evidence.declaration.strategy not in OWN or facts.size("tensor") > 1:
         return "only whole stages of the suite's own cut are measured"
     if case.precision:
         return "mixed precision"
-    if plan.options.get("recompute_every"):
+    if facts.options.get("recompute_every"):
         return "recomputation"
     return ""
 
@@ -470,7 +463,7 @@ def _name(case: Case, place: Sequence[int], shape: Sequence[int]) -> str:
     return f"{shape_key(shape)} at {shape_key(place)}" if branches else shape_key(shape)
 
 
-def measure(evidence: Evidence) -> Iterator[Row]:
+def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     """What one micro-batch of a stage takes: ``phase`` says of what, ``bound`` the bytes.
 
     ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
@@ -481,39 +474,39 @@ def measure(evidence: Evidence) -> Iterator[Row]:
     from shardproof.checks.stage_bytes import stage_bytes
 
     schedule = next(iter(evidence.schedules.values()))
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    assert plan is not None
-    ranges = split_units(plan.options, len(plan.units), schedule.stages)
+    facts = evidence.model_facts
+    assert facts is not None
+    ranges = split_units(facts.options, len(facts.units), schedule.stages)
     found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
-    for (stage, name), weights in found.items():
-        for phase, size in weights.items():
-            place = {"step": 0, "phase": phase, "name": f"stage {stage}", "owner": name}
-            yield place | {"error": 0.0, "bound": float(size)}
+    for (stage, name), sizes in found.items():
+        for phase, size in sizes.items():
+            yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
-def _weigh(evidence: Figures, figures: dict[str, Any], told_of_pass: str) -> Outcome:
-    plan = _plan(evidence)
-    assert plan is not None
+def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) -> Outcome:
+    facts = evidence.model_facts
+    assert facts is not None
     sizes = {
-        (row["phase"], row["name"], row["owner"]): int(row["bound"])
+        (row.phase, row.name, row.owner): int(row.bound)
         for row in evidence.compared.get("schedule", ())
+        if row.bound is not None
     }
     figures["activations"] = told = {}
     for record in evidence.records:
-        share = evidence.data_coordinate[record["rank"]]
+        share = evidence.data_coordinate[record.rank]
         for step in evidence.steps:
             names = [
                 [
                     _name(evidence.case, (step, share, window, micro), shape)
                     for micro, shape in enumerate(shapes)
                 ]
-                for window, shapes in enumerate(plan.inputs[step][share])
+                for window, shapes in enumerate(facts.inputs[step][share])
             ]
             low, high = _bounds(record, step, names, sizes)
             peak = _peak(record, step)
-            told[str(record["rank"])] = {"peak": peak, "least": low, "most": high}
+            told[str(record.rank)] = {"peak": peak, "least": low, "most": high}
             if not low <= peak <= high:
-                rank, bound = record["rank"], low if peak < low else high
+                rank, bound = record.rank, low if peak < low else high
                 most = max(_held(actions_of(record, step)), default=0)
                 message = (
                     f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
@@ -522,50 +515,49 @@ def _weigh(evidence: Figures, figures: dict[str, Any], told_of_pass: str) -> Out
                 distance = float(abs(peak - bound))
                 worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
                 return Outcome("schedule", "fail", message, worst, figures)
-    return Outcome("schedule", "pass", told_of_pass, None, figures)
+    return Outcome("schedule", "pass", note, None, figures)
 
 
-def _peak(record: Mapping[str, Any], step: int) -> int:
+def _peak(record: RankRecord, step: int) -> int:
     """Most bytes of class ``activations`` on the device in forward or backward of ``step``."""
     phases: Counter[str] = Counter()
-    for row in record["memory"]:
-        chosen = (row["moment"], row["step"], row["kind"]) == ("peak", step, "activations")
-        if chosen and row["where"] != "update" and row["device"] != "file":
-            phases[row["where"]] += row["bytes"]
+    for row in record.memory:
+        chosen = (row.moment, row.step, row.kind) == ("peak", step, "activations")
+        if chosen and row.where != "update" and row.device != "file":
+            phases[row.where] += row.bytes
     return max(phases.values(), default=0)
 
 
 def _bounds(
-    record: Mapping[str, Any],
+    record: RankRecord,
     step: int,
     names: Sequence[Sequence[str]],
     sizes: Mapping[tuple[str, str, str], int],
 ) -> tuple[int, int]:
     """Least and most bytes of activations at the peak of one rank and step."""
     log = actions_of(record, step)
-    start, stop = record["steps"][step]["calls"]
-    messages = [c for c in record["traffic"][start:stop] if c["operation"] in ("send", "recv")]
+    messages = [c for c in record.calls_of(step) if c.operation in ("send", "recv")]
     least = most = needed = taken = 0
     since = 0
     for row in log:
-        name = names[row["window"]][row["micro"]]
+        name = names[row.window][row.micro]
         whole, weights, received = (
-            sizes[kind, f"stage {row['stage']}", name] for kind in ("F", "W", "input")
+            sizes[kind, f"stage {row.stage}", name] for kind in ("F", "W", "input")
         )
         before = taken
-        if row["op"] == "F":
+        if row.op == "F":
             needed, taken = needed + whole, taken + whole + received
-        elif row["op"] == "B":
+        elif row.op == "B":
             needed -= whole - weights
         else:
-            needed -= weights if row["op"] == "W" else whole
+            needed -= weights if row.op == "W" else whole
             taken -= whole + received
         under_way = sum(
-            c["payload_bytes"]
+            c.payload_bytes
             for c in messages
-            if c["issued"] < row["end"] and (c["waited"] is None or c["waited"] > since)
+            if c.issued < row.end and (c.waited is None or c.waited > since)
         )
         least = max(least, needed)
         most = max(most, max(before, taken) + under_way)
-        since = row["end"]
+        since = row.end
     return least, most + _SCALARS + 16 * len(log)

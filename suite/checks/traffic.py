@@ -14,14 +14,15 @@ upstream system, which is held to its own formula, the textbook's bytes stand be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
-from shardproof.costs.expression import CaseFacts, evaluate
+from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Figures
+from shardproof.ledgers.traffic import Call
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -30,7 +31,7 @@ CONTROL_BYTES_A_NAME = 64
 
 def decide(evidence: Figures) -> Outcome:
     """Compare each step's floating-point payload with the cost_model, or the scenario's formula."""
-    case, strategy = evidence.case, evidence.capabilities["strategy"]
+    case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
     own = case.expect.get("traffic")
@@ -79,10 +80,10 @@ def flows_of(evidence: Figures, step: int) -> Flows:
     found: Flows = {}
     for index in range(len(evidence.records)):
         for call in step_calls(evidence, step, index):
-            if len(call["group"]) > 1:
-                key = axis_of(call["group"], evidence.case.mesh), call["operation"]
+            if len(call.group) > 1:
+                key = axis_of(call.group, evidence.case.mesh), call.operation
                 calls, total = found.get(key, (0, Fraction(0)))
-                found[key] = calls + 1, total + Fraction(call["logical_bytes"])
+                found[key] = calls + 1, total + call.logical_bytes
     return found
 
 
@@ -101,19 +102,17 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The promise for ``step``: a skipped update clips nothing."""
-    plan = evidence.facts.plan if isinstance(evidence.facts, CaseFacts) else None
-    if plan is not None and any(
-        record["steps"][step]["metrics"].get("skipped") for record in evidence.records
-    ):
-        plan = dataclasses.replace(plan, clipped=False, skipped=True)
-    if plan is not None and plan.inputs:
-        plan = dataclasses.replace(plan, step=step)
-    return cost_model_of(evidence.capabilities["strategy"], plan)
+    facts = evidence.model_facts
+    if facts is not None and any(record.steps[step].skipped for record in evidence.records):
+        facts = dataclasses.replace(facts, clipped=False, skipped=True)
+    if facts is not None and facts.inputs:
+        facts = dataclasses.replace(facts, step=step)
+    return cost_model_of(evidence.declaration.strategy, facts)
 
 
 def _against_textbook(cost_model: CostModel) -> dict[str, str]:
     """What the strategy that an upstream system carries out would send, by its own formula."""
-    textbook = cost_model_of(cost_model.textbook, cost_model.plan)
+    textbook = cost_model_of(cost_model.textbook, cost_model.facts)
     try:
         total = 0 if textbook is None else textbook.payload()
     except NoCostModel:  # the textbook's promise ends before this one's: there is no ratio
@@ -169,21 +168,19 @@ def _found(flows: Flows) -> list[dict[str, Any]]:
     ]
 
 
-def step_calls(evidence: Figures, step: int, index: int) -> list[dict[str, Any]]:
+def step_calls(evidence: Figures, step: int, index: int) -> list[Call]:
     """Counted floating-point calls of record ``index`` in ``step``, observation points left out."""
-    record = evidence.records[index]
-    start, stop = record["steps"][step]["calls"]
     return [
         call
-        for call in record["traffic"][start:stop]
-        if call["floating"] and call["phase"] in ("forward", "backward", "update")
+        for call in evidence.records[index].calls_of(step)
+        if call.floating and call.phase in ("forward", "backward", "update")
     ]
 
 
 def _payload(evidence: Figures, step: int) -> Fraction:
     return sum(
         (
-            Fraction(call["logical_bytes"])
+            call.logical_bytes
             for index in range(len(evidence.records))
             for call in step_calls(evidence, step, index)
         ),
@@ -193,36 +190,35 @@ def _payload(evidence: Figures, step: int) -> Fraction:
 
 def _too_much_control(evidence: Figures) -> str:
     """A few integers per parameter, buffer and rank are agreed on, not some per element."""
-    if evidence.capabilities["strategy"] not in COST_MODELS:
+    if evidence.declaration.strategy not in COST_MODELS:
         return ""
-    names = {row["name"] for row in evidence.tensors if row["kind"] in ("parameters", "buffers")}
+    names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
     for step in evidence.steps:
         spent = Fraction(0)
         for record in evidence.records:
-            start, stop = record["steps"][step]["calls"]
-            for call in record["traffic"][start:stop]:
-                if not call["floating"] and call["phase"] in ("forward", "backward", "update"):
-                    spent += Fraction(call["logical_bytes"])
+            for call in record.calls_of(step):
+                if not call.floating and call.phase in ("forward", "backward", "update"):
+                    spent += call.logical_bytes
         if spent > limit:
             return f"step {step} sends {_text(spent)} bytes that are no floats, at most {limit:,}"
     return ""
 
 
 def _setup_bytes(evidence: Figures) -> Fraction:
-    return _sum(evidence, lambda call: call["phase"] == "setup")
+    return _sum(evidence, lambda call: call.phase == "setup")
 
 
 def _control_bytes(evidence: Figures) -> Fraction:
-    return _sum(evidence, lambda call: call["phase"] != "setup" and not call["floating"])
+    return _sum(evidence, lambda call: call.phase != "setup" and not call.floating)
 
 
-def _sum(evidence: Figures, wanted: Any) -> Fraction:
+def _sum(evidence: Figures, wanted: Callable[[Call], bool]) -> Fraction:
     return sum(
         (
-            Fraction(call["logical_bytes"])
+            call.logical_bytes
             for record in evidence.records
-            for call in record["traffic"]
+            for call in record.traffic
             if wanted(call)
         ),
         Fraction(0),

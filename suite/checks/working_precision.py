@@ -48,7 +48,7 @@ def factor(evidence: Figures) -> float:
     case = evidence.case
     data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)
     wide = case.precision.get("reduce") == "float32"
-    wide = wide or "fp32_reduction" in evidence.capabilities["features"]
+    wide = wide or "fp32_reduction" in evidence.declaration.features
     if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
         return WORKING_PRECISION_FACTOR_DATA_PARALLEL
     return WORKING_PRECISION_FACTORS[case.lowest_dtype]
@@ -63,7 +63,7 @@ def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, A
     narrow = getattr(torch, case.compute_dtype)
     states = [evidence.observed(step, "after_update", "parameters") for step in evidence.steps]
     forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
-    rule = evidence.capabilities["buffers"]
+    rule = evidence.declaration.buffers
     runs = []
     twin = make(case.workload, "float64", case.lane, case.compute_dtype)
     for workload, precision in ((twin, {}), (for_case(case), case.precision)):

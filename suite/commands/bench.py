@@ -261,10 +261,10 @@ def _measure(
 ) -> int:
     """Measure ``subjects``, or print what would be measured; the exit code."""
     from shardproof.bench.session import Session
-    from shardproof.commands import bench_run, execution
+    from shardproof.commands import bench_run, supervision
     from shardproof.runs.run_folder import Durations
 
-    root = results.parent if results is not None else execution.RESULTS
+    root = results.parent if results is not None else supervision.RESULTS
     durations = Durations(root / "durations.json")
     if dry_run:
         bench_run.dry_run(subjects, request, durations)

@@ -18,9 +18,9 @@ from shardproof.bench.scaling.matrix import Cell
 from shardproof.bench.session import Measured, Session
 from shardproof.bench.sides import Pair
 from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
-from shardproof.commands import bench_tables, execution
+from shardproof.commands import bench_tables, supervision
 from shardproof.commands.bench import FailOn
-from shardproof.commands.progress import Blocks
+from shardproof.commands.console import Blocks, make_console, print_line
 from shardproof.runs.run_folder import Durations, read
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(
 
     :raises SelectionError: a system cannot be loaded, or refuses its options.
     """
-    console = execution.make_console()
+    console = make_console()
     schedule = choose(session.examine(subjects), durations, request.budget, request.passes)
     items = [*schedule.chosen, *schedule.left_out]
     timed = [item for item in items if item.timed]
@@ -87,17 +87,17 @@ def run(
         end = time.monotonic() - request.began + expected[item.subject.id]
         return end <= request.budget * 60
 
-    with execution.open_folder(results) as folder:
+    with supervision.open_folder(results) as folder:
 
         def stored() -> Sequence[Line]:
             found = read(folder.path)
             return found.scalings if scaling else found.benches
 
-        def body(interrupts: execution.Interrupts) -> int:
+        def body(interrupts: supervision.Interrupts) -> int:
             folder.plan_benches([item.subject.id for item in items])
             known = {line["id"] for line in stored()}
             if request.budget is not None:
-                execution.tell(console, schedule.summary())
+                print_line(console, schedule.summary())
             for item in items:
                 subject = item.subject
                 if item.source in late or not fits(item):
@@ -137,9 +137,9 @@ def run(
                 keep_report(folder)
             show(lines, console)
             noun = "cells" if scaling else "comparisons"
-            execution.tell(console, f"stopped: {len(lines)} of {len(items)} {noun} have figures")
+            print_line(console, f"stopped: {len(lines)} of {len(items)} {noun} have figures")
 
-        return execution.guarded(folder, console, body, interrupted, durations.save)
+        return supervision.supervised(folder, console, body, interrupted, durations.save)
 
 
 def _measure(
@@ -169,7 +169,7 @@ def _tell_late(names: Sequence[str], earlier: Sequence[Line], console: Console) 
     """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
     stays = {line["id"]: f" (stays as it was: {line['verdict']})" for line in earlier}
     for name in names:
-        execution.tell(console, f"left out by the budget: {name}{stays.get(name, '')}")
+        print_line(console, f"left out by the budget: {name}{stays.get(name, '')}")
 
 
 def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardproof.commands import execution
+from shardproof.commands.console import print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +23,9 @@ def show_pairs(lines: Sequence[Line], console: Console) -> None:
     for line in lines:
         first, *rest = tables.details(line)
         for text in (first, *tables.beside(line), *rest):
-            execution.tell(console, text)
+            print_line(console, text)
     if (caution := tables.lost(lines, stats.family(lines))) is not None:
-        execution.tell(console, caution)
+        print_line(console, caution)
 
 
 def show_cells(lines: Sequence[Line], console: Console) -> None:
@@ -37,7 +37,7 @@ def show_cells(lines: Sequence[Line], console: Console) -> None:
     console.print(tables.table(lines, tables.NARROW))
     modelled = tables.modelled_table(lines)
     if modelled.rows:
-        execution.tell(console, "")
+        print_line(console, "")
         console.print(modelled)
     for text in tables.remarks(lines):
-        execution.tell(console, text)
+        print_line(console, text)

@@ -121,13 +121,15 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
 
     from shardproof.compare import baseline
 
-    found = replace(baseline.joined(snapshots), name=path.stem)
-    if not (found.cases or found.timed):
+    joined = replace(baseline.joined(snapshots), name=path.stem)
+    if not (joined.cases or joined.timed):
         remedy = "name a run that has results"
         raise SelectionError(Problem("--save: nothing was judged", remedy, snapshots[0].name))
-    baseline.save(found, path)
-    counts = f"{len(found.cases):,} cases, {len(found.timed):,} timed, {len(found.kills):,} faults"
-    typer.echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {found.hardware}")
+    baseline.save(joined, path)
+    counts = (
+        f"{len(joined.cases):,} cases, {len(joined.timed):,} timed, {len(joined.kills):,} faults"
+    )
+    typer.echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {joined.hardware}")
 
 
 def _compare(
@@ -137,30 +139,30 @@ def _compare(
     from shardproof.compare.compare import compare as compared
 
     reference, *others = snapshots
-    found = [compared(reference, other) for other in others]
+    comparisons = [compared(reference, other) for other in others]
     if form is Form.csv:
-        typer.echo(formats.table(found, only_changed), nl=False)
+        typer.echo(formats.csv(comparisons, only_changed), nl=False)
     elif form is Form.json:
-        typer.echo(formats.document(reference, found, only_changed), nl=False)
+        typer.echo(formats.json_document(reference, comparisons, only_changed), nl=False)
     else:
         if by is By.hardware:
-            told = hardware.report(reference, found, only_changed)
+            report = hardware.report(reference, comparisons, only_changed)
         else:
-            told = tables.report(found, by.value if by is not None else "", only_changed)
+            report = tables.report(comparisons, by.value if by is not None else "", only_changed)
         if into is not None:
-            from shardproof import report
+            from shardproof.report import insert
 
-            report.insert(formats.markdown(told), into)
-            typer.echo(f"{into}: {told.heading}")
+            insert(formats.markdown(report), into)
+            typer.echo(f"{into}: {report.heading}")
         elif form is Form.markdown:
-            typer.echo(f"# {told.heading}\n\n{formats.markdown(told)}", nl=False)
+            typer.echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)
         elif form is Form.html:
-            typer.echo(formats.html(told), nl=False)
+            typer.echo(formats.html(report), nl=False)
         else:
-            formats.text(told, _console().print)
-    if found and not any(comparison.comparable for comparison in found):
+            formats.terminal(report, _console())
+    if comparisons and not any(comparison.comparable for comparison in comparisons):
         if form in (Form.csv, Form.json) or by is By.hardware or into is not None:
-            for comparison in found:
+            for comparison in comparisons:
                 name = comparison.after.name
                 typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
         return verdicts.NOT_DECIDED
@@ -234,17 +236,19 @@ def gate(
 
     if append and summary is None:
         raise SelectionError(Problem("--append belongs to --summary", "name --summary FILE"))
-    told = policies.read(policy)
+    policy_file = policies.read(policy)
     today = _day(on)
     before, old_doubts = _evidence(against, again=False)
     after, doubts = _evidence(run, again=verify)
     if doubts is None:
         what = "is a baseline, which has no evidence to judge"
         raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
-    found = compared(before, after)
-    policies.check(told, before, after, max(today, _day(None)))
+    comparison = compared(before, after)
+    policies.check(policy_file, before, after, max(today, _day(None)))
     named = [(before.name, text) for text in old_doubts or ()]
-    gated = judge(found, told, today, [*named, *((after.name, text) for text in doubts)])
+    gated = judge(
+        comparison, policy_file, today, [*named, *((after.name, text) for text in doubts)]
+    )
     _tell(gated, summary, append, junit, annotations)
     raise typer.Exit(gated.exit_code)
 
@@ -260,12 +264,12 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
         if again:
             from shardproof.commands.verify import verify
 
-            found = verify(folder).problems
+            doubts = verify(folder).problems
         else:
-            found = list(changed(folder))
+            doubts = list(changed(folder))
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
-            found = [told.replace(str(folder), name) for told in found]
-        return baseline.of_folder(folder), found
+            doubts = [doubt.replace(str(folder), name) for doubt in doubts]
+        return baseline.of_folder(folder), doubts
 
 
 def _day(text: str | None) -> datetime.date:
@@ -290,7 +294,7 @@ def _tell(
     if summary is not None:
         _write(summary, gate_output.summary(gated), "--summary", append)
     if junit is not None:
-        _write(junit, gate_output.document(gated), "--junit", append=False)
+        _write(junit, gate_output.junit_xml(gated), "--junit", append=False)
 
 
 def _write(path: Path, text: str, option: str, append: bool) -> None:

@@ -106,7 +106,7 @@ def _shared_memory() -> Finding:
 
 
 def _left_over() -> Finding:
-    from shardproof.cases.runner import sweep, workspace_base
+    from shardproof.launch.workspace import sweep, workspace_base
 
     removed = sweep(workspace_base())
     text = f"removed {len(removed)} of killed runs" if removed else "none"

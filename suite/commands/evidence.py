@@ -37,7 +37,7 @@ def verify(run: RunArgument = None) -> None:
     shardproof verify results/20260102-030405
     shardproof verify 20260102-030405.tar.gz
     """
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
     from shardproof.commands.verify import verify as verify_run
     from shardproof.commands.verify import verify_archive
     from shardproof.runs import bundle as bundles
@@ -47,7 +47,7 @@ def verify(run: RunArgument = None) -> None:
         found, listing = verify_archive(Path(run))
         notes = bundles.notes(listing)
     else:
-        found, notes = verify_run(find_run(run, execution.RESULTS)), ()
+        found, notes = verify_run(find_run(run, supervision.RESULTS)), ()
     for text in (*found.problems, *notes, found.sentence()):
         typer.echo(text)
     if found.problems:
@@ -81,12 +81,12 @@ def bundle(
     shardproof bundle results/20260102-030405 --output evidence.tar.gz
     shardproof verify evidence.tar.gz
     """
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
     from shardproof.runs import bundle as bundles
     from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run
 
-    folder = find_run(run, execution.RESULTS)
+    folder = find_run(run, supervision.RESULTS)
     with damage_is_bad_input(folder):
         reports = _reports(folder)
     packed = bundles.pack(folder, output, reports, force)
@@ -136,13 +136,13 @@ def badges(
     shardproof badges results/20260102-030405 --output docs/badges
     shardproof badges 20260102-030405.tar.gz
     """
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
     from shardproof.report import badges as drawing
     from shardproof.runs.bundle import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 
-    with open_run(run, execution.RESULTS) as folder:
+    with open_run(run, supervision.RESULTS) as folder:
         require_unchanged(folder)
         names = drawing.write(read(folder), output)
     typer.echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
@@ -153,11 +153,11 @@ def doctor() -> None:
 
     Exit code 0: ready; 3: something has to be done first.
     """
-    from shardproof.commands import execution
+    from shardproof.commands import supervision
     from shardproof.commands.doctor import examine
 
     ready = True
-    for finding in examine(execution.RESULTS):
+    for finding in examine(supervision.RESULTS):
         ready = ready and finding.state != "bad"
         typer.echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.checks import GENERAL
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, SelectionError, nearest
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
     from shardproof.contract import Implementation
 
-#: Each skips what it has no promise for; memory is weighed on ``in_memory``.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
 #: The dtype of each lane.
 DTYPES: Mapping[str, str] = {
     "bitwise": "float32",
@@ -53,7 +53,7 @@ def prove(
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
     options: Mapping[str, Any] | None = None,
-    checks: Sequence[str] = CHECKS,
+    checks: Sequence[str] = GENERAL,
     steps: int = 3,
     deadline: float = 60.0,
     jobs: int = 1,
@@ -79,19 +79,20 @@ def prove(
     """
     from shardproof import registry
     from shardproof.backends import BACKENDS
+    from shardproof.case import AXES
     from shardproof.cases.runner import Session
-    from shardproof.checks import CHECKS as KNOWN_CHECKS
-    from shardproof.scenarios.schema import Axis, DtypeName
+    from shardproof.checks import CHECKS
+    from shardproof.scenarios.schema import DtypeName
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
     backends = _known(backends, "backends", BACKENDS)
-    lanes = _known(lanes, "lanes", DTYPES)
-    checks = _known(checks, "checks", KNOWN_CHECKS)
+    lanes = _known(lanes, "lanes", DTYPES, "lane")
+    checks = _known(checks, "checks", CHECKS, "check")
     _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
-    _known(() if axis is None else (axis,), "axis", get_args(Axis), empty=True)
+    _known(() if axis is None else (axis,), "axis", AXES, empty=True)
     for mesh in meshes:
-        _check_mesh(mesh, get_args(Axis))
+        _check_mesh(mesh, AXES)
     worlds = _sizes(worlds, "worlds", "worlds=(2, 3)")
     _sizes((steps,), "steps", "steps=3")
     _sizes((jobs,), "jobs", "jobs=2")
@@ -146,13 +147,21 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
     return axes[0] if axes else "replicate"
 
 
-def _known(names: Any, what: str, valid: Collection[str], empty: bool = False) -> Sequence[Any]:
-    """``names``, each of which must be among ``valid``."""
+def _known(
+    names: Any,
+    what: str,
+    valid: Collection[str],
+    kind: old_words.Kind | None = None,
+    empty: bool = False,
+) -> Sequence[Any]:
+    """``names``, each of which must be among ``valid``; old words for a ``kind`` warn."""
     if isinstance(names, str):
         names = (names,)
     remedy = f"{what}: {', '.join(valid)}"
     if not isinstance(names, Collection) or not (names or empty):
         raise SelectionError(Problem(f"{what} names none", remedy, repr(names)))
+    if kind is not None:
+        names = [old_words.current(kind, name) for name in names]
     for name in names:
         if name not in valid:
             raise SelectionError(Problem(f"unknown {what}", remedy, str(name)))

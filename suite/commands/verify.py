@@ -181,7 +181,6 @@ def _reported_again(path: Path) -> Iterator[str]:
 
 def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:
     """Compare a mutant's result with its parent's again."""
-    by_id = {result["id"]: result for result in results}
     implementation = f"mutants/{line['name']}"
     own = next((r for r in results if r["case"]["implementation"] == implementation), None)
     if own is None:
@@ -196,9 +195,18 @@ def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Ite
         killed_by=tuple(line["killed_by"]),
         crash_says=line.get("crash_says", ""),
     )
-    again = asdict(judge_kill(Pair(mutant, case, parent), own, by_id.get(parent.id)))
+    # By what it ran: ids of parents are digests, which runs of old words made of those.
+    theirs = next((r for r in results if _runs(r, parent)), None)
+    again = asdict(judge_kill(Pair(mutant, case, parent), own, theirs))
     if again["killed"] != line["killed"]:
         yield f"cases.jsonl: fault {line['name']}: its results give killed={again['killed']}"
+
+
+def _runs(result: Mapping[str, Any], case: Case) -> bool:
+    """Whether ``result`` is one of ``case``, whatever its id."""
+    if result["case"]["implementation"] != case.implementation:
+        return False
+    return replace(Case.from_dict(result["case"]), id=case.id) == case
 
 
 def _short(value: Any) -> str:

@@ -14,8 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shardproof import old_words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FORMAT = 1
@@ -69,9 +71,9 @@ def of_folder(path: Path) -> Snapshot:
     :raises SelectionError: it is damaged, or of another format.
     """
     run = run_folder.read(path, strict=True)
-    told = run.header.get("format")
-    if told != run_folder.FORMAT:
-        what = f"is a run of format {told!r}, this suite reads {run_folder.FORMAT}"
+    version = run.header.get("format")
+    if version != run_folder.FORMAT:
+        what = f"is a run of format {version!r}, this suite reads {run_folder.FORMAT}"
         remedy = "compare it with the version of the suite that wrote it"
         raise SelectionError(Problem(what, remedy, file=str(path / "run.json")))
     return of_run(run)
@@ -85,11 +87,9 @@ def save(snapshot: Snapshot, path: Path) -> None:
 
     :raises SelectionError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text(snapshot), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text(snapshot))
     except OSError as error:
         why = f"--save: {error.strerror}"
         raise SelectionError(Problem(why, "name a file to write", str(path))) from None
@@ -97,12 +97,12 @@ def save(snapshot: Snapshot, path: Path) -> None:
 
 def text(snapshot: Snapshot) -> str:
     """The JSON of a baseline: a line for each case."""
-    versions, cells, names = _Table(), _Table(), _Table()
+    versions, cells, names = _Numbered(), _Numbered(), _Numbered()
     rows: dict[str, list[str]] = {"cases": [], "timed": []}
     for part, entries in (("cases", snapshot.cases), ("timed", snapshot.timed)):
         for name, entry in sorted(entries.items()):
-            told = _row(entry, versions, cells, names)
-            rows[part].append(f"{json.dumps(name)}: {_compact(told)}")
+            row = _row(entry, versions, cells, names)
+            rows[part].append(f"{json.dumps(name)}: {_compact(row)}")
     head = {
         "kind": KIND,
         "format": FORMAT,
@@ -121,7 +121,7 @@ def text(snapshot: Snapshot) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-class _Table:
+class _Numbered:
     """Distinct values, numbered in order of first use."""
 
     def __init__(self) -> None:
@@ -140,9 +140,9 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=isinstance(value, Mapping))
 
 
-def _row(entry: Entry, versions: _Table, cells: _Table, names: _Table) -> dict[str, Any]:
+def _row(entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered) -> dict[str, Any]:
     ordered = sorted(entry.figures)
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
         "verdict": entry.verdict,
         "at": [
@@ -157,7 +157,7 @@ def _row(entry: Entry, versions: _Table, cells: _Table, names: _Table) -> dict[s
         "same": None if entry.same is None else _numbers(entry.same),
         "beside": dict(entry.beside),
     }
-    return {key: value for key, value in told.items() if value}
+    return {key: value for key, value in row.items() if value}
 
 
 def _numbers(sample: Sample) -> list[float]:
@@ -176,27 +176,27 @@ def read(path: Path) -> Snapshot:
         if path.stat().st_size > MAX_BYTES:
             what = f"is over {MAX_BYTES >> 20} MiB"
             raise SelectionError(Problem(what, "name a baseline", file=str(path)))
-        told = json.loads(path.read_bytes())
-        if not isinstance(told, dict) or told.get("kind") != KIND:
+        document = json.loads(path.read_bytes())
+        if not isinstance(document, dict) or document.get("kind") != KIND:
             remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
             raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
-        if told.get("format") != FORMAT:
-            what = f"is a baseline of format {told.get('format')!r}, this suite reads {FORMAT}"
+        if document.get("format") != FORMAT:
+            what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
             remedy = "make it again: `shardproof compare RUN --save FILE`"
             raise SelectionError(Problem(what, remedy, file=str(path)))
-        versions = [Version(**row) for row in told["versions"]]
+        versions = [Version(**row) for row in document["versions"]]
         if not versions or not all(isinstance(v.torch, str) for v in versions):
             raise ValueError("no versions")
         return Snapshot(
-            name=str(told["name"]),
-            hardware=str(told["hardware"]),
-            machine=dict(told["machine"]),
-            taken=str(told["taken"]),
+            name=str(document["name"]),
+            hardware=str(document["hardware"]),
+            machine=dict(document["machine"]),
+            taken=str(document["taken"]),
             versions=versions,
-            cases={name: _entry(name, row, told, versions) for name, row in told["cases"].items()},
-            timed={name: _entry(name, row, told, versions) for name, row in told["timed"].items()},
-            kills={str(name): bool(killed) for name, killed in told["kills"].items()},
-            keys=list(told["keys"]),
+            cases={e.id: e for e in _entries(document, "cases", versions, path)},
+            timed={e.id: e for e in _entries(document, "timed", versions, path)},
+            kills={str(name): bool(killed) for name, killed in document["kills"].items()},
+            keys=list(document["keys"]),
         )
 
 
@@ -212,12 +212,21 @@ def _damage(path: Path) -> Iterator[None]:
         raise SelectionError(Problem(what, remedy, file=str(path))) from None
 
 
+def _entries(
+    document: Mapping[str, Any], part: str, versions: Sequence[Version], path: Path
+) -> Iterator[Entry]:
+    """The entries of ``part`` in the words of now; those of old words warn."""
+    for name, row in document[part].items():
+        yield _entry(old_words.current_name(name, str(path)), row, document, versions)
+
+
 def _entry(
-    name: str, row: Mapping[str, Any], told: Mapping[str, Any], versions: Sequence[Version]
+    name: str, row: Mapping[str, Any], document: Mapping[str, Any], versions: Sequence[Version]
 ) -> Entry:
     version, cell, names = row["at"]
     implementation, strategy, backend, world = row["is"]
-    keys, values = told["figures"][names], row.get("figures", [])
+    keys = [old_words.renamed_name(key) for key in document["figures"][names]]
+    values = row.get("figures", [])
     if any(isinstance(value, (list, dict)) for value in values):
         raise ValueError(f"a figure of {name} is not a scalar")
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
@@ -229,10 +238,10 @@ def _entry(
         strategy=strategy_of(str(implementation).split(" v ")[0], str(strategy)),
         backend=str(backend),
         world=int(world),
-        verdict=str(row["verdict"]),
+        verdict=old_words.renamed("verdict", str(row["verdict"])),
         version=versions[version],
         figures=dict(zip(keys, values, strict=True)),
-        cell=dict(told["cells"][cell]),
+        cell=dict(document["cells"][cell]),
         data=str(row.get("data", "")),
         source=str(row.get("source", "")),
         samples={str(key): _sample(value) for key, value in row.get("samples", {}).items()},
@@ -241,11 +250,11 @@ def _entry(
     )
 
 
-def _sample(told: Sequence[float]) -> Sample:
-    mean, sd, blocks = told
+def _sample(numbers: Sequence[float]) -> Sample:
+    mean, sd, blocks = numbers
     sample = Sample(float(mean), float(sd), int(blocks))
     if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
-        raise ValueError(f"no ratio: {told}")
+        raise ValueError(f"no ratio: {numbers}")
     return sample
 
 
@@ -260,15 +269,15 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
     first = snapshots[0]
     for other in snapshots[1:]:
         if other.hardware != first.hardware:
-            told = f"{first.hardware} and {other.hardware}"
+            named = f"{first.hardware} and {other.hardware}"
             remedy = "save one baseline for each machine"
-            raise SelectionError(Problem("--save: runs of two machines", remedy, told))
+            raise SelectionError(Problem("--save: runs of two machines", remedy, named))
         versions = [(s.versions[-1].suite, s.versions[-1].torch) for s in (first, other)]
         if versions[0] != versions[1]:
             remedy = "save runs of one version"
-            told = " and ".join(f"suite {suite}, torch {torch}" for suite, torch in versions)
-            raise SelectionError(Problem("--save: runs of two versions", remedy, told))
-    found = Snapshot(
+            named = " and ".join(f"suite {suite}, torch {torch}" for suite, torch in versions)
+            raise SelectionError(Problem("--save: runs of two versions", remedy, named))
+    whole = Snapshot(
         name=first.name,
         hardware=first.hardware,
         machine=first.machine,
@@ -280,7 +289,7 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
         keys=[key for s in snapshots for key in s.keys],
     )
     for snapshot in snapshots:
-        found.cases |= snapshot.cases
-        found.timed |= snapshot.timed
-        found.kills |= snapshot.kills
-    return found
+        whole.cases |= snapshot.cases
+        whole.timed |= snapshot.timed
+        whole.kills |= snapshot.kills
+    return whole

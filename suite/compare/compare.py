@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Names of ratios that are better when larger; those of times are better when smaller.
 EFFICIENCY = "efficiency"
 #: Verdicts of results whose figures say nothing: they were not run to their end, or not judged.
-UNTOLD = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
+UNDECIDED = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
 #: Figures that one note names.
 NAMED = 4
 
@@ -61,9 +61,9 @@ class Pairing:
     figures: int
 
     @property
-    def told(self) -> bool:
+    def decided(self) -> bool:
         """Whether the figures of both sides say something; else the verdict says it all."""
-        return not UNTOLD & {self.before.verdict, self.after.verdict}
+        return not UNDECIDED & {self.before.verdict, self.after.verdict}
 
     @property
     def id(self) -> str:
@@ -83,7 +83,7 @@ class Timing:
     ratio: str
     before: Sample
     after: Sample
-    found: Difference
+    difference: Difference
     margin: float
     verdict: str
     smallest: float
@@ -103,8 +103,8 @@ class Apart:
 
 
 @dataclass
-class Comparison:
-    """What :func:`compare` found of ``after`` beside ``before``, the reference."""
+class RunComparison:
+    """How ``after`` differs from ``before``, the reference."""
 
     before: Snapshot
     after: Snapshot
@@ -123,9 +123,9 @@ class Comparison:
     def changes(self) -> list[Change]:
         """Every exact figure that differs, worse ones first, and of these the verdicts."""
         order = ("worse", "changed", "better")
-        found = [change for pair in self.pairs for change in pair.changes] + self.kills
+        changes = [change for pair in self.pairs for change in pair.changes] + self.kills
         return sorted(
-            found,
+            changes,
             key=lambda c: (order.index(c.word), c.figure != exact_figures.VERDICT, c.id, c.figure),
         )
 
@@ -153,43 +153,43 @@ class Comparison:
         return "the runs have no result in common"
 
 
-def compare(before: Snapshot, after: Snapshot) -> Comparison:
+def compare(before: Snapshot, after: Snapshot) -> RunComparison:
     """What differs in ``after``, with ``before`` as the reference."""
-    found = Comparison(before, after)
+    comparison = RunComparison(before, after)
     known = _known_figures(before)
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
         for name, new in news.items():
             old = olds.get(name)
             if old is None:
-                found.new.append(name)
+                comparison.new.append(name)
                 continue
             why = apart(old, new)
             if why:
-                found.apart.append(Apart(name, why))
+                comparison.apart.append(Apart(name, why))
                 continue
-            found.pairs.append(_pairing(old, new, known))
+            comparison.pairs.append(_pairing(old, new, known))
         for name in olds:
             if name in news:
                 continue
             if name in after.left_out:
-                found.left_out[name] = after.left_out[name]
+                comparison.left_out[name] = after.left_out[name]
             else:
-                found.missing.append(name)
-    found.times = _timings(found.pairs)
+                comparison.missing.append(name)
+    comparison.times = _timings(comparison.pairs)
     for name, was in before.kills.items():
         fault, killed = f"{FAULTS}{name}", after.kills.get(name)
         if killed is None:
             if fault in after.left_out:
-                found.left_out[fault] = after.left_out[fault]
+                comparison.left_out[fault] = after.left_out[fault]
             else:
-                found.missing.append(fault)
+                comparison.missing.append(fault)
         elif was != killed:
-            old, new = ("killed" if told else "survives" for told in (was, killed))
+            old, new = ("killed" if side else "survives" for side in (was, killed))
             word: exact_figures.Word = "better" if killed else "worse"
-            found.kills.append(Change(fault, "fault", old, new, word))
-    found.notes = list(_notes(before, after, found.pairs))
-    return found
+            comparison.kills.append(Change(fault, "fault", old, new, word))
+    comparison.notes = list(_notes(before, after, comparison.pairs))
+    return comparison
 
 
 def apart(old: Entry, new: Entry) -> str:
@@ -222,7 +222,7 @@ def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
         word = exact_figures.word(exact_figures.VERDICT, old.verdict, new.verdict)
         changes.append(Change(new.id, exact_figures.VERDICT, old.verdict, new.verdict, word))
     alone = Pairing(old, new, tuple(changes), 1)
-    if not alone.told:
+    if not alone.decided:
         return alone
     return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
 
@@ -239,9 +239,9 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
             detail = exact_figures.first_difference(old.deep[name], new.deep[name])
         build = old.version.torch == new.version.torch or name not in exact_figures.OF_ONE_BUILD
         if was is _ABSENT or now is _ABSENT:
-            told = "is new" if was is _ABSENT else "is gone"
+            where = "is new" if was is _ABSENT else "is gone"
             yield Change(
-                new.id, name, old.figures.get(name), new.figures.get(name), "changed", told, build
+                new.id, name, old.figures.get(name), new.figures.get(name), "changed", where, build
             )
         else:
             word = exact_figures.word(name, old.figures[name], new.figures[name])
@@ -263,27 +263,29 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
         return []  # scipy is slow to import
     from shardproof.compare import welch
 
-    found = welch.adjusted([welch.difference(after, before) for _, _, before, after in timed])
+    differences = welch.adjusted([welch.difference(after, before) for _, _, before, after in timed])
     return [
         _timing(pair, name, before, after, difference)
-        for (pair, name, before, after), difference in zip(timed, found, strict=True)
+        for (pair, name, before, after), difference in zip(timed, differences, strict=True)
     ]
 
 
-def _timing(pair: Pairing, name: str, before: Sample, after: Sample, found: Difference) -> Timing:
+def _timing(
+    pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
+) -> Timing:
     from math import expm1
 
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
-    verdict = told(found, least, name.startswith(EFFICIENCY))
+    verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = expm1(welch.smallest_effect(found, least))
-    return Timing(pair.id, name, before, after, found, least, verdict, smallest)
+    smallest = expm1(welch.smallest_effect(difference, least))
+    return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 
-def told(found: Difference, least: float, larger_is_better: bool) -> str:
+def verdict_on(difference: Difference, least: float, larger_is_better: bool) -> str:
     """The verdict on a difference where less than ``least`` (log units) does not matter.
 
     A difference that does not survive beside all others that were compared is inconclusive.
@@ -291,9 +293,11 @@ def told(found: Difference, least: float, larger_is_better: bool) -> str:
     from shardproof.bench import stats
 
     if larger_is_better:
-        found = replace(found, mean=-found.mean, low=-found.high, high=-found.low)
-    verdict = stats.verdict(found, least)
-    lost = verdict in stats.DIFFERENT and found.p_holm >= 1 - stats.CONFIDENCE
+        difference = replace(
+            difference, mean=-difference.mean, low=-difference.high, high=-difference.low
+        )
+    verdict = stats.verdict(difference, least)
+    lost = verdict in stats.DIFFERENT and difference.p_holm >= 1 - stats.CONFIDENCE
     return "inconclusive" if lost else verdict
 
 
@@ -307,30 +311,30 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
             yield f"other {name}: {was}; now {now}"
     if before.keys and after.keys:
         for key, what in (("scenarios", "planned cases"), ("data", "data sets")):
-            one, other = ({str(told.get(key)) for told in s.keys} for s in (before, after))
+            one, other = ({str(keys.get(key)) for keys in s.keys} for s in (before, after))
             if not one & other:
                 yield f"the runs had other {what}: what both have is compared case by case"
     # A narrow run lacks what its cases do not measure: only what both ran can lose a figure.
     known, seen = (
-        {name for pair in pairs if pair.told for name in getattr(pair, side).figures}
+        {name for pair in pairs if pair.decided for name in getattr(pair, side).figures}
         for side in ("before", "after")
     )
-    for names, told_as in ((seen - known, "only now"), (known - seen, "no longer")):
+    for names, when in ((seen - known, "only now"), (known - seen, "no longer")):
         if names:
             named = ", ".join(sorted(names)[:NAMED])
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            yield f"figures that are recorded {told_as}: {named}{more}"
+            yield f"figures that are recorded {when}: {named}{more}"
 
 
 def _versions(snapshot: Snapshot, name: str) -> str:
-    told = dict.fromkeys(str(getattr(version, name)) or "unknown" for version in snapshot.versions)
-    return ", ".join(told)
+    values = (str(getattr(version, name)) or "unknown" for version in snapshot.versions)
+    return ", ".join(dict.fromkeys(values))
 
 
-def reasons(found: Sequence[Apart]) -> list[tuple[str, list[str]]]:
+def reasons(results: Sequence[Apart]) -> list[tuple[str, list[str]]]:
     """Why results are not comparable, most frequent first, with their ids."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for item in found:
+    for item in results:
         groups[item.why].append(item.id)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
 

@@ -18,6 +18,9 @@ from typing import Any, Literal
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 Scalar = str | int | float | bool | None
+#: What JSON holds: figures before they are reduced to scalars, cells of cases, fingerprints.
+Json = Scalar | Sequence["Json"] | Mapping[str, "Json"]
+JsonObject = Mapping[str, Json]
 Word = Literal["worse", "better", "changed"]
 
 #: Figures that hang on clocks, on rounding, or on the order in which asynchronous ranks came by.
@@ -88,22 +91,22 @@ def of_checks(
 
     ``stages`` is the number of ranks of a pipeline.
     """
-    found: dict[str, Scalar] = {}
+    figures: dict[str, Scalar] = {}
     deep: dict[str, Any] = {}
     for check in checks:
         name = check["check"]
-        found[name + STATUS] = check["status"]
+        figures[name + STATUS] = check["status"]
         for key, value in check["figures"].items():
             figure = f"{name}.{key}"
             if figure in INEXACT or (stages > 1 and figure in OF_MESSAGES):
                 continue
             if isinstance(value, (dict, list)):
                 deep[figure] = value
-                found[figure] = digest(value)
-                found.update(_largest(figure, value))
+                figures[figure] = digest(value)
+                figures.update(_largest(figure, value))
             else:
-                found[figure] = value
-    return found, deep
+                figures[figure] = value
+    return figures, deep
 
 
 def _largest(figure: str, value: Any) -> dict[str, Scalar]:
@@ -155,12 +158,12 @@ def number(value: Scalar) -> Fraction | None:
 
 def show(value: Scalar) -> str:
     """A figure for people: thousands apart."""
-    told = number(value)
-    if told is None or isinstance(value, float):
+    exact = number(value)
+    if exact is None or isinstance(value, float):
         return "-" if value is None else str(value)
-    if told.denominator == 1:
-        return f"{told.numerator:,}"
-    return f"{float(told):,.3f} ({value})"
+    if exact.denominator == 1:
+        return f"{exact.numerator:,}"
+    return f"{float(exact):,.3f} ({value})"
 
 
 def first_difference(before: Any, after: Any, path: str = "") -> str:

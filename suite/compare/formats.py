@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Comparison, Timing
-from shardproof.compare.snapshot import Sample, Snapshot
-from shardproof.compare.tables import Report, Table
+from shardproof.compare.compare import RunComparison, Timing
+from shardproof.compare.exact_figures import JsonObject
+from shardproof.compare.snapshot import Entry, Sample, Snapshot
+from shardproof.compare.tables import ComparisonReport
+from shardproof.table import Table, markdown_text
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TEMPLATES = Path(__file__).parents[1] / "report" / "templates"
 #: Version of the JSON form.
 FORMAT = 1
 #: Rows of a table on the terminal; the other forms have all.
@@ -26,134 +31,121 @@ CSV_HEADINGS = (
 )
 
 
-def text(report: Report, write: Callable[..., None]) -> None:
-    """The tables on a terminal; ``write`` is rich's ``Console.print``."""
-    from rich.table import Table as Grid
+def terminal(report: ComparisonReport, console: Console) -> None:
+    """The tables on a terminal, then the summary."""
     from rich.text import Text
 
-    styles = {"worse": "red", "better": "green", "changed": "yellow"}
-    write(Text(report.heading, style="bold"), soft_wrap=True)
+    console.print(Text(report.heading, style="bold"), soft_wrap=True)
     for table in report.tables:
-        write()
-        grid = Grid(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        for number, heading in enumerate(table.headings):
-            right = number >= table.numeric_from
-            grid.add_column(heading, justify="right" if right else "left", overflow="fold")
-        for number, row in enumerate(table.rows[:TERMINAL_ROWS]):
-            mark = table.marks[number] if table.marks else ""
-            grid.add_row(*(Text(cell, style=styles.get(mark, "")) for cell in row))
-        write(Text(table.title, style="bold"))
-        write(grid)
-        hidden = len(table.rows) - TERMINAL_ROWS
-        if hidden > 0:
-            write(Text(f"and {hidden:,} more rows: --format markdown has all", style="dim"))
-        for note in table.notes:
-            write(Text(note, style="dim"), soft_wrap=True)
-    write()
+        console.print()
+        console.print(table.first(TERMINAL_ROWS, "--format markdown has all"))
+    console.print()
     for line in report.summary:
-        write(Text(line), soft_wrap=True)
+        console.print(Text(line), soft_wrap=True)
 
 
-def markdown(report: Report, level: int = 2) -> str:
-    """The same as Markdown, without the heading of the whole."""
-    parts = [f"{plain(line)}\n" for line in report.summary]
-    for table in report.tables:
-        parts.append(f"{'#' * level} {plain(table.title)}\n")
-        parts.append(rows_markdown(table) + "\n")
-        parts += [f"{note}\n" for note in table.notes]
-    return "\n".join(parts)
+def markdown(report: ComparisonReport) -> str:
+    """Summary and tables as Markdown, without the heading of the whole."""
+    parts = [f"{markdown_text(line)}\n" for line in report.summary]
+    return "\n".join([*parts, *(section(table, 2) for table in report.tables)])
 
 
-def rows_markdown(table: Table) -> str:
-    """One table as Markdown."""
-    lines = [table.headings, ["---"] * len(table.headings), *table.rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+def section(table: Table, level: int) -> str:
+    """A table as a section of a Markdown page, its notes below it."""
+    notes = "".join(f"\n{note}\n" for note in table.notes)
+    return f"{'#' * level} {markdown_text(table.title)}\n\n{table.markdown()}{notes}"
 
 
-def plain(told: str) -> str:
-    """One line that no reader of Markdown takes for HTML, a link, an image or emphasis."""
-    for character in ("\\", "|", "<", "*", "_", "`"):
-        told = told.replace(character, "\\" + character)
-    return " ".join(told.replace("](", "]\\(").split())
-
-
-def _cell(told: str) -> str:
-    return plain(told) or " "
-
-
-def html(report: Report) -> str:
+def html(report: ComparisonReport) -> str:
     """The same as one self-contained page."""
-    from jinja2 import Environment, PackageLoader
+    from jinja2 import Environment, FileSystemLoader
 
-    loader = PackageLoader("suite", "templates")
-    template = Environment(loader=loader, autoescape=True).get_template("compare.html")
-    return template.render(report=report)
+    jinja = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    return jinja.get_template("compare.html").render(report=report)
 
 
 # ------------------------------------------------------------------------------------ machines
 
 
-def table(found: Sequence[Comparison], only_changed: bool) -> str:
+def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
     """One line a compared figure, as CSV; ratios carry the interval of their change."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(CSV_HEADINGS)
-    for comparison in found:
-        writer.writerows(_csv_rows(comparison, only_changed))
-    return stream.getvalue()
+    rows = [row for item in comparisons for row in _csv_rows(item, only_changed)]
+    return Table("", CSV_HEADINGS, rows).csv()
 
 
-def _csv_rows(found: Comparison, only_changed: bool) -> Iterator[list[Any]]:
-    name = found.after.name
-    for pair in found.pairs:
+def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[str]]:
+    name = comparison.after.name
+    for pair in comparison.pairs:
         entry = pair.after
-        place = [entry.implementation, entry.strategy, entry.backend, entry.world]
         changed = {change.figure: change for change in pair.changes}
         values = {
             exact_figures.VERDICT: entry.verdict,
-            **(entry.figures if pair.told else {}),
+            **(entry.figures if pair.decided else {}),
             **changed,
         }
-        for figure in values:
+        for figure, value in values.items():
             change = changed.get(figure)
-            if change is None:
-                if not only_changed:
-                    value = values[figure]
-                    row = [figure, value, value, "", "", "equal", ""]
-                    yield [name, "exact", entry.id, *place, *row]
-                continue
-            told = [figure, change.before, change.after, "", "", change.word, change.detail]
-            yield [name, "exact", entry.id, *place, *told]
-    for change in found.kills:
-        told = [change.figure, change.before, change.after, "", "", change.word, ""]
-        yield [name, "fault", change.id, "", "", "", "", *told]
-    entries = found.after.timed
-    for time in found.times:
+            if change is not None:
+                old, new, word, where = change.before, change.after, change.word, change.detail
+                yield _csv_row(name, "exact", entry.id, entry, figure, old, new, word, where)
+            elif not only_changed:
+                yield _csv_row(name, "exact", entry.id, entry, figure, value, value, "equal")
+    for change in comparison.kills:
+        old, new, word = change.before, change.after, change.word
+        yield _csv_row(name, "fault", change.id, None, change.figure, old, new, word)
+    for time in comparison.times:
         if only_changed and time.verdict in ("same", "inconclusive"):
             continue
-        entry = entries[time.id]
+        ends = math.exp(time.difference.low), math.exp(time.difference.high)
+        old, new = time.before.ratio, time.after.ratio
+        entry = comparison.after.timed[time.id]
+        yield _csv_row(
+            name, "ratio", time.id, entry, time.ratio, old, new, time.verdict, interval=ends
+        )
+    for item in comparison.apart:
+        yield _csv_row(name, "not comparable", item.id, where=item.why)
+    for what, ids in (
+        ("missing", comparison.missing),
+        ("left out", comparison.left_out),
+        ("new", comparison.new),
+    ):
+        for one in ids:
+            yield _csv_row(name, what, one)
+
+
+def _csv_row(
+    run: str,
+    kind: str,
+    name: str,
+    entry: Entry | None = None,
+    figure: str = "",
+    reference: object = "",
+    now: object = "",
+    verdict: str = "",
+    where: str = "",
+    interval: tuple[object, object] = ("", ""),
+) -> list[str]:
+    """One line below :data:`CSV_HEADINGS`."""
+    place: list[object] = ["", "", "", ""]
+    if entry is not None:
         place = [entry.implementation, entry.strategy, entry.backend, entry.world]
-        ends = [math.exp(time.found.low), math.exp(time.found.high)]
-        told = [time.ratio, time.before.ratio, time.after.ratio, *ends, time.verdict, ""]
-        yield [name, "ratio", time.id, *place, *told]
-    for item in found.apart:
-        yield [name, "not comparable", item.id, "", "", "", "", "", "", "", "", "", "", item.why]
-    for what, ids in (("missing", found.missing), ("left out", found.left_out), ("new", found.new)):
-        for told_id in ids:
-            yield [name, what, told_id, *[""] * (len(CSV_HEADINGS) - 3)]
+    cells = [run, kind, name, *place, figure, reference, now, *interval, verdict, where]
+    return ["" if cell is None else str(cell) for cell in cells]
 
 
-def document(reference: Snapshot, found: Sequence[Comparison], only_changed: bool) -> str:
+def json_document(
+    reference: Snapshot, comparisons: Sequence[RunComparison], only_changed: bool
+) -> str:
     """Everything as JSON."""
-    told = {
+    whole = {
         "format": FORMAT,
         "reference": _run(reference),
-        "comparisons": [_comparison(comparison, only_changed) for comparison in found],
+        "comparisons": [_comparison(item, only_changed) for item in comparisons],
     }
-    return json.dumps(told, indent=1) + "\n"
+    return json.dumps(whole, indent=1) + "\n"
 
 
-def _run(snapshot: Snapshot) -> Mapping[str, Any]:
+def _run(snapshot: Snapshot) -> JsonObject:
     return {
         "name": snapshot.name,
         "hardware": snapshot.hardware,
@@ -165,17 +157,17 @@ def _run(snapshot: Snapshot) -> Mapping[str, Any]:
     }
 
 
-def _comparison(found: Comparison, only_changed: bool) -> Mapping[str, Any]:
-    pairs = [pair for pair in found.pairs if pair.changes or not only_changed]
+def _comparison(comparison: RunComparison, only_changed: bool) -> JsonObject:
+    pairs = [pair for pair in comparison.pairs if pair.changes or not only_changed]
     times = [
         time
-        for time in found.times
+        for time in comparison.times
         if not only_changed or time.verdict not in ("same", "inconclusive")
     ]
     return {
-        "run": _run(found.after),
-        "unchanged": found.unchanged,
-        "notes": found.notes,
+        "run": _run(comparison.after),
+        "unchanged": comparison.unchanged,
+        "notes": comparison.notes,
         "compared": [
             {
                 "id": pair.id,
@@ -190,28 +182,28 @@ def _comparison(found: Comparison, only_changed: bool) -> Mapping[str, Any]:
             for pair in pairs
         ],
         "times": [_time(time) for time in times],
-        "faults": [asdict(change) for change in found.kills],
-        "not_comparable": [asdict(item) for item in found.apart],
-        "missing": found.missing,
-        "left_out": found.left_out,
-        "new": found.new,
+        "faults": [asdict(change) for change in comparison.kills],
+        "not_comparable": [asdict(item) for item in comparison.apart],
+        "missing": comparison.missing,
+        "left_out": comparison.left_out,
+        "new": comparison.new,
     }
 
 
-def _time(time: Timing) -> Mapping[str, Any]:
-    found = time.found
+def _time(time: Timing) -> JsonObject:
+    change = time.difference
     return {
         "id": time.id,
         "ratio": time.ratio,
         "reference": _sample(time.before),
         "now": _sample(time.after),
         "change": {
-            "ratio": math.exp(found.mean),
-            "low": math.exp(found.low),
-            "high": math.exp(found.high),
-            "freedom": found.freedom,
-            "p": found.p,
-            "p_holm": found.p_holm,
+            "ratio": math.exp(change.mean),
+            "low": math.exp(change.low),
+            "high": math.exp(change.high),
+            "freedom": change.freedom,
+            "p": change.p,
+            "p_holm": change.p_holm,
         },
         "margin": math.expm1(time.margin),
         "smallest_effect": time.smallest,
@@ -219,7 +211,7 @@ def _time(time: Timing) -> Mapping[str, Any]:
     }
 
 
-def _sample(sample: Sample) -> Mapping[str, Any]:
+def _sample(sample: Sample) -> JsonObject:
     from shardproof.compare import welch
 
     low, high = welch.interval(sample)

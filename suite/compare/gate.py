@@ -12,12 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
-from shardproof import verdicts
+from shardproof import old_words, verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import UNTOLD, Change, Comparison, Timing, told
+from shardproof.compare.compare import UNDECIDED, Change, RunComparison, Timing, verdict_on
 from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
 from shardproof.compare.snapshot import FAULTS, Entry
 from shardproof.compare.tables import verdict_of
@@ -50,7 +49,7 @@ _NO_RATIO = verdicts.RED | {"precondition"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class GateFinding:
     """One thing to know.  ``file`` and ``line`` are of the scenario or policy, where known."""
 
     state: State
@@ -77,14 +76,14 @@ class _JudgedTime:
 
 @dataclass
 class Gate:
-    """What :func:`judge` found; ``compared`` counts results, ``decided`` those not left open."""
+    """What :func:`judge` says; ``compared`` counts results, ``decided`` those not left open."""
 
-    comparison: Comparison
-    findings: list[Finding] = field(default_factory=list)
+    comparison: RunComparison
+    findings: list[GateFinding] = field(default_factory=list)
     compared: int = 0
     decided: int = 0
 
-    def of(self, state: State) -> list[Finding]:
+    def of(self, state: State) -> list[GateFinding]:
         """Findings of one state."""
         return [finding for finding in self.findings if finding.state == state]
 
@@ -103,31 +102,31 @@ class Gate:
         head = "held" if self.exit_code == verdicts.HELD else "broken"
         if self.exit_code == verdicts.NOT_DECIDED:
             head = "nothing was decided" if self.compared else "nothing could be compared"
-        found = self.comparison
+        comparison = self.comparison
         if not self.compared:
-            head += f" ({found.obstacle})"
-        late = f", {len(found.left_out)} left out" if found.left_out else ""
+            head += f" ({comparison.obstacle})"
+        late = f", {len(comparison.left_out)} left out" if comparison.left_out else ""
         undecided = self.compared - self.decided
         still = f", {undecided} of them undecided" if undecided else ""
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {found.before.name}{still}{late}"
+            f"{self.compared} results compared with {comparison.before.name}{still}{late}"
         )
 
 
 def judge(
-    found: Comparison,
+    comparison: RunComparison,
     policy: PolicyFile,
     today: datetime.date,
     doubts: Iterable[tuple[str, str]] = (),
 ) -> Gate:
-    """Every finding about ``found``; ``today`` decides what has expired.
+    """Every finding about ``comparison``; ``today`` decides what has expired.
 
     ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
     """
-    judge = _Judge(found, policy, today)
-    gate = Gate(found, compared=found.comparable, decided=len(judge.decided()))
-    gate.findings += [Finding("breaks", "evidence", name, problem) for name, problem in doubts]
+    judge = _Judge(comparison, policy, today)
+    gate = Gate(comparison, compared=comparison.comparable, decided=len(judge.decided()))
+    gate.findings += [GateFinding("breaks", "evidence", name, problem) for name, problem in doubts]
     for part in (
         judge.verdicts(),
         judge.figures(),
@@ -144,26 +143,30 @@ def judge(
 class _Judge:
     """The rules; each method yields the findings of one."""
 
-    def __init__(self, found: Comparison, told: PolicyFile, today: datetime.date) -> None:
-        self.found, self.told, self.today = found, told, today
-        self.policy = told.policy
+    def __init__(
+        self, comparison: RunComparison, policy_file: PolicyFile, today: datetime.date
+    ) -> None:
+        self.comparison, self.policy_file, self.today = comparison, policy_file, today
+        self.policy = policy_file.policy
         #: Expired entries at which a result broke already: :meth:`expected` tells the others.
         self.broken: set[int] = set()
 
     def decided(self) -> set[str]:
         """Ids of results that were compared and say something; an open ratio says nothing."""
-        timed = self.found.after.timed
+        timed = self.comparison.after.timed
         decided = {
             pair.id
-            for pair in self.found.pairs
+            for pair in self.comparison.pairs
             if pair.after.verdict in (verdicts.RED if pair.id in timed else _DECIDED)
         }
         open_ = "inconclusive"
-        return decided | {time.id for time in self.found.times if self._time(time).verdict != open_}
+        return decided | {
+            time.id for time in self.comparison.times if self._time(time).verdict != open_
+        }
 
-    def verdicts(self) -> Iterator[Finding]:
+    def verdicts(self) -> Iterator[GateFinding]:
         """Results whose verdict breaks, and those with a better one than before."""
-        before, after = self.found.before, self.found.after
+        before, after = self.comparison.before, self.comparison.after
         for name, entry in after.cases.items():
             yield from self._verdict(entry, before.cases.get(name))
         for name, entry in after.timed.items():
@@ -175,7 +178,7 @@ class _Judge:
                 message = f"{entry.verdict}, holds in the baseline"
                 yield self._finding("reported", "verdict", entry, message)
 
-    def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[Finding]:
+    def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[GateFinding]:
         level, grade, was = self.policy.level(entry.verdict), "", ""
         if old is not None and old.verdict != entry.verdict:
             grade = exact_figures.word(exact_figures.VERDICT, old.verdict, entry.verdict)
@@ -191,8 +194,8 @@ class _Judge:
             else:
                 index = self.policy.xfails.index(expected)
                 self.broken.add(index)
-                place = self.told.file, self.told.line(["xfails", index])
-                yield Finding("breaks", "expired", entry.id, message, *place)
+                place = self.policy_file.file, self.policy_file.line(["xfails", index])
+                yield GateFinding("breaks", "expired", entry.id, message, *place)
         elif breaks:
             yield self._finding("breaks", "verdict", entry, message)
         elif entry.verdict == "xpass" and level != "ignore":
@@ -203,11 +206,11 @@ class _Judge:
         elif level == "report":
             yield self._finding("reported", "verdict", entry, message)
 
-    def figures(self) -> Iterator[Finding]:
+    def figures(self) -> Iterator[GateFinding]:
         """Exact figures that differ."""
         rules = self.policy.figures
-        for pair in self.found.pairs:
-            if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNTOLD:
+        for pair in self.comparison.pairs:
+            if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNDECIDED:
                 continue  # the verdict says it all: what broke was not run to its end
             for change in pair.changes:
                 level: Level = getattr(rules, change.word)
@@ -225,15 +228,16 @@ class _Judge:
                     state = "breaks" if expired else "excused"
                 yield from self._perhaps(state, rule, pair.after, message)
 
-    def times(self) -> Iterator[Finding]:
+    def times(self) -> Iterator[GateFinding]:
         """Ratios that are certainly worse by more than is allowed, or certainly better."""
         rules = self.policy.times
-        entries = self.found.after.timed
-        for time in self.found.times:
+        entries = self.comparison.after.timed
+        for time in self.comparison.times:
             judged = self._time(time)
             rule, least, verdict, note = judged.rule, judged.least, judged.verdict, judged.note
             low, middle, high = (
-                math.exp(value) for value in (time.found.low, time.found.mean, time.found.high)
+                math.exp(value)
+                for value in (time.difference.low, time.difference.mean, time.difference.high)
             )
             change = f"{time.ratio} changed by x{middle:.3f} [{low:.3f}, {high:.3f}]"
             message = f"{verdict_of(replace(time, verdict=verdict))}: {change}, margin "
@@ -258,15 +262,15 @@ class _Judge:
                 share, note = self.policy.times.slowdown, f"{note}, expired on {allowed.until}"
                 rule = _EXPIRED
         least = max(time.margin, math.log1p(share))
-        verdict = told(time.found, least, time.larger_is_better)
+        verdict = verdict_on(time.difference, least, time.larger_is_better)
         verdict = "same" if time.before == time.after else verdict
         return _JudgedTime(verdict, least, rule, note)
 
-    def lost_ratios(self) -> Iterator[Finding]:
+    def lost_ratios(self) -> Iterator[GateFinding]:
         """Ratios of the baseline that the run did not measure (again), though it has the result."""
         rules = self.policy.cases
-        there = {(time.id, time.ratio) for time in self.found.times}
-        for pair in self.found.pairs:
+        there = {(time.id, time.ratio) for time in self.comparison.times}
+        for pair in self.comparison.pairs:
             if pair.after.verdict in _NO_RATIO or not self._in_scope(pair.id):
                 continue
             # Fewer cores than in the baseline are no fault of the run.
@@ -279,22 +283,22 @@ class _Judge:
                     rule: Rule = "not comparable" if fewer else "missing"
                     yield from self._perhaps(state, rule, pair.after, message)
 
-    def faults(self) -> Iterator[Finding]:
+    def faults(self) -> Iterator[GateFinding]:
         """Planted faults that were killed and survive now."""
-        for change in self.found.kills:
+        for change in self.comparison.kills:
             if change.word == "worse":
                 state = self._state(self.policy.cases.faults)
                 message = "the planted fault survives; it was killed in the baseline"
                 yield from self._perhaps(state, "fault", change.id, message)
 
-    def presence(self) -> Iterator[Finding]:
+    def presence(self) -> Iterator[GateFinding]:
         """Results of one run only, and those that cannot be compared."""
-        rules, before, after = self.policy.cases, self.found.before, self.found.after
+        rules, before, after = self.policy.cases, self.comparison.before, self.comparison.after
         olds = {**before.cases, **before.timed}
         news = {**after.cases, **after.timed}
         unseen: Counter[str] = Counter()
         kinds = {kind(name) for name in after.ids}
-        for name in self.found.missing:
+        for name in self.comparison.missing:
             if kind(name) not in kinds:
                 unseen[kind(name)] += 1
             elif self._in_scope(name):
@@ -304,76 +308,77 @@ class _Judge:
         for group, number in unseen.items():
             message = f"the run has none of the {number} results of the baseline"
             if rules.missing != "ignore":
-                yield Finding("reported", "missing", group, message)
-        for name, why in self.found.left_out.items():
+                yield GateFinding("reported", "missing", group, message)
+        for name, why in self.comparison.left_out.items():
             if self._in_scope(name):
                 message = f"was left out by the run: {why}"
                 where = olds.get(name, name)
                 yield from self._perhaps(self._state(rules.left_out), "left out", where, message)
-        for name in self.found.new:
+        for name in self.comparison.new:
             message = f"{news[name].verdict}; not in the baseline"
             yield from self._perhaps(self._state(rules.new), "new", news[name], message)
-        for item in self.found.apart:
+        for item in self.comparison.apart:
             yield from self._perhaps(
                 self._state(rules.incomparable), "not comparable", news[item.id], item.why
             )
 
-    def expected(self) -> Iterator[Finding]:
+    def expected(self) -> Iterator[GateFinding]:
         """Entries of expected failures that have expired, or that nothing needs any more."""
-        after = self.found.after
+        after = self.comparison.after
         results = {**after.cases, **after.timed}
         for index, entry in enumerate(self.policy.xfails):
-            matched = [r for name, r in results.items() if fnmatchcase(name, entry.cases)]
+            matched = [r for name, r in results.items() if old_words.glob(name, entry.cases)]
             failing = sum(result.verdict in _FAILING for result in matched)
             passing = sum(result.verdict in _PASSING for result in matched)
-            file, line = self.told.file, self.told.line(["xfails", index])
+            file, line = self.policy_file.file, self.policy_file.line(["xfails", index])
             expired = entry.until < self.today
             if passing:
                 state: State = "breaks" if entry.strict else "reported"
                 message = f"all {passing} cases pass: remove the expected failure"
                 if failing:
                     message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
-                yield Finding(state, "not needed", entry.cases, message, file, line)
+                yield GateFinding(state, "not needed", entry.cases, message, file, line)
             elif failing and expired and index not in self.broken:
                 message = f"expired on {entry.until}, and nothing breaks for it: remove it"
-                yield Finding("reported", "expired", entry.cases, message, file, line)
+                yield GateFinding("reported", "expired", entry.cases, message, file, line)
             elif not matched and (message := self._excuses_nothing(entry, expired)):
-                yield Finding("reported", "not needed", entry.cases, message, file, line)
+                yield GateFinding("reported", "not needed", entry.cases, message, file, line)
 
     def _excuses_nothing(self, entry: ExpectedFailure, expired: bool) -> str:
         """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
         when = f"expired on {entry.until}; " if expired else ""
         missing = sum(
-            fnmatchcase(name, entry.cases) and self._in_scope(name) for name in self.found.missing
+            old_words.glob(name, entry.cases) and self._in_scope(name)
+            for name in self.comparison.missing
         )
         if missing:
             what = f"matches only missing results ({missing}), which it does not excuse"
             return f"{when}{what}: say in cases.scope what a run has to have"
-        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.found.after.kills):
+        if any(old_words.glob(FAULTS + name, entry.cases) for name in self.comparison.after.kills):
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""
 
     # ------------------------------------------------------------------------------- small things
 
     def _in_scope(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
+        return any(old_words.glob(name, pattern) for pattern in self.policy.cases.scope)
 
     def _expected(self, name: str) -> ExpectedFailure | None:
         """The entry that expects `name` to break; of several the one that lasts longest."""
-        matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
+        matching = [entry for entry in self.policy.xfails if old_words.glob(name, entry.cases)]
         return max(matching, key=lambda entry: entry.until, default=None)
 
     def _allowed(self, change: Change) -> Allowed | None:
         matching = [
             entry
             for entry in self.policy.figures.allow
-            if fnmatchcase(change.id, entry.cases)
-            and any(fnmatchcase(change.figure, pattern) for pattern in entry.figures)
+            if old_words.glob(change.id, entry.cases)
+            and any(old_words.glob(change.figure, pattern) for pattern in entry.figures)
         ]
         return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
 
     def _slowdown(self, time: Timing) -> AllowedTime | None:
-        matching = [e for e in self.policy.times.allow if fnmatchcase(time.id, e.pairs)]
+        matching = [e for e in self.policy.times.allow if old_words.glob(time.id, e.pairs)]
         lasting = [e for e in matching if e.until is None or e.until >= self.today]
         return max(lasting or matching, key=lambda e: e.slowdown, default=None)
 
@@ -385,18 +390,18 @@ class _Judge:
     @classmethod
     def _perhaps(
         cls, state: State | None, rule: Rule, entry: Entry | str, message: str
-    ) -> Iterator[Finding]:
+    ) -> Iterator[GateFinding]:
         if state is not None:
             yield cls._finding(state, rule, entry, message)
 
     @staticmethod
-    def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> Finding:
+    def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> GateFinding:
         """About a result, or about what has an id only (a planted fault)."""
         if isinstance(entry, str):
-            return Finding(state, rule, entry, message)
+            return GateFinding(state, rule, entry, message)
         file, _, line = entry.source.rpartition(":")
         known = bool(file) and line.isdigit()
-        return Finding(
+        return GateFinding(
             state, rule, entry.id, message, file if known else "", int(line) if known else None
         )
 
@@ -409,8 +414,8 @@ def kind(name: str) -> str:
     return f"{head}::*" if head in ("bench", "scaling") else "cases"
 
 
-def ordered(found: Sequence[Finding]) -> list[Finding]:
+def ordered(findings: Sequence[GateFinding]) -> list[GateFinding]:
     """What breaks first; what only one run has, which may be much, after what was compared."""
     order = ("breaks", "reported", "excused")
     last = ("missing", "left out", "new")
-    return sorted(found, key=lambda f: (order.index(f.state), f.rule in last, f.rule))
+    return sorted(findings, key=lambda f: (order.index(f.state), f.rule in last, f.rule))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardproof.compare import formats, tables
-from shardproof.compare.gate import Finding, Gate, kind, ordered
+from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.report import junit
+from shardproof.table import Table, markdown_text
 
 #: Findings that a summary lists; the JUnit file has all.
 SUMMARY_ROWS = 100
@@ -21,7 +22,7 @@ NARROW = "a run of a part of the baseline: cases.scope in the policy says what i
 
 def lines(gate: Gate) -> Iterator[str]:
     """One line a finding, or for many that say the same; what breaks first, the outcome last."""
-    groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[GateFinding]] = defaultdict(list)
     for finding in ordered(gate.findings):
         groups[finding.state, finding.rule, _first(finding.message)].append(finding)
     for (state, rule, message), members in groups.items():
@@ -40,7 +41,7 @@ def lines(gate: Gate) -> Iterator[str]:
     yield gate.sentence()
 
 
-def _many(gate: Gate, members: Sequence[Finding]) -> str:
+def _many(gate: Gate, members: Sequence[GateFinding]) -> str:
     """How many results a group has; of what is missing also of how many."""
     if members[0].rule != "missing":
         return f"{len(members):,} results"
@@ -50,7 +51,7 @@ def _many(gate: Gate, members: Sequence[Finding]) -> str:
     return f"{len(members):,} of {known:,} results"
 
 
-def _place(finding: Finding) -> str:
+def _place(finding: GateFinding) -> str:
     return finding.file + (f":{finding.line}" if finding.line is not None else "")
 
 
@@ -60,36 +61,29 @@ def _first(message: str) -> str:
 
 def summary(gate: Gate) -> str:
     """For a pull request: the outcome, the findings, and what changed."""
-    found = gate.comparison
-    parts = [f"## Shardproof gate: {formats.plain(gate.sentence())}\n"]
-    parts += [f"- {formats.plain(note)}" for note in found.notes]
-    if found.notes:
-        parts.append("")
-    told = ordered(gate.findings)
-    if told:
-        rows = [
-            (finding.state, finding.rule, finding.id, _first(finding.message), _place(finding))
-            for finding in told[:SUMMARY_ROWS]
-        ]
+    comparison = gate.comparison
+    parts = [f"## Shardproof gate: {markdown_text(gate.sentence())}\n"]
+    if comparison.notes:
+        parts += [*(f"- {markdown_text(note)}" for note in comparison.notes), ""]
+    findings = ordered(gate.findings)
+    if findings:
         headings = ("state", "rule", "result", "what", "where")
-        hidden = len(told) - SUMMARY_ROWS
-        notes = [f"{hidden:,} more stand in the JUnit file."] if hidden > 0 else []
-        table = tables.Table("Findings", headings, rows, notes=notes)
-        parts += [formats.rows_markdown(table) + "\n", *(f"{note}\n" for note in notes)]
+        rows = [(f.state, f.rule, f.id, _first(f.message), _place(f)) for f in findings]
+        table = Table("Findings", headings, rows).first(SUMMARY_ROWS, "the JUnit file has all")
+        parts += [table.markdown(), *(f"{note}\n" for note in table.notes)]
     for part in (
-        tables.runs([found.before, found.after]),
-        tables.groups(found, "", only_changed=True),
-        tables.times(found.times, only_changed=True),
+        tables.runs([comparison.before, comparison.after]),
+        tables.groups(comparison, "", only_changed=True),
+        tables.times(comparison.times, only_changed=True),
     ):
         if part is not None:
-            parts += [f"### {part.title}\n", formats.rows_markdown(part) + "\n"]
-            parts += [f"{note}\n" for note in part.notes]
+            parts.append(formats.section(part, 3))
     return "\n".join(parts)
 
 
-def document(gate: Gate) -> str:
+def junit_xml(gate: Gate) -> str:
     """JUnit XML: a test a result of the run, and one for each finding about something else."""
-    by_id: dict[str, list[Finding]] = defaultdict(list)
+    by_id: dict[str, list[GateFinding]] = defaultdict(list)
     for finding in gate.findings:
         by_id[finding.id].append(finding)
     after = gate.comparison.after
@@ -97,12 +91,12 @@ def document(gate: Gate) -> str:
     return junit.render("shardproof gate", [_test(name, by_id[name]) for name in names])
 
 
-def _test(name: str, found: Sequence[Finding]) -> junit.Item:
-    told = ordered(found)
-    text = "\n".join(f"{f.state}: {f.rule}: {f.message}" for f in told)
-    if not told or told[0].state == "reported":
+def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
+    findings = ordered(findings)
+    text = "\n".join(f"{f.state}: {f.rule}: {f.message}" for f in findings)
+    if not findings or findings[0].state == "reported":
         return junit.Item(name, text=text)
-    first = told[0]
+    first = findings[0]
     message = f"{first.rule}: {_first(first.message)}"
     if first.state == "breaks":
         return junit.Item(name, "failure", message, text, kind=first.rule)
@@ -114,7 +108,7 @@ def _test(name: str, found: Sequence[Finding]) -> junit.Item:
 
 def github(gate: Gate) -> Iterator[str]:
     """Workflow commands: one annotation a place and rule, because a job shows few of them."""
-    groups: dict[tuple[str, str, str, int | None], list[Finding]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int | None], list[GateFinding]] = defaultdict(list)
     for finding in ordered(gate.findings):
         key = finding.state, finding.rule, _relative(finding.file), finding.line
         groups[key].append(finding)
@@ -124,10 +118,10 @@ def github(gate: Gate) -> Iterator[str]:
         places = [("file", file), ("line", str(line or ""))] if file else []
         properties = [*places, ("title", f"shardproof gate: {rule}")]
         shown = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties if value)
-        told = [f"{f.id}: {_first(f.message)}" for f in members[:ANNOTATED_IDS]]
+        messages = [f"{f.id}: {_first(f.message)}" for f in members[:ANNOTATED_IDS]]
         if len(members) > ANNOTATED_IDS:
-            told.append(f"and {len(members) - ANNOTATED_IDS:,} more")
-        yield f"::{level} {shown}::" + _escaped("\n".join(told))
+            messages.append(f"and {len(members) - ANNOTATED_IDS:,} more")
+        yield f"::{level} {shown}::" + _escaped("\n".join(messages))
 
 
 def _relative(file: str) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from shardproof.compare.compare import Comparison, Timing
+from shardproof.compare.compare import RunComparison, Timing
 from shardproof.compare.snapshot import Entry, Snapshot
-from shardproof.compare.tables import Report, Table, interval, verdict_of, verdicts_of
+from shardproof.compare.tables import ComparisonReport, interval, verdict_of, verdicts_of
+from shardproof.table import Table
 
 NOTE = (
     "Each ratio was measured side by side on its own machine, with its 95 % interval; seconds of "
@@ -20,21 +21,23 @@ NOTE = (
 )
 
 
-def report(reference: Snapshot, others: Sequence[Comparison], only_changed: bool = False) -> Report:
+def report(
+    reference: Snapshot, others: Sequence[RunComparison], only_changed: bool = False
+) -> ComparisonReport:
     """The tables across hardware; ``others`` have ``reference`` as theirs."""
     snapshots = [reference, *(c.after for c in others)]
-    told = Report(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
-    told.tables.append(machines(reference, others))
+    made = ComparisonReport(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
+    made.tables.append(machines(reference, others))
     for comparison in others:
-        told.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
+        made.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
     exact = strategies(reference, others)
     if exact is not None:
-        told.tables.append(exact)
-    told.tables += ratios(reference, others, only_changed)
-    return told
+        made.tables.append(exact)
+    made.tables += ratios(reference, others, only_changed)
+    return made
 
 
-def machines(reference: Snapshot, others: Sequence[Comparison]) -> Table:
+def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
     """A row a machine."""
     rows = []
     for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
@@ -61,16 +64,22 @@ def machines(reference: Snapshot, others: Sequence[Comparison]) -> Table:
     return Table("Machines", headings, rows)
 
 
-def _equal(found: Comparison) -> str:
-    total = sum(pair.figures for pair in found.pairs if pair.id in found.after.cases)
+def _equal(comparison: RunComparison) -> str:
+    total = sum(pair.figures for pair in comparison.pairs if pair.id in comparison.after.cases)
     if not total:
-        return f"not comparable: {found.apart[0].why}" if found.apart else "no case in common"
-    differ = sum(len(pair.changes) for pair in found.pairs if pair.id in found.after.cases)
-    more = f", {len(found.apart):,} results not comparable" if found.apart else ""
+        return (
+            f"not comparable: {comparison.apart[0].why}"
+            if comparison.apart
+            else "no case in common"
+        )
+    differ = sum(
+        len(pair.changes) for pair in comparison.pairs if pair.id in comparison.after.cases
+    )
+    more = f", {len(comparison.apart):,} results not comparable" if comparison.apart else ""
     return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more
 
 
-def strategies(reference: Snapshot, others: Sequence[Comparison]) -> Table | None:
+def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table | None:
     """A row a strategy and backend: verdicts on each machine, and whether figures are equal."""
     columns = [reference, *(c.after for c in others)]
     cells: dict[tuple[str, str], list[str]] = defaultdict(lambda: ["-"] * len(columns))
@@ -91,11 +100,11 @@ def strategies(reference: Snapshot, others: Sequence[Comparison]) -> Table | Non
             cells[key][number] += f" ({len(changed)} compared, {equal})"
     if not cells:
         return None
-    rows = [(*key, *told) for key, told in sorted(cells.items())]
+    rows = [(*key, *texts) for key, texts in sorted(cells.items())]
     return Table("Verdicts by strategy", ("strategy", "backend", *_names(columns)), rows)
 
 
-def ratios(reference: Snapshot, others: Sequence[Comparison], only_changed: bool) -> list[Table]:
+def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: bool) -> list[Table]:
     """Ratios of times and efficiencies, a row a ratio and a column a machine."""
     columns = [reference, *(c.after for c in others)]
     compared: list[Mapping[tuple[str, str], Timing]] = [
@@ -114,11 +123,11 @@ def ratios(reference: Snapshot, others: Sequence[Comparison], only_changed: bool
         for (name, ratio), entry in keys.items():
             if _title(ratio, entry) != title:
                 continue
-            told, moved = [], False
+            texts, moved = [], False
             for number, snapshot in enumerate(columns):
                 here = snapshot.timed.get(name)
                 if here is None or ratio not in here.samples:
-                    told.append(here.verdict if here is not None else "-")
+                    texts.append(here.verdict if here is not None else "-")
                     continue
                 text, time = interval(here.samples[ratio]), compared[number].get((name, ratio))
                 if time is not None:
@@ -126,11 +135,11 @@ def ratios(reference: Snapshot, others: Sequence[Comparison], only_changed: bool
                     text += f" {verdict_of(time)}"
                 elif name in apart[number]:
                     text += " (not comparable)"
-                told.append(text)
+                texts.append(text)
             if only_changed and not moved:
                 continue
             kind = [ratio] if title == "Scaling" else []
-            rows.append((_what(name, entry), entry.backend, str(entry.world), *kind, *told))
+            rows.append((_what(name, entry), entry.backend, str(entry.world), *kind, *texts))
         if rows:
             kind = ["ratio"] if title == "Scaling" else []
             headings = ("what", "backend", "world", *kind, *_names(columns))
@@ -152,12 +161,12 @@ def _beside(columns: Sequence[Snapshot]) -> Table | None:
     for name, figure in names:
         entries = [snapshot.timed.get(name) for snapshot in columns]
         first = next(entry for entry in entries if entry is not None)
-        told = [
+        texts = [
             f"{entry.beside[figure]:.3f}" if entry is not None and figure in entry.beside else "-"
             for entry in entries
         ]
         what = (_what(name, first), first.backend, str(first.world))
-        rows.append((*what, figure.replace("_", " "), *told))
+        rows.append((*what, figure.replace("_", " "), *texts))
     if not rows:
         return None
     headings = ("what", "backend", "world", "figure", *_names(columns))

@@ -1,4 +1,4 @@
-"""What breaks a gate: a policy file (YAML), every fault of it told with its line.
+"""What breaks a gate: a policy file (YAML), every fault in it named with its line.
 
     about: pull requests
     verdicts: {xpass: report, skip: new}      # break, new, report or ignore
@@ -20,12 +20,12 @@ import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from shardproof import old_words
 from shardproof.compare.snapshot import Snapshot
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
@@ -160,8 +160,8 @@ class Policy(Model):
 
     def level(self, verdict: str) -> VerdictLevel:
         """What ``verdict`` does."""
-        for told in (self.verdicts, VERDICTS):
-            for name, level in told.items():
+        for levels in (self.verdicts, VERDICTS):
+            for name, level in levels.items():
                 if name == verdict:
                     return level
         return "report"
@@ -191,7 +191,7 @@ def read(path: Path | None) -> PolicyFile:
     return PolicyFile(policy, str(path), node)
 
 
-def check(told: PolicyFile, before: Snapshot, after: Snapshot, today: datetime.date) -> None:
+def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: datetime.date) -> None:
     """Every pattern must match something in one of the runs, no expected failure last for ever.
 
     :raises ScenarioError: the lines of those that do not.
@@ -203,28 +203,30 @@ def check(told: PolicyFile, before: Snapshot, after: Snapshot, today: datetime.d
         for entry in (*snapshot.cases.values(), *snapshot.timed.values())
         for figure in (*entry.figures, "verdict")
     }
-    problems = [*_too_long(told, today)]
-    for path, pattern in _patterns(told.policy):
+    problems = [*_too_long(policy_file, today)]
+    for path, pattern in _patterns(policy_file.policy):
         if pattern == "*":  # everything, were it nothing
             continue
         known = names if "figures" in path[1:] else ids
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(old_words.glob(name, pattern) for name in known):
             noun = "figures" if known is names else "ids"
             what = f"{load.dotted(path)}: matches none of the {noun} of both runs"
             remedy = nearest(pattern, known, noun) if known is names else "correct or remove it"
-            problems.append(Problem(what, remedy, pattern, told.file, told.line(path)))
+            problems.append(
+                Problem(what, remedy, pattern, policy_file.file, policy_file.line(path))
+            )
     if problems:
         raise ScenarioError(problems)
 
 
-def _too_long(told: PolicyFile, today: datetime.date) -> Iterator[Problem]:
-    for index, entry in enumerate(told.policy.xfails):
+def _too_long(policy_file: PolicyFile, today: datetime.date) -> Iterator[Problem]:
+    for index, entry in enumerate(policy_file.policy.xfails):
         if (entry.until - today).days > LONGEST:
             path = ("xfails", index, "until")
             what = f"{load.dotted(path)}: more than a year ahead"
             last = today + datetime.timedelta(days=LONGEST)
             remedy = f"write {last} or an earlier day"
-            yield Problem(what, remedy, str(entry.until), told.file, told.line(path))
+            yield Problem(what, remedy, str(entry.until), policy_file.file, policy_file.line(path))
 
 
 def _patterns(policy: Policy) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Change, Comparison, Pairing, Timing, reasons, words
+from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons, words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
+from shardproof.table import Mark, Table
 
-#: Ids that are told of a reason.
+#: Ids that are named for one reason.
 EXAMPLES = 3
+_MARKS: Mapping[exact_figures.Word, Mark] = {"worse": "bad", "better": "good", "changed": "changed"}
 BY: dict[str, tuple[tuple[str, ...], Callable[[Entry], tuple[str, ...]]]] = {
     "": (("implementation", "backend"), lambda entry: (entry.implementation, entry.backend)),
     "strategy": (("strategy",), lambda entry: (entry.strategy,)),
@@ -27,21 +29,8 @@ TIME_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Table:
-    """``marks`` are words by row (``worse``, ``better`` or ``""``), for those who see colour."""
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marks: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    #: From this column on figures stand to the right.
-    numeric_from: int = 99
-
-
 @dataclass
-class Report:
+class ComparisonReport:
     """Everything that a comparison says, in order."""
 
     heading: str
@@ -49,15 +38,18 @@ class Report:
     tables: list[Table] = field(default_factory=list)
 
 
-def report(found: Sequence[Comparison], by: str = "", only_changed: bool = False) -> Report:
+def report(
+    comparisons: Sequence[RunComparison], by: str = "", only_changed: bool = False
+) -> ComparisonReport:
     """The report of comparisons that share their reference."""
-    reference = found[0].before
-    told = Report(f"{', '.join(c.after.name for c in found)} against {reference.name}")
-    told.tables.append(runs([reference, *(c.after for c in found)]))
-    for comparison in found:
-        prefix = f"{comparison.after.name}: " if len(found) > 1 else ""
-        told.summary.append(prefix + sentence(comparison))
-        told.summary += [prefix + note for note in comparison.notes]
+    reference = comparisons[0].before
+    names = ", ".join(comparison.after.name for comparison in comparisons)
+    made = ComparisonReport(f"{names} against {reference.name}")
+    made.tables.append(runs([reference, *(c.after for c in comparisons)]))
+    for comparison in comparisons:
+        prefix = f"{comparison.after.name}: " if len(comparisons) > 1 else ""
+        made.summary.append(prefix + sentence(comparison))
+        made.summary += [prefix + note for note in comparison.notes]
         parts = (
             incomparable(comparison),
             presence(comparison),
@@ -65,21 +57,14 @@ def report(found: Sequence[Comparison], by: str = "", only_changed: bool = False
             changes(comparison.changes),
             times(comparison.times, only_changed),
         )
-        told.tables += [_titled(prefix, table) for table in parts if table is not None]
-    return told
+        made.tables += [t.titled(prefix + t.title) for t in parts if t is not None]
+    return made
 
 
-def _titled(prefix: str, table: Table) -> Table:
-    return Table(
-        prefix + table.title, table.headings, table.rows, table.marks, table.notes,
-        table.numeric_from,
-    )  # fmt: skip
-
-
-def sentence(found: Comparison) -> str:
+def sentence(comparison: RunComparison) -> str:
     """The comparison in one sentence."""
-    counts = words(found.changes)
-    told = [
+    counts = words(comparison.changes)
+    clauses = [
         f"{counts[word]} exact figures {shown}"
         for word, shown in (
             ("worse", "worse"),
@@ -88,26 +73,26 @@ def sentence(found: Comparison) -> str:
         )
         if counts.get(word)
     ]
-    moved = Counter(time.verdict for time in found.times)
-    if found.times:
-        told.append("ratios of times: " + ", ".join(f"{n} {word}" for word, n in moved.items()))
-    told += [
+    moved = Counter(time.verdict for time in comparison.times)
+    if comparison.times:
+        clauses.append("ratios of times: " + ", ".join(f"{n} {word}" for word, n in moved.items()))
+    clauses += [
         f"{len(ids)} {what}"
         for ids, what in (
-            (found.apart, "not comparable"),
-            (found.missing, "missing"),
-            (found.left_out, "left out"),
-            (found.new, "new"),
+            (comparison.apart, "not comparable"),
+            (comparison.missing, "missing"),
+            (comparison.left_out, "left out"),
+            (comparison.new, "new"),
         )
         if ids
     ]
-    total = sum(pair.figures for pair in found.pairs)
-    head = f"{found.comparable:,} results compared, {total:,} exact figures"
-    if found.obstacle:
-        head = f"nothing is comparable: {found.obstacle}"
-    if found.unchanged:
-        return f"{head}: nothing changed" + (f"; {'; '.join(told)}" if told else "")
-    return f"{head}{'; ' if found.obstacle else ': '}{'; '.join(told)}"
+    total = sum(pair.figures for pair in comparison.pairs)
+    head = f"{comparison.comparable:,} results compared, {total:,} exact figures"
+    if comparison.obstacle:
+        head = f"nothing is comparable: {comparison.obstacle}"
+    if comparison.unchanged:
+        return f"{head}: nothing changed" + (f"; {'; '.join(clauses)}" if clauses else "")
+    return f"{head}{'; ' if comparison.obstacle else ': '}{'; '.join(clauses)}"
 
 
 def runs(snapshots: Sequence[Snapshot]) -> Table:
@@ -136,25 +121,27 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
     return Table("Runs", headings, rows)
 
 
-def incomparable(found: Comparison) -> Table | None:
+def incomparable(comparison: RunComparison) -> Table | None:
     """What cannot be compared, by reason."""
-    if not found.apart:
+    if not comparison.apart:
         return None
-    rows = [(why, f"{len(ids):,}", examples(ids)) for why, ids in reasons(found.apart)]
-    return Table("Not comparable", ("why", "results", "which"), rows)
+    rows = [(why, f"{len(ids):,}", examples(ids)) for why, ids in reasons(comparison.apart)]
+    return Table("Not comparable", ("why", "results", "which"), rows, align="lr")
 
 
-def presence(found: Comparison) -> Table | None:
+def presence(comparison: RunComparison) -> Table | None:
     """What only one run has."""
+    left_out = comparison.left_out
     parts = (
-        ("missing", "in the reference only", found.missing),
-        ("left out", "; ".join(dict.fromkeys(found.left_out.values())), list(found.left_out)),
-        ("new", "not in the reference", found.new),
+        ("missing", "in the reference only", comparison.missing),
+        ("left out", "; ".join(dict.fromkeys(left_out.values())), list(left_out)),
+        ("new", "not in the reference", comparison.new),
     )
     rows = [(what, why, f"{len(ids):,}", examples(ids)) for what, why, ids in parts if ids]
     if not rows:
         return None
-    return Table("Only in one run", ("what", "why", "results", "which"), rows)
+    headings = ("what", "why", "results", "which")
+    return Table("Only in one run", headings, rows, align="llr")
 
 
 def examples(ids: Sequence[str]) -> str:
@@ -163,19 +150,20 @@ def examples(ids: Sequence[str]) -> str:
     return ", ".join(ids[:EXAMPLES]) + more
 
 
-def groups(found: Comparison, by: str, only_changed: bool) -> Table | None:
+def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table | None:
     """Exact figures by implementation and backend, by strategy or by backend."""
     names, key = BY[by]
     members: dict[tuple[str, ...], list[Pairing]] = defaultdict(list)
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         members[key(pair.after)].append(pair)
-    rows, marks = [], []
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
     for group, pairs in sorted(members.items()):
         counts = words(change for pair in pairs for change in pair.changes)
         if only_changed and not counts:
             continue
         changed = sum(bool(pair.changes) for pair in pairs)
-        marks.append("worse" if counts.get("worse") else "better" if counts.get("better") else "")
+        marks.append("bad" if counts.get("worse") else "good" if counts.get("better") else "")
         rows.append(
             (
                 *group,
@@ -192,8 +180,8 @@ def groups(found: Comparison, by: str, only_changed: bool) -> Table | None:
         *names, "compared", "equal", "worse", "better", "changed", "verdicts",
         "bytes sent a step", "bytes held",
     )  # fmt: skip
-    title = "Exact figures, tolerance 0"
-    return Table(title, headings, rows, marks, numeric_from=len(names))
+    align = "l" * len(names) + "rrrrrlrr"
+    return Table("Exact figures, tolerance 0", headings, rows, marks, align=align)
 
 
 def _verdicts(pairs: Sequence[Pairing]) -> str:
@@ -217,7 +205,7 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
     both = [
         (old, new)
         for pair in pairs
-        if pair.told
+        if pair.decided
         and (old := exact_figures.number(pair.before.figures.get(name))) is not None
         and (new := exact_figures.number(pair.after.figures.get(name))) is not None
     ]
@@ -230,9 +218,9 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
     return f"{exact_figures.show(str(was))} -> {exact_figures.show(str(now))}{share}"
 
 
-def changes(found: Sequence[Change]) -> Table | None:
+def changes(differences: Sequence[Change]) -> Table | None:
     """Every exact figure that differs, worse ones first."""
-    if not found:
+    if not differences:
         return None
     rows = [
         (
@@ -243,20 +231,24 @@ def changes(found: Sequence[Change]) -> Table | None:
             exact_figures.show(change.after),
             change.detail + ("" if change.exact else " (another build of torch)"),
         )
-        for change in found
+        for change in differences
     ]
     headings = ("change", "result", "figure", "reference", "now", "where")
-    return Table("Changes", headings, rows, [change.word for change in found])
+    marks = [_MARKS[change.word] for change in differences]
+    return Table("Changes", headings, rows, marks, row_header=1)
 
 
-def times(found: Sequence[Timing], only_changed: bool) -> Table | None:
+def times(timings: Sequence[Timing], only_changed: bool) -> Table | None:
     """Ratios of both runs and the interval of their difference."""
-    rows, marks = [], []
-    for time in found:
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for time in timings:
         if only_changed and time.verdict in ("same", "inconclusive"):
             continue
-        marks.append({"slower": "worse", "faster": "better"}.get(time.verdict, ""))
-        change = time.found
+        marks.append(
+            "bad" if time.verdict == "slower" else "good" if time.verdict == "faster" else ""
+        )
+        change = time.difference
         low, middle, high = (math.exp(value) for value in (change.low, change.mean, change.high))
         rows.append(
             (

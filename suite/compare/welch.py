@@ -77,13 +77,13 @@ def margin(x: Sample | None, y: Sample | None) -> float:
     return max(floor, difference(known[0], known[1]).half_width)
 
 
-def smallest_effect(found: Difference, least: float, power: float = stats.POWER) -> float:
+def smallest_effect(difference: Difference, least: float, power: float = stats.POWER) -> float:
     """The difference (log units) that as many blocks would find in ``power`` of all cases."""
-    hurdle = max(least, quantile(stats.CONFIDENCE, found.freedom) * found.error)
-    return hurdle + quantile(2 * power - 1, found.freedom) * found.error
+    hurdle = max(least, quantile(stats.CONFIDENCE, difference.freedom) * difference.error)
+    return hurdle + quantile(2 * power - 1, difference.freedom) * difference.error
 
 
-def adjusted(found: Sequence[Difference]) -> list[Difference]:
+def adjusted(differences: Sequence[Difference]) -> list[Difference]:
     """The same differences, with ``p_holm`` for all of them together."""
-    ps = stats.holm([item.p if item.p is not None else 1.0 for item in found])
-    return [replace(item, p_holm=p) for item, p in zip(found, ps, strict=True)]
+    ps = stats.holm([item.p if item.p is not None else 1.0 for item in differences])
+    return [replace(item, p_holm=p) for item, p in zip(differences, ps, strict=True)]

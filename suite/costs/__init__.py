@@ -1,10 +1,23 @@
 """What every strategy costs, in closed form, from shapes, options, mesh, optimizer and precision.
 
-A promise is never asked of the implementation that is judged: it is computed from a
-``costs.model_facts.ModelFacts``.  ``base`` has the words, ``layout`` the arithmetic of buckets
-and units, ``replicated``, ``sharded``, ``fsdp``, ``upstream`` and
-``deepspeed`` and ``pipeline`` the strategies, ``stages`` what lies where on the pipe axis,
-``schedules`` the closed forms of schedules, ``accounting`` the ids.
+A cost model never asks the implementation that is judged: it computes from
+:class:`~shardproof.costs.model_facts.ModelFacts`.  Bytes that one step sends, summed over ranks
+(N ranks of the axis, m rounds, G and P bytes of gradients and parameters):
+
+    strategy      file          class            bytes sent
+    naive_ddp     ddp.py        NaiveDDP         2 (N-1) G
+    ddp           ddp.py        DDP              2 (N-1) G + (N-1) buffers
+    zero1         zero.py       Zero1            (N-1) (G + P)
+    zero2         zero.py       Zero2            (N-1) (m G + P)
+    zero3         zero.py       Zero3            (N-1) (m G + 2 m P)
+    fsdp          fsdp.py       FSDP             as zero3, by sharding strategy and options
+    tensor        tensor.py     TensorParallel   2 all-reduces of activations a block and direction
+    pipeline      pipeline.py   Pipeline         one activation and one gradient a boundary
+    hybrid        hybrid.py     Hybrid           the sum over its axes
+
+``upstream/`` has the systems of PyTorch and DeepSpeed.  Helpers: ``model`` (what a cost model
+answers), ``layout`` (buckets and units), ``stages`` and ``schedules`` (pipelines), ``offload``,
+``accounting`` (A32, A16, ...), ``expression`` (formulas in scenario files).
 """
 
 from __future__ import annotations
@@ -32,7 +45,7 @@ from shardproof.costs.upstream.torch_sharded import FSDP1, FSDP2, ZeroRedundancy
 from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
 from shardproof.costs.zero import Zero1, Zero2, Zero3
 
-#: Strategy -> its promise.
+#: Strategy -> its cost model.
 COST_MODELS: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model
     for cost_model in (
@@ -58,21 +71,21 @@ __all__ = [
 ]
 
 
-def cost_model_of(strategy: str, plan: ModelFacts | None) -> CostModel | None:
-    """The promise of ``strategy`` for ``plan``; ``None`` where there is none."""
-    if plan is None or strategy not in COST_MODELS:
+def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
+    """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
+    if facts is None or strategy not in COST_MODELS:
         return None
-    return offloaded(COST_MODELS[strategy], plan)(plan)
+    return offloaded(COST_MODELS[strategy], facts)(facts)
 
 
 def memory_ratio(cost_model: CostModel) -> Fraction:
-    """How many times less ``promise`` holds than whole copies of the same model do.
+    """How many times less a rank holds than under full replication.
 
-    Judged classes once all state exists; the rank that holds most counts.
+    Judged classes, once all state exists, on the rank that holds most.
     """
     return Fraction(whole_bytes(cost_model), cost_model.total() or 1)
 
 
 def whole_bytes(cost_model: CostModel) -> int:
-    """What whole copies of the same model hold on every rank, same options."""
-    return DDP(replace(cost_model.plan, axes={"replicate": cost_model.plan.world})).total()
+    """Bytes that each rank holds under full replication, with the same options."""
+    return DDP(replace(cost_model.facts, axes={"replicate": cost_model.facts.world})).total()

@@ -34,7 +34,7 @@ class Accounting:
         return self.parameters + self.gradients + self.optimizer
 
     def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:
-        """How many times less ``promise`` holds than whole copies do, padding aside.
+        """How many times less a rank holds than under full replication, without padding.
 
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).
         """
@@ -62,16 +62,16 @@ KNOWN = {
 }
 
 
-def accounting_of(plan: ModelFacts) -> Accounting:
-    """The accounting of a plan: one of the known ones, or ``p+g+o`` spelt out.
+def accounting_of(facts: ModelFacts) -> Accounting:
+    """The accounting of a facts: one of the known ones, or ``p+g+o`` spelt out.
 
     Step counters (4 bytes a parameter tensor) are no bytes an element and left out.
     """
-    dtypes = {t.dtype for t in plan.trainable} or {"float64"}
+    dtypes = {t.dtype for t in facts.trainable} or {"float64"}
     built = max(dtypes, key=lambda name: ITEMSIZE[name])
-    compute, reduce = plan.compute(built), plan.reduction(built)
+    compute, reduce = facts.compute(built), facts.reduction(built)
     master = ITEMSIZE[built] if compute != built else 0
-    parts = (ITEMSIZE[compute], ITEMSIZE[reduce], master + slots(plan) * ITEMSIZE[built])
+    parts = (ITEMSIZE[compute], ITEMSIZE[reduce], master + slots(facts) * ITEMSIZE[built])
     spelt = Accounting("{}+{}+{}".format(*parts), *parts, built=ITEMSIZE[built])
     for known in KNOWN.values():
         if replace(spelt, id=known.id) == known:

@@ -1,4 +1,4 @@
-"""One process, and data parallelism with whole copies."""
+"""One process, and data parallelism with full replication."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ class Single(CostModel):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors; gradients of what has been used."""
-        plan = self.plan
-        narrow = {t.name for t in plan.trainable if plan.compute(t.dtype) != t.dtype}
+        facts = self.facts
+        narrow = {t.name for t in facts.trainable if facts.compute(t.dtype) != t.dtype}
         return {
-            "parameters": sum(t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in plan.parameters),
-            "masters": sum(t.nbytes for t in plan.trainable if t.name in narrow),
+            "parameters": sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters),
+            "masters": sum(t.nbytes for t in facts.trainable if t.name in narrow),
             "gradients": self.gradient_bytes(step),
-            "optimizer_state": state_bytes(plan, self.parts(rank), updated),
+            "optimizer_state": state_bytes(facts, self.parts(rank), updated),
         }
 
     def gradient_bytes(self, step: int) -> int:
         """Gradients exist for what is used in ``step``."""
-        return sum(t.numel * ITEMSIZE[self.plan.compute(t.dtype)] for t in self.now(step))
+        return sum(t.numel * ITEMSIZE[self.facts.compute(t.dtype)] for t in self.now(step))
 
     def now(self, step: int) -> list[TensorFacts]:
         """Tensors that have a gradient in ``step``."""
-        return used(self.plan.parameters, step)
+        return used(self.facts.parameters, step)
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """What the optimizer of ``rank`` works on."""
-        return [(t, t.numel) for t in self.plan.trainable]
+        return [(t, t.numel) for t in self.facts.trainable]
 
     def local(self, rank: int) -> Local:
         """Everything."""
-        plan, last = self.plan, self.plan.steps - 1
-        every = {t.name: t.numel for t in plan.parameters}
+        facts, last = self.facts, self.facts.steps - 1
+        every = {t.name: t.numel for t in facts.parameters}
         gradients = {t.name: t.numel for t in self.now(last)}
-        state = {t.name: t.numel for t in used_by(plan.parameters, last)}
-        return Local(every, gradients, state if slots(plan) else {})
+        state = {t.name: t.numel for t in used_by(facts.parameters, last)}
+        return Local(every, gradients, state if slots(facts) else {})
 
 
 class NaiveDDP(Single):
-    """Whole copies; every gradient in a call of its own, once a step."""
+    """Full replication; every gradient in a call of its own, once a step."""
 
     strategy: ClassVar[str] = "naive_ddp"
     source: ClassVar[str] = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:
-        """One all-reduce a trained tensor."""
-        return flow(self.plan, "replicate", "all_reduce", [t.nbytes for t in self.plan.trainable])
+        """2 (N-1) G bytes: one all-reduce for each trained tensor."""
+        return flow(self.facts, "replicate", "all_reduce", [t.nbytes for t in self.facts.trainable])
 
 
 class DDP(Single):
-    """Whole copies; gradients in buckets, rank 0's buffers at the start of a step.
+    """Full replication; gradients in buckets; rank 0's buffers are copied when a step starts.
 
-    How many buckets depends on the order in which gradients arrive and is not promised, only
-    bounded: one a dtype to one a tensor.
+    The number of buckets depends on the order in which gradients arrive, so it is only bounded:
+    from one a dtype to one a tensor.
     """
 
     strategy: ClassVar[str] = "ddp"
@@ -80,28 +80,28 @@ class DDP(Single):
     )
 
     def flows(self) -> list[Flow]:
-        """Buckets of gradients; buffers, coalesced or one by one."""
-        plan = self.plan
-        gradients = flow(plan, "replicate", "all_reduce", [t.nbytes for t in plan.trainable])
-        copied = plan.buffers if plan.option("broadcast_buffers", True) else ()
+        """2 (N-1) G + (N-1) buffers, in bytes; buffers are sent together or one by one."""
+        facts = self.facts
+        gradients = flow(facts, "replicate", "all_reduce", [t.nbytes for t in facts.trainable])
+        copied = facts.buffers if facts.option("broadcast_buffers", True) else ()
         buffers = [b.nbytes for b in copied if b.dtype in ITEMSIZE]
-        copies = flow(plan, "replicate", "broadcast", buffers)
-        dtypes = len({t.dtype for t in plan.trainable})
+        copies = flow(facts, "replicate", "broadcast", buffers)
+        dtypes = len({t.dtype for t in facts.trainable})
         kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
         return [
-            *(_between(f, dtypes * plan.world) for f in gradients),
-            *(_between(f, kinds * plan.world) for f in copies),
+            *(_between(f, dtypes * facts.world) for f in gradients),
+            *(_between(f, kinds * facts.world) for f in copies),
         ]
 
     def why_not_measured(self) -> str:
-        """A bucket holds no gradients if all in it goes unused; which do is not promised."""
-        idle = [t.name for t in self.plan.trainable if not t.always_used]
+        """A bucket with no used parameter holds no gradients; no formula says which ones."""
+        idle = [t.name for t in self.facts.trainable if not t.always_used]
         return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
 
     def gradient_bytes(self, step: int) -> int:
         """Gradients are views of the buckets, which hold every trained tensor."""
-        plan = self.plan
-        return sum(t.numel * ITEMSIZE[plan.reduction(t.dtype)] for t in plan.trainable)
+        facts = self.facts
+        return sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)
 
 
 def _between(found: Flow, least: int) -> Flow:

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from shardproof.case import AXES
 from shardproof.costs import COST_MODELS, CostModel, memory_ratio
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, plan_of
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ FACTS: dict[str, str] = {
 
 
 class CaseFacts(dict[str, int | Fraction]):
-    """The facts of a case, and the plan that the named formulas are computed from."""
+    """The numbers of a case by name, and the model facts that named formulas are computed from."""
 
-    def __init__(self, numbers: Mapping[str, int | Fraction], plan: ModelFacts) -> None:
+    def __init__(self, numbers: Mapping[str, int | Fraction], model_facts: ModelFacts) -> None:
         super().__init__(numbers)
-        self.plan = plan
+        self.model_facts = model_facts
 
 
 MAX_TEXT = 500
@@ -88,20 +89,20 @@ class Formula:
     source: str
 
 
-def plan_in(facts: Facts) -> ModelFacts:
-    """The plan that ``facts`` were taken from.
+def model_facts_in(facts: Facts) -> ModelFacts:
+    """The model facts that ``facts`` were taken from.
 
-    :raises KeyError: numbers without a plan.
+    :raises KeyError: numbers without a model_facts.
     """
     if not isinstance(facts, CaseFacts):
         raise KeyError("these facts come from no case: a strategy's formula needs its shapes")
-    return facts.plan
+    return facts.model_facts
 
 
-def _promised(
+def _asked(
     name: str, cost_model: type[CostModel], ask: Callable[[CostModel], int | Fraction]
 ) -> Term:
-    return lambda facts: Fraction(ask(cost_model(plan_in(facts))))
+    return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
 
 
 _PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
@@ -117,10 +118,10 @@ _QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
     "memory_ratio": ("times less than whole copies, same options", memory_ratio),
 }
 
-#: Named formulas: every question to every strategy that makes a promise.
+#: Named formulas: every question to every cost model.
 FORMULAS: dict[str, Formula] = {
     f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _promised(strategy, cost_model, ask), unit, cost_model.source
+        f"{strategy}.{suffix}", _asked(strategy, cost_model, ask), unit, cost_model.source
     )
     for strategy, cost_model in COST_MODELS.items()
     for suffix, (unit, ask) in _QUESTIONS.items()
@@ -154,8 +155,8 @@ def facts_of(case: Case) -> CaseFacts:
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     trainable_bytes = sum(p.nbytes for p in trainable)
     frozen_bytes = sum(p.nbytes for p in frozen)
-    axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
-    plan = plan_of(case, workload, model)
+    axes: dict[str, int] = {axis: case.mesh.get(axis, 1) for axis in AXES}
+    model_facts = model_facts_of(case, workload, model)
     numbers = {
         "world": case.world,
         **axes,
@@ -172,10 +173,10 @@ def facts_of(case: Case) -> CaseFacts:
         "frozen_bytes": frozen_bytes,
         "float_buffer_bytes": sum(b.nbytes for b in buffers),
         "float_buffers": len(buffers),
-        "clipped": int(plan.clipped),
-        "rounds": plan.rounds,
+        "clipped": int(model_facts.clipped),
+        "rounds": model_facts.rounds,
     }
-    return CaseFacts(numbers, plan)
+    return CaseFacts(numbers, model_facts)
 
 
 # ----------------------------------------------------------------------------------- the grammar

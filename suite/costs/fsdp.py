@@ -28,39 +28,39 @@ class FSDP(Zero3):
     @property
     def kind(self) -> str:
         """The sharding strategy."""
-        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+        return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
     def is_silent(self) -> bool:
         """Whether gradients are reduced once a step only."""
-        return bool(self.plan.option("accumulate_without_communication", False))
+        return bool(self.facts.option("accumulate_without_communication", False))
 
     @property
     def reshards(self) -> bool | int:
         """What happens to parameters between forward and backward: freed, kept, cut over k."""
-        chosen = self.plan.options.get("reshard_after_forward")
+        chosen = self.facts.options.get("reshard_after_forward")
         if chosen is None:
             return self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
         if isinstance(chosen, bool):
             return chosen
-        return int(chosen) if chosen != self.plan.size("shard") else True  # the shards themselves
+        return int(chosen) if chosen != self.facts.size("shard") else True  # the shards themselves
 
     @property
     def rests(self) -> int:
         """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
         if isinstance(self.reshards, bool):
-            return self.plan.size("shard") if self.reshards else 1
+            return self.facts.size("shard") if self.reshards else 1
         return self.reshards
 
     @property
     def forwards(self) -> int:
         """How often a step gathers a unit before forward: once where it is kept over the step."""
-        rounds = self.plan.rounds
+        rounds = self.facts.rounds
         return min(rounds, 1) if self.is_silent and self.reshards is False else rounds
 
     def gathers_per_step(self, unit: Unit) -> int:
         """Before forward; before backward as well where the unit was freed, not kept or cut."""
-        if not self.plan.called(unit.name):
+        if not self.facts.called(unit.name):
             return 0
         return self.forwards + (self.gathers_again(unit) if self.reshards is True else 0)
 
@@ -68,57 +68,58 @@ class FSDP(Zero3):
         """How often a step gathers a unit that was freed, or cut: before backward, and before a
         further forward of the same micro-batch.
         """
-        return self.plan.called(unit.name) * self.plan.rounds if unit.name else 0
+        return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
-        plan, found = self.plan, list[Flow]()
+        facts, found = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
-            if not plan.called(unit.name):
+            if not facts.called(unit.name):
                 continue
-            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(plan, "shard", "all_gather", gathered, self.forwards)
+            gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(facts, "shard", "all_gather", gathered, self.forwards)
             found += self.again(gathered, self.gathers_again(unit))
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
-        crossing = [size // plan.size("shard") for size in reduced]
-        once = min(plan.rounds, 1)
-        times = once if self.is_silent else plan.rounds
-        found += flow(plan, "shard", "reduce_scatter", reduced, times)
-        found += flow(plan, "replicate", "all_reduce", crossing, once)
-        return [*found, *norm_flow(plan, "shard")]
+        reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
+        crossing = [size // facts.size("shard") for size in reduced]
+        once = min(facts.rounds, 1)
+        times = once if self.is_silent else facts.rounds
+        found += flow(facts, "shard", "reduce_scatter", reduced, times)
+        found += flow(facts, "replicate", "all_reduce", crossing, once)
+        return [*found, *norm_flow(facts, "shard")]
 
     def again(self, payloads: list[int], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        plan, k = self.plan, self.rests
+        facts, k = self.facts, self.rests
         sizes = [payload for payload in payloads if payload]
         if k == 1 or not times or not sizes:
             return []
-        total = Fraction((k - 1) * sum(sizes) * (plan.world // k) * times)
-        return [Flow("shard", "all_gather", total, len(sizes) * times * plan.world)]
+        total = Fraction((k - 1) * sum(sizes) * (facts.world // k) * times)
+        return [Flow("shard", "all_gather", total, len(sizes) * times * facts.world)]
 
     def prefetch(self) -> Prefetch:
         """Prefetched units in both directions; a late unit is late on its way over the replicas,
         too, and so is the one before it, which goes there when the next is reduced.
         """
-        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        inner = [unit for unit in self.units if unit.name in self.facts.units]
         gathers = 0
-        if self.plan.size("shard") > 1 and not (self.is_silent and self.rests == 1):
+        if self.facts.size("shard") > 1 and not (self.is_silent and self.rests == 1):
             count = sum(len(unit.flats) for unit in inner)
-            follows = self.plan.option("prefetch_forward", 1) and not self.uncalled
+            follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
             gathers += count if follows else 0
-            gathers += count if self.plan.option("prefetch_backward", 1) and self.rests > 1 else 0
-        scatters, crosses = (self.plan.size(axis) > 1 for axis in ("shard", "replicate"))
+            gathers += count if self.facts.option("prefetch_backward", 1) and self.rests > 1 else 0
+        scatters, crosses = (self.facts.size(axis) > 1 for axis in ("shard", "replicate"))
         found = super().prefetch()
+        late = found.late_when_computing
         kept = {"backward": (0, 0)} if found.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(
             found,
             gathers=gathers,
-            late=found.late if scatters else 0,
-            idle=found.idle if scatters else 0,
-            last=found.late + before if crosses and self.held_up else 0,
-            last_idle=found.idle if crosses else 0,
+            late_when_computing=late if scatters else 0,
+            late_when_idle=found.late_when_idle if scatters else 0,
+            last_when_computing=late + before if crosses and self.held_up else 0,
+            last_when_idle=found.late_when_idle if crosses else 0,
             once=self.is_silent,
             depth={**found.depth, **kept},
         )
@@ -134,16 +135,16 @@ class FSDP(Zero3):
             level = self.resident(rank, step, step)["parameters"] + whole
             not_always = sum(sizes[name] for name in self.uncalled)
             return found | {"parameters": Bound(level - not_always, level)}
-        chunk = whole // self.rests if self.rests < self.plan.size("shard") else 0
+        chunk = whole // self.rests if self.rests < self.facts.size("shard") else 0
         return found | {"parameters": replace(bound, high=bound.high + chunk)}
 
     @property
     def adds_up(self) -> bool:
         """Without communication whole gradients of all units wait for the last round."""
-        return self.is_silent and self.plan.rounds > 1
+        return self.is_silent and self.facts.rounds > 1
 
     def in_flight(self, rank: int, step: int) -> int:
         """As ZeRO-3, and the chunks that units rest in."""
-        rests = 1 < self.rests < self.plan.size("shard")
+        rests = 1 < self.rests < self.facts.size("shard")
         chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
         return super().in_flight(rank, step) + chunks

@@ -1,7 +1,7 @@
-"""Axes together: what the data axes make of each stage of each tensor rank, and the axes' own.
+"""Several axes at once: the sum of what each axis costs.
 
-A stage on a tensor rank is a model of its own to the strategy of the data axes, and so is a tensor
-that is tied over stages; so its promise is asked of a plan that knows nothing else.
+The strategy of the data axes sees each stage of each tensor rank as a model of its own, and each
+tensor that is tied over stages as another; its cost model gets the facts of that model alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
+from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, flow
@@ -24,7 +25,6 @@ from shardproof.costs.zero import Zero1, Zero2, Zero3
 _DATA: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model for cost_model in (DDP, Zero1, Zero2, Zero3, FSDP)
 }
-_AXES = ("replicate", "shard")
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
 
@@ -38,32 +38,34 @@ class Hybrid(CostModel):
         "what the others leave; in a pipeline shards are gathered and reduced once a step"
     )
 
-    def __init__(self, plan: ModelFacts) -> None:
-        super().__init__(plan)
-        sent = tuple(replace(t, dtype=plan.compute(t.dtype)) for t in plan.parameters)
-        options = {"sum_each_backward": True, **plan.options}
-        self.layers = TensorParallel(replace(plan, options=options, parameters=sent, clipped=False))
-        self.data = str(plan.option("data", "ddp"))
-        self.is_cut = plan.size("pipe") > 1
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(facts)
+        sent = tuple(replace(t, dtype=facts.compute(t.dtype)) for t in facts.parameters)
+        options = {"sum_each_backward": True, **facts.options}
+        self.layers = TensorParallel(
+            replace(facts, options=options, parameters=sent, clipped=False)
+        )
+        self.data = str(facts.option("data", "ddp"))
+        self.is_cut = facts.size("pipe") > 1
         self.models = lru_cache(maxsize=None)(self._models)
 
     @cached_property
     def stages(self) -> Stages:
         """Where the stages lie."""
-        return stages_of(self.plan)
+        return stages_of(self.facts)
 
     # ------------------------------------------------------------------- what the data axes see
 
     def _models(self, pipe: int, tensor: int) -> list[CostModel]:
         """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
         if not self.is_cut:
-            return [self.model(self.plan.parameters, self.plan.buffers, tensor)]
-        held = [t for t in self.plan.parameters if pipe in self.stages.ranks(t)]
+            return [self.model(self.facts.parameters, self.facts.buffers, tensor)]
+        held = [t for t in self.facts.parameters if pipe in self.stages.ranks(t)]
         tied = [t for t in held if self.is_tied(t)]
         found = []
         for stage in self.stages.of(pipe):
             own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
-            buffers = [b for b in self.plan.buffers if self.stages.homes(b) == [stage]]
+            buffers = [b for b in self.facts.buffers if self.stages.homes(b) == [stage]]
             found.append(self.model(own, buffers, tensor))
         return found + [self.model([t], [], tensor, tied=True) for t in tied]
 
@@ -79,14 +81,14 @@ class Hybrid(CostModel):
         tied: bool = False,
     ) -> CostModel:
         """The strategy of the data axes on these tensors, as rank ``tensor`` has them."""
-        plan = self.plan
+        facts = self.facts
         local = tuple(self.local_part(t, tensor) for t in parameters)
         names = {t.name for t in local}
-        groups = (tuple(n for n in group if n in names) for group in plan.groups)
+        groups = (tuple(n for n in group if n in names) for group in facts.groups)
         options = {
-            **(plan.option("data_options", {})),
-            **{n: plan.options[n] for n in ("precision", "offload") if n in plan.options},
-            "recompute_every": plan.option("recompute_every", 0),
+            **(facts.option("data_options", {})),
+            **{n: facts.options[n] for n in ("precision", "offload") if n in facts.options},
+            "recompute_every": facts.option("recompute_every", 0),
         }
         whole: dict[str, Any] = {}
         strategy = _DATA[self.data]
@@ -95,9 +97,9 @@ class Hybrid(CostModel):
             whole = {"units": (), "modules": {"": ""}, "calls": {}}
             kept = {"accumulate_without_communication": True, "reshard_after_forward": False}
             options = {**options, **kept}
-        rounds = plan.micro_batches
+        rounds = facts.micro_batches
         inner = replace(
-            plan,
+            facts,
             axes=self.data_axes,
             options=options,
             parameters=local,
@@ -119,63 +121,63 @@ class Hybrid(CostModel):
     @property
     def data_axes(self) -> dict[str, int]:
         """The data axes as their strategy knows them."""
-        plan = self.plan
-        sizes = {axis: plan.size(axis) for axis in _AXES if axis in plan.axes}
+        facts = self.facts
+        sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
         if self.data != "ddp":
             return sizes or {"shard": 1}
-        return {"replicate": plan.size("replicate") * plan.size("shard")}
+        return {"replicate": facts.size("replicate") * facts.size("shard")}
 
     def of(self, rank: int) -> tuple[list[CostModel], int]:
         """The models of global ``rank``, and its number on the data axes."""
-        at = dict.fromkeys(("pipe", *_AXES, "tensor"), 0) | self.plan.coordinate(rank)
-        number = at["replicate"] * self.plan.size("shard") + at["shard"]
+        at = dict.fromkeys(("pipe", *DATA_AXES, "tensor"), 0) | self.facts.coordinate(rank)
+        number = at["replicate"] * self.facts.size("shard") + at["shard"]
         return self.models(at["pipe"], at["tensor"]), number
 
     # ---------------------------------------------------------------------------------- traffic
 
     def flows(self) -> list[Flow]:
         """Of the data axes, of the layers, between stages, the norm."""
-        plan = self.plan
+        facts = self.facts
         found = [
             self.renamed(one)
-            for pipe in range(plan.size("pipe"))
-            for tensor in range(plan.size("tensor"))
+            for pipe in range(facts.size("pipe"))
+            for tensor in range(facts.size("tensor"))
             for model in self.models(pipe, tensor)
             for one in model.flows()
         ]
-        norm = [8] if plan.clipped else []
+        norm = [8] if facts.clipped else []
         return [
             *found,
             *self.layers.flows(),
             *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
-            *(one for axis in plan.axes for one in flow(plan, axis, "all_reduce", norm)),
+            *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
         ]
 
     def renamed(self, one: Flow) -> Flow:
         """Replicas over both data axes are one group."""
         if self.data != "ddp":
             return one
-        return replace(one, axis="+".join(axis for axis in _AXES if self.plan.size(axis) > 1))
+        return replace(one, axis="+".join(axis for axis in DATA_AXES if self.facts.size(axis) > 1))
 
     def messages(self) -> Iterator[int]:
         """Bytes of every message between stages; of a split sequence each rank has a part."""
-        plan, layers = self.plan, self.layers
+        facts, layers = self.facts, self.layers
         if layers.is_sequence:
             hidden = {}
-            for key, sizes in plan.hidden.items():
+            for key, sizes in facts.hidden.items():
                 rows = int(key.split("x")[0]) * layers.table.shape[1]  # elements of one position
                 hidden[key] = tuple(layers.padded(n // rows) * rows // layers.ranks for n in sizes)
-            plan = replace(plan, hidden=hidden)
-        return Pipeline(plan).messages()
+            facts = replace(facts, hidden=hidden)
+        return Pipeline(facts).messages()
 
     def tied_messages(self) -> Iterator[int]:
         """Bytes of the gradients of tied tensors that ranks of the pipe axis send each other."""
-        plan = self.plan
-        data = plan.size("replicate") * plan.size("shard")
-        for tensor in range(plan.size("tensor")):
-            local = tuple(self.local_part(t, tensor) for t in plan.parameters)
-            axes = {"pipe": plan.size("pipe"), "replicate": data}
-            yield from Pipeline(replace(plan, parameters=local, axes=axes)).tied_messages()
+        facts = self.facts
+        data = facts.size("replicate") * facts.size("shard")
+        for tensor in range(facts.size("tensor")):
+            local = tuple(self.local_part(t, tensor) for t in facts.parameters)
+            axes = {"pipe": facts.size("pipe"), "replicate": data}
+            yield from Pipeline(replace(facts, parameters=local, axes=axes)).tied_messages()
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -206,7 +208,7 @@ class Hybrid(CostModel):
         """
         models, number = self.of(rank)
         left = sum(model.unclassified_limit(number, step) or 0 for model in models)
-        return _SCALARS + 8 * self.plan.rounds + left
+        return _SCALARS + 8 * self.facts.rounds + left
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters of all units of all stages at once; where there are no stages, those of
@@ -219,7 +221,7 @@ class Hybrid(CostModel):
             bound = model.peaks(number, phase, step).get("parameters")
             if bound is None:
                 return {}
-            is_tied = self.is_cut and any(map(self.is_tied, model.plan.parameters))
+            is_tied = self.is_cut and any(map(self.is_tied, model.facts.parameters))
             rests = model.resident(number, step, step)["parameters"]
             low, high = low + (rests if is_tied else bound.low), high + bound.high
         return {"parameters": Bound(low, high)} if models else {}
@@ -229,7 +231,7 @@ class Hybrid(CostModel):
         that each of its ranks has.
         """
         held, layers = self.local(rank).parameters, self.layers
-        split = {t.name for t in self.plan.parameters if layers.ranks > 1 and layers.is_split(t)}
+        split = {t.name for t in self.facts.parameters if layers.ranks > 1 and layers.is_split(t)}
         return {
             "split": {name: n for name, n in held.items() if name in split},
             "replicated": {name: n for name, n in held.items() if name not in split},
@@ -246,7 +248,7 @@ class Hybrid(CostModel):
 
     def why_not_measured(self) -> str:
         """What any of the models says."""
-        every = range(self.plan.world)
+        every = range(self.facts.world)
         told = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
         return next((text for text in told if text), "")
 

@@ -6,11 +6,11 @@ Written apart from the implementations' own layouts, so that an error in those s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from shardproof.contract import Options
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 _CONTAINERS = ("ModuleList", "ModuleDict")
@@ -114,27 +114,27 @@ def buckets(tensors: Sequence[TensorFacts], limit: int, shards: int) -> list[Fla
     return [Flat(tuple(members), shards) for members in [*found, *filling.values()]]
 
 
-def units(plan: ModelFacts, shards: int) -> list[Unit]:
+def units(facts: ModelFacts, shards: int) -> list[Unit]:
     """The units of the option ``wrap``, in order of registration; the root unit first.
 
     A tensor belongs to the innermost unit that holds every module it is registered in; what no
     unit holds, tied parameters over units among it, belongs to the root.
     """
-    chosen = unit_names(plan)
+    chosen = unit_names(facts)
     members: dict[str, list[TensorFacts]] = {name: [] for name in ("", *chosen)}
-    for tensor in plan.parameters:
+    for tensor in facts.parameters:
         homes = {_innermost(owner, chosen) for owner in tensor.owners}
         members[homes.pop() if len(homes) == 1 else ""].append(tensor)
     return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
 
 
-def unit_names(plan: ModelFacts) -> list[str]:
+def unit_names(facts: ModelFacts) -> list[str]:
     """Modules that the option ``wrap`` makes units, in order of registration.
 
     Containers are never called, so they are no units.
     """
-    called = {n: kind for n, kind in plan.modules.items() if n and kind not in _CONTAINERS}
-    wrap: Mapping[str, Any] = plan.options.get("wrap") or {}
+    called = {n: kind for n, kind in facts.modules.items() if n and kind not in _CONTAINERS}
+    wrap: Options = facts.options.get("wrap") or {}
     if "units" in wrap:
         wanted = {str(name) for name in wrap["units"]}
         return [name for name in called if name in wanted]
@@ -142,13 +142,13 @@ def unit_names(plan: ModelFacts) -> list[str]:
         classes = {str(name) for name in wrap["module_class"]}
         return [name for name, kind in called.items() if kind in classes]
     if "minimum_parameters" in wrap:
-        return _of_size(plan, list(called), int(wrap["minimum_parameters"]))
-    return list(plan.units)
+        return _of_size(facts, list(called), int(wrap["minimum_parameters"]))
+    return list(facts.units)
 
 
-def _of_size(plan: ModelFacts, names: Sequence[str], least: int) -> list[str]:
+def _of_size(facts: ModelFacts, names: Sequence[str], least: int) -> list[str]:
     """Modules with at least ``least`` elements that no unit inside them holds, inner ones first."""
-    free = {t.name: t for t in plan.parameters}
+    free = {t.name: t for t in facts.parameters}
     chosen = set()
     for name in sorted(names, key=lambda n: -n.count(".")):
         inside = [t for t in free.values() if all(_within(o, name) for o in t.owners)]

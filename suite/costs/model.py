@@ -1,7 +1,7 @@
-"""The words of a promise: flows of bytes, bytes by class, and their bounds.
+"""The parts of a cost model: flows of bytes, bytes by class, and their bounds.
 
-A :class:`CostModel` answers from a ``costs.model_facts.ModelFacts`` alone.  What it does not
-promise it leaves ``None``, and the checks then say so instead of at_point.
+A :class:`CostModel` computes from a :class:`~shardproof.costs.model_facts.ModelFacts` alone.  It
+answers ``None`` where it has no formula; the checks then say so instead of comparing.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Operation = Literal[
 ]
 #: A name's share of what ranks may keep of their last agreement by integers.
 VOTE_BYTES = 16
-#: The classes that a memory promise is about; the other classes of the ledger are not judged.
+#: The classes of the memory ledger that are compared with a cost model.
 JUDGED = ("parameters", "masters", "gradients", "optimizer_state")
 Bytes = dict[str, int]
 
 
 class NoCostModel(ValueError):
-    """No formula for these options; the message says which and what would be promised."""
+    """There is no formula for these options; the message names them."""
 
 
 @dataclass(frozen=True)
 class Flow:
     """Calls of one kind along one axis in one optimizer step, summed over all ranks.
 
-    ``calls`` is exact, a range, or ``None`` where no number is promised; groups of one rank send
-    nothing and are not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).
+    ``calls`` is exact, a range, or ``None`` (any number); groups of one rank send nothing and are
+    not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).
     """
 
     axis: str
@@ -59,7 +59,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the peak of a class must lie in, bytes of one rank, both ends included."""
+    """Limits of the peak of a class in bytes of one rank, both included."""
 
     low: int
     high: int
@@ -67,10 +67,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank holds, in elements: for the check that the feature is really on.
+    """What one rank holds, name -> elements, for the check ``active``.
 
-    ``parameters`` and ``optimizer`` map a name to the elements of its pieces on this rank (names
-    that it holds nothing of are left out).
+    A name of which the rank holds nothing is left out.
     """
 
     parameters: Mapping[str, int] = field(default_factory=dict)
@@ -80,37 +79,38 @@ class Local:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Program order on one rank.
+    """Program order on one rank: what overlaps with computing.
 
-    ``gathers``: at least so many are issued while another unit computes, and waited for later, in
-    each forward and backward that the rank computes.
-    At most so many reductions are issued after backward has ended: ``late`` in a round that the
-    rank computes, ``idle`` in one that only others compute; in the step's last round ``last`` or
-    ``last_idle`` more.  ``once``: the rounds before the last reduce nothing.
-    ``depth``: by phase, least and most gathers under way at once when a unit begins, at the moment
-    of a step that has most; a phase without an entry promises none.
-    ``watched``: whether the log tells the beginning of every unit, so that a reduction without
-    computing behind it would show.
+    A round is *computing* where this rank has a micro-batch, and *idle* where only others have one.
     """
 
+    #: Fewest gathers, in a computing round, that are issued while another unit computes and waited
+    #: for later.
     gathers: int
-    late: int
-    idle: int = 0
-    last: int = 0
-    last_idle: int = 0
+    #: Most reductions of a round that are issued after its backward has ended.
+    late_when_computing: int
+    late_when_idle: int = 0
+    #: The same, in addition, of the last round of a step.
+    last_when_computing: int = 0
+    last_when_idle: int = 0
+    #: Only the last round of a step reduces.
     once: bool = False
+    #: The log has the beginning of every unit, so a reduction with no computing behind it shows.
     watched: bool = True
+    #: Phase -> fewest and most gathers in flight when a unit begins, at the fullest moment of a
+    #: step; a phase without an entry is not judged.
     depth: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def after_backward(self, rounds: int, idle: int) -> int:
-        """Most late reductions in a step of so many rounds; the idle ones come last."""
+        """Most late reductions of a step: ``rounds`` computing ones, then ``idle`` idle ones."""
         if self.once:
             rounds, idle = (0, 1) if idle else (min(rounds, 1), 0)
-        return self.late * rounds + self.idle * idle + (self.last_idle if idle else self.last)
+        last = self.last_when_idle if idle else self.last_when_computing
+        return self.late_when_computing * rounds + self.late_when_idle * idle + last
 
 
 class CostModel(ABC):
-    """What a strategy costs for one plan.  ``source`` says where the formulas are published."""
+    """What a strategy costs in one case.  ``source`` says where the formulas are published."""
 
     strategy: ClassVar[str]
     source: ClassVar[str]
@@ -119,11 +119,11 @@ class CostModel(ABC):
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
     #: Whether shards rest as built, whatever is computed with: they are masters themselves.
     rests_as_built: ClassVar[bool] = False
-    #: The strategy that an upstream system carries out: what it sends is told as a multiple of it.
+    #: The strategy that an upstream system carries out; its bytes are shown as a multiple of that.
     textbook: ClassVar[str] = ""
 
-    def __init__(self, plan: ModelFacts) -> None:
-        self.plan = plan
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
 
     @abstractmethod
     def flows(self) -> list[Flow]:
@@ -137,11 +137,11 @@ class CostModel(ABC):
         """
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """Bytes by judged class where they differ between points; put over :meth:`resident`."""
+        """Bytes by judged class where they differ between points; overrides :meth:`resident`."""
         return {}
 
     def unjudged(self) -> dict[str, str]:
-        """Classes that are not compared with their bytes, and why: told beside the verdict."""
+        """Class -> why its bytes are not compared; shown beside the verdict."""
         return {}
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
@@ -149,37 +149,35 @@ class CostModel(ABC):
         return {}
 
     def why_not_measured(self) -> str:
-        """Why no bytes are promised for this plan (``""``: they are)."""
+        """Why there is no formula for the bytes held in this case; ``""``: there is one."""
         return ""
 
     def communication_at_rest(self, rank: int, step: int) -> int | None:
         """Most bytes of class ``communication`` at the observation points of ``step``, where
-        nothing is in flight; ``None``: not promised.
+        nothing is in flight; ``None``: no formula.
         """
         return None
 
     def unclassified_limit(self, rank: int, step: int) -> int | None:
         """Most bytes at the observation points that are neither state nor buffers of any kind:
-        activations and temporaries, which are over by then.  ``None``: not promised.
+        activations and temporaries, which are gone by then.  ``None``: no formula.
         """
         return None
 
     def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
-        """Elements of parameters on ``rank`` by name, told apart by how they lie on the ranks;
-        nothing where there is only one way.
-        """
+        """Layout -> name -> elements of parameters on ``rank``; empty where there is one layout."""
         return {}
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
-        """Bytes by judged class on the host tier (offload); :meth:`resident` is the device's."""
+        """Bytes by judged class in host memory (offload); :meth:`resident` is the device's."""
         return {}
 
     def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
-        """Floating-point bytes that ``rank`` copies between the tiers in ``step``, by direction."""
+        """Floating-point bytes that ``rank`` copies in ``step``: ``down``, to the host, ``up``."""
         return {"down": 0, "up": 0}
 
     def prefetch(self) -> Prefetch | None:
-        """What overlaps, once the order of the units is known; ``None``: not promised."""
+        """What overlaps once the order of the units is known; ``None``: no formula."""
         return None
 
     @abstractmethod
@@ -194,49 +192,49 @@ class CostModel(ABC):
 
     def held(self, kind: str) -> int:
         """Bytes of class ``kind`` on the rank that holds most, when all state exists."""
-        return max(self._complete(rank)[kind] for rank in range(self.plan.world))
+        return max(self._complete(rank)[kind] for rank in range(self.facts.world))
 
     def total(self) -> int:
         """Bytes of all judged classes on the rank that holds most, when all state exists."""
-        return max(sum(self._complete(rank).values()) for rank in range(self.plan.world))
+        return max(sum(self._complete(rank).values()) for rank in range(self.facts.world))
 
     def _complete(self, rank: int) -> Bytes:
-        last = self.plan.steps - 1
+        last = self.facts.steps - 1
         return self.resident(rank, last, last) | self.at_point(rank, "after_update", last)
 
 
 def flow(
-    plan: ModelFacts, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
+    facts: ModelFacts, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
 ) -> list[Flow]:
     """The flow of one call per payload (bytes), made ``times`` times by every rank.
 
     The payload is the whole output of an all-gather and the whole input of a reduce-scatter.
     """
-    size, sizes = plan.size(axis), [payload for payload in payloads if payload]
+    size, sizes = facts.size(axis), [payload for payload in payloads if payload]
     if size == 1 or not sizes or not times:
         return []
     factor = 2 * (size - 1) if operation == "all_reduce" else size - 1
-    groups = plan.world // size
+    groups = facts.world // size
     total = Fraction(factor * sum(sizes) * groups * times)
-    return [Flow(axis, operation, total, len(sizes) * times * plan.world)]
+    return [Flow(axis, operation, total, len(sizes) * times * facts.world)]
 
 
-def norm_flow(plan: ModelFacts, axis: str) -> list[Flow]:
+def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:
     """The global norm's float64 scalar, where gradients are clipped and lie in shards."""
-    return flow(plan, axis, "all_reduce", [8] if plan.clipped else [])
+    return flow(facts, axis, "all_reduce", [8] if facts.clipped else [])
 
 
 def state_bytes(
-    plan: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int, dtype: str | None = None
+    facts: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int, dtype: str | None = None
 ) -> int:
     """Bytes of an element-wise optimizer's state over ``(tensor, elements)`` after ``step``.
 
     Slots in ``dtype`` (``None``: as built) and one step counter per part, for those that had a
     gradient by then.
     """
-    ready = {t.name for t in used_by(plan.parameters, step)}
+    ready = {t.name for t in used_by(facts.parameters, step)}
     return sum(
-        slots(plan) * count * ITEMSIZE[dtype or tensor.dtype] + counter_bytes(plan)
+        slots(facts) * count * ITEMSIZE[dtype or tensor.dtype] + counter_bytes(facts)
         for tensor, count in parts
         if tensor.name in ready
     )

@@ -1,4 +1,4 @@
-"""What a promise may know: shapes, options, mesh, optimizer and precision.  Plain data.
+"""What a cost model may know: shapes, options, mesh, optimizer and precision.  Plain data.
 
 A :class:`ModelFacts` is made from the case and the workload's own model, never from the
 implementation that is judged; it travels with the facts of a case, so that a stored run is judged
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from shardproof.contract import Options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +88,7 @@ class ModelFacts:
     """
 
     axes: Mapping[str, int]
-    options: Mapping[str, Any]
+    options: Options
     parameters: tuple[TensorFacts, ...]
     buffers: tuple[TensorFacts, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -182,7 +184,7 @@ class ModelFacts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFacts:
-        """The plan that :meth:`to_dict` described."""
+        """The facts that :meth:`to_dict` described."""
         fields = dict(data)
         for name in ("parameters", "buffers"):
             fields[name] = tuple(_tensor(row) for row in fields[name])
@@ -206,8 +208,8 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def plan_of(case: Case, workload: Workload, model: nn.Module) -> ModelFacts:
-    """The plan of ``case``, whose model on the meta device is ``model``."""
+def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFacts:
+    """The facts of ``case``; ``model`` is its model, built on the meta device."""
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
@@ -330,16 +332,16 @@ def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any
     sizes[name] = output.numel()
 
 
-def slots(plan: ModelFacts) -> int:
+def slots(facts: ModelFacts) -> int:
     """State tensors of the optimizer that have their parameter's shape."""
-    if plan.optimizer == "adamw":
+    if facts.optimizer == "adamw":
         return 2
-    return int(plan.momentum != 0)
+    return int(facts.momentum != 0)
 
 
-def counter_bytes(plan: ModelFacts) -> int:
+def counter_bytes(facts: ModelFacts) -> int:
     """Bytes of an optimizer's step counter, one a parameter (or part): fp32 in torch's AdamW."""
-    return 4 if plan.optimizer == "adamw" else 0
+    return 4 if facts.optimizer == "adamw" else 0
 
 
 def used(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:

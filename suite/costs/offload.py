@@ -1,4 +1,4 @@
-"""What offloading moves to the host tier, and how many bytes a step moves between the tiers.
+"""What offloading moves to host memory, and how many bytes a step moves between host and device.
 
 ``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
 parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and
@@ -17,9 +17,9 @@ from shardproof.costs.zero import Zero1, Zero3, votes
 OPTION = "offload"
 
 
-def offloaded(kind: type[CostModel], plan: ModelFacts) -> type[CostModel]:
-    """The promise of ``kind`` under the offload that ``plan`` asks for (``kind`` for none)."""
-    if plan.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
+def offloaded(kind: type[CostModel], facts: ModelFacts) -> type[CostModel]:
+    """``kind`` with the offload that ``facts`` asks for; ``kind`` itself without."""
+    if facts.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
         return kind
     fields = {
         "whole": kind,
@@ -32,7 +32,7 @@ def offloaded(kind: type[CostModel], plan: ModelFacts) -> type[CostModel]:
 
 
 class Offloaded(CostModel):
-    """A strategy of which a part rests on the host tier; the network sees no difference."""
+    """A strategy of which a part rests in host memory; the network sees no difference."""
 
     whole: ClassVar[type[Zero1 | Zero3]]
     source: ClassVar[str] = (
@@ -43,12 +43,12 @@ class Offloaded(CostModel):
     @cached_property
     def inner(self) -> Zero1 | Zero3:
         """The same without offload."""
-        return self.whole(self.plan)
+        return self.whole(self.facts)
 
     @property
     def shards_rest_there(self) -> bool:
         """Whether shards of parameters are on the host as well."""
-        return self.plan.option(OPTION, "none") == "parameters"
+        return self.facts.option(OPTION, "none") == "parameters"
 
     def flows(self) -> list[Flow]:
         """As without."""
@@ -78,7 +78,7 @@ class Offloaded(CostModel):
         found = self.inner.resident(rank, step, updated)
         if self.shards_rest_there:  # gradients come down to where those of every step lie
             assert isinstance(self.inner, Zero3)
-            ever = used_by(self.plan.parameters, self.plan.steps - 1)
+            ever = used_by(self.facts.parameters, self.facts.steps - 1)
             return found | {"gradients": self.inner.gradient_bytes(rank, ever)}
         masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
         return {"masters": masters, "optimizer_state": found["optimizer_state"]}
@@ -93,7 +93,7 @@ class Offloaded(CostModel):
             return {} if self.inner.uncalled else self._moved_shards(self.inner)
         if updated != step:
             return {"down": 0, "up": 0}
-        ready = {t.name for t in used(self.plan.parameters, step)}
+        ready = {t.name for t in used(self.facts.parameters, step)}
         down = up = 0
         for tensor, count in self.trained(rank):
             if tensor.name in ready:
@@ -104,7 +104,7 @@ class Offloaded(CostModel):
     def communication_at_rest(self, rank: int, step: int) -> int:
         """As without; what rests on the host leaves only votes on the device."""
         return (
-            votes(self.plan)
+            votes(self.facts)
             if self.shards_rest_there
             else self.inner.communication_at_rest(rank, step)
         )
@@ -123,7 +123,7 @@ class Offloaded(CostModel):
 
     def _moved_shards(self, inner: Zero3) -> dict[str, int]:
         lifted = sum(
-            inner.gathers_per_step(unit) * flat.shard_bytes(self.plan.compute(flat.dtype))
+            inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
             for unit in inner.units
             for flat in unit.flats
         )
@@ -134,9 +134,9 @@ class Offloaded(CostModel):
         """Whole parameters have gradients as summed, shards have them as built."""
         if isinstance(self.inner, Zero3):
             return tensor.dtype
-        return self.plan.reduction(tensor.dtype)
+        return self.facts.reduction(tensor.dtype)
 
     def _travels_up(self, tensor: TensorFacts) -> str:
         if isinstance(self.inner, Zero3):
             return tensor.dtype
-        return self.plan.compute(tensor.dtype)
+        return self.facts.compute(tensor.dtype)

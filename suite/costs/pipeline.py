@@ -36,49 +36,49 @@ class Pipeline(Single):
     @cached_property
     def stages(self) -> Stages:
         """Where the stages lie."""
-        return stages_of(self.plan)
+        return stages_of(self.facts)
 
     # ------------------------------------------------------------------------------- traffic
 
     def flows(self) -> list[Flow]:
         """Activations and their gradients, the norm, what is tied."""
         sizes = [*self.messages(), *self.tied_messages()]
-        return [*exchanged(sizes), *norm_flow(self.plan, "pipe")]
+        return [*exchanged(sizes), *norm_flow(self.facts, "pipe")]
 
     def messages(self) -> Iterator[int]:
         """Bytes of every message of the step between neighbouring stages, both directions."""
-        plan, place = self.plan, self.stages.place
-        item = ITEMSIZE[plan.compute(plan.trainable[0].dtype)]
+        facts, place = self.facts, self.stages.place
+        item = ITEMSIZE[facts.compute(facts.trainable[0].dtype)]
         boundaries = [
             units.stop - 1
             for stage, units in enumerate(self.stages.units[:-1])
             if place[stage] != place[stage + 1]
         ]
-        copies = plan.size("tensor")  # each rank of the tensor axis sends its own
-        for windows in plan.inputs[plan.step] if plan.inputs else ():
+        copies = facts.size("tensor")  # each rank of the tensor axis sends its own
+        for windows in facts.inputs[facts.step] if facts.inputs else ():
             for shape in (shape for window in windows for shape in window):
-                hidden = plan.hidden[shape_key(shape)]
+                hidden = facts.hidden[shape_key(shape)]
                 for boundary in boundaries:
                     yield from (hidden[boundary] * item,) * 2 * copies
 
     def tied_messages(self) -> Iterator[int]:
         """Bytes of the gradients that the ranks of a tied tensor send each other."""
-        plan = self.plan
-        for tensor in used(plan.parameters, plan.step):
+        facts = self.facts
+        for tensor in used(facts.parameters, facts.step):
             ranks = len(self.stages.ranks(tensor))
-            copies = plan.world // plan.size("pipe")
+            copies = facts.world // facts.size("pipe")
             yield from (tensor.numel * self.gradient_item(tensor),) * ranks * (ranks - 1) * copies
 
     def gradient_item(self, tensor: TensorFacts) -> int:
         """Bytes of an element of the gradient of ``tensor``."""
-        return ITEMSIZE[self.plan.compute(tensor.dtype)]
+        return ITEMSIZE[self.facts.compute(tensor.dtype)]
 
     # -------------------------------------------------------------------------------- memory
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
-        mine = self.plan.coordinate(rank).get("pipe", 0)
-        return [t for t in self.plan.parameters if mine in self.stages.ranks(t)]
+        mine = self.facts.coordinate(rank).get("pipe", 0)
+        return [t for t in self.facts.parameters if mine in self.stages.ranks(t)]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """What the optimizer of ``rank`` works on."""
@@ -86,13 +86,13 @@ class Pipeline(Single):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors of the own stages."""
-        plan, own = self.plan, self.held_by(rank)
-        narrow = [t for t in own if t.trainable and plan.compute(t.dtype) != t.dtype]
+        facts, own = self.facts, self.held_by(rank)
+        narrow = [t for t in own if t.trainable and facts.compute(t.dtype) != t.dtype]
         return {
-            "parameters": sum(t.numel * ITEMSIZE[plan.compute(t.dtype)] for t in own),
+            "parameters": sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in own),
             "masters": sum(t.nbytes for t in narrow),
             "gradients": sum(t.numel * self.gradient_item(t) for t in used(own, step)),
-            "optimizer_state": state_bytes(plan, self.parts(rank), updated),
+            "optimizer_state": state_bytes(facts, self.parts(rank), updated),
         }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -101,16 +101,16 @@ class Pipeline(Single):
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, no activation."""
-        return _SCALARS + 8 * self.plan.rounds
+        return _SCALARS + 8 * self.facts.rounds
 
     def local(self, rank: int) -> Local:
         """Elements of the own stages."""
-        plan, last, own = self.plan, self.plan.steps - 1, self.held_by(rank)
+        facts, last, own = self.facts, self.facts.steps - 1, self.held_by(rank)
         state = {t.name: t.numel for t in used_by(own, last)}
         return Local(
             {t.name: t.numel for t in own},
             {t.name: t.numel for t in used(own, last)},
-            state if slots(plan) else {},
+            state if slots(facts) else {},
         )
 
 

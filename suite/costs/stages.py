@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from shardproof.contract import Options
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.schedules import Action
 
@@ -41,7 +41,7 @@ class Stages:
         return list(dict.fromkeys(self.place[stage] for stage in self.homes(tensor)))
 
 
-def schedule_name(options: Mapping[str, Any]) -> str | None:
+def schedule_name(options: Options) -> str | None:
     """The schedule that the options name; ``None`` for an order of the user's own."""
     chosen = options.get("schedule") or DEFAULT
     if isinstance(chosen, Mapping):
@@ -49,10 +49,10 @@ def schedule_name(options: Mapping[str, Any]) -> str | None:
     return str(chosen)
 
 
-def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
+def place_of(options: Options, ranks: int) -> tuple[int, ...]:
     """The rank of each stage: one after the other, round and round, or there and back."""
     chosen = options.get("schedule") or DEFAULT
-    fields: Mapping[str, Any] = chosen if isinstance(chosen, Mapping) else {}
+    fields: Options = chosen if isinstance(chosen, Mapping) else {}
     if "orders" in fields:
         return tuple(fields.get("place") or _where_forwards_are(fields["orders"]))
     name = schedule_name(options)
@@ -61,7 +61,7 @@ def place_of(options: Mapping[str, Any], ranks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * int(fields.get("chunks") or CHUNKS.get(name or "", 1))
 
 
-def comes_apart(options: Mapping[str, Any]) -> bool:
+def comes_apart(options: Options) -> bool:
     """Whether the gradients of inputs and of weights are two actions of the schedule."""
     chosen = options.get("schedule")
     orders = chosen.get("orders", ()) if isinstance(chosen, Mapping) else ()
@@ -75,7 +75,7 @@ def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
     return [placed[stage] for stage in sorted(placed)]
 
 
-def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[range, ...]:
+def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
     """The units of each stage."""
     sizes = options.get("split")
     if not sizes:
@@ -88,7 +88,7 @@ def split_units(options: Mapping[str, Any], units: int, stages: int) -> tuple[ra
     return tuple(found)
 
 
-def stages_of(plan: ModelFacts) -> Stages:
-    """The stages of ``plan``."""
-    place = place_of(plan.options, plan.size("pipe"))
-    return Stages(place, split_units(plan.options, len(plan.units), len(place)))
+def stages_of(facts: ModelFacts) -> Stages:
+    """The stages of ``facts``."""
+    place = place_of(facts.options, facts.size("pipe"))
+    return Stages(place, split_units(facts.options, len(facts.units), len(place)))

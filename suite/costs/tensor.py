@@ -44,22 +44,22 @@ class TensorParallel(CostModel):
         "split, of KV heads that several ranks have) once a step"
     )
 
-    def __init__(self, plan: ModelFacts) -> None:
-        super().__init__(plan)
-        self.ranks = plan.size("tensor")
-        self.is_sequence = bool(plan.option("sequence_parallel", False)) and self.ranks > 1
-        is_cross_entropy = plan.label_smoothing is not None
-        self.is_loss = bool(plan.option("loss_parallel", is_cross_entropy))
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(facts)
+        self.ranks = facts.size("tensor")
+        self.is_sequence = bool(facts.option("sequence_parallel", False)) and self.ranks > 1
+        is_cross_entropy = facts.label_smoothing is not None
+        self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
     # ------------------------------------------------------------------------------- the layout
 
     def rank_of(self, rank: int) -> int:
         """Place of global ``rank`` along the axis."""
-        return self.plan.coordinate(rank).get("tensor", 0)
+        return self.facts.coordinate(rank).get("tensor", 0)
 
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
-        return any(layer == f"{unit}.{name}" for unit in self.plan.units for name in names)
+        return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
 
     def kv_copies(self, layer: str) -> int:
         """How many ranks hold the same KV head of the fused projection ``layer``."""
@@ -67,7 +67,7 @@ class TensorParallel(CostModel):
 
     def heads(self, layer: str) -> tuple[int, int]:
         """Query and KV heads of the attention that ``layer`` is part of."""
-        return self.plan.heads[layer.rpartition(".")[0]]
+        return self.facts.heads[layer.rpartition(".")[0]]
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
         """Of ``tensor`` on ``rank``."""
@@ -102,7 +102,7 @@ class TensorParallel(CostModel):
         are summed.
         """
         found = []
-        for tensor in self.plan.trainable if self.ranks > 1 else ():
+        for tensor in self.facts.trainable if self.ranks > 1 else ():
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
                 found += [(tensor, tensor.numel)] if self.is_sequence else []
@@ -116,8 +116,8 @@ class TensorParallel(CostModel):
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
         """Samples and positions of every micro-batch of the step, over all data coordinates."""
-        key = any(name.endswith(".dropout_counter") for name in self.plan.modules)
-        shares = self.plan.inputs[self.plan.step] if self.plan.inputs else ()
+        key = any(name.endswith(".dropout_counter") for name in self.facts.modules)
+        shares = self.facts.inputs[self.facts.step] if self.facts.inputs else ()
         return [
             (shape[0], shape[1] - key)  # behind the positions
             for share in shares
@@ -128,13 +128,13 @@ class TensorParallel(CostModel):
     @property
     def table(self) -> TensorFacts:
         """The embedding of positions."""
-        return next(t for t in self.plan.parameters if t.name == "embed.position.weight")
+        return next(t for t in self.facts.parameters if t.name == "embed.position.weight")
 
     @property
     def classes(self) -> int:
         """Size of the vocabulary."""
         names = ("head.weight", "embed.token.weight")
-        return next(t for t in self.plan.parameters if t.name in names).shape[0]
+        return next(t for t in self.facts.parameters if t.name in names).shape[0]
 
     def padded(self, positions: int) -> int:
         """Positions of a sequence when it has been cut for the ranks."""
@@ -144,11 +144,11 @@ class TensorParallel(CostModel):
         """Hidden states, outputs, gradients that are terms, the norm."""
         if self.ranks == 1:
             return []
-        plan, width = self.plan, self.table.shape[1]
-        layers = {name for t in plan.parameters for name in t.owners}
+        facts, width = self.facts, self.table.shape[1]
+        layers = {name for t in facts.parameters for name in t.owners}
         columns = sum(self.in_unit(name, _COLUMNS) for name in layers)
         rows = sum(self.in_unit(name, ROWS) for name in layers)
-        again = bool(plan.option("recompute_every", 0))
+        again = bool(facts.option("recompute_every", 0))
         item = ITEMSIZE[self.table.dtype]
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
         # One more of each: what leaves the embedding, what enters the head.
@@ -167,10 +167,10 @@ class TensorParallel(CostModel):
         """Layers whose output's gradient is gathered for B and for W: the latter goes through what
         follows a product in its own module as well.
         """
-        plan = self.plan
-        if plan.size("pipe") == 1 or not comes_apart(plan.options):
+        facts = self.facts
+        if facts.size("pipe") == 1 or not comes_apart(facts.options):
             return 0
-        return sum(t.trainable and self.is_split_by_columns(t) for t in plan.parameters)
+        return sum(t.trainable and self.is_split_by_columns(t) for t in facts.parameters)
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""
@@ -184,7 +184,7 @@ class TensorParallel(CostModel):
         if self.is_loss:
             wide = max(item, ITEMSIZE["float32"])
             targets = [n * length * wide for n, length in self.shapes]
-            sums = 3 if self.plan.label_smoothing else 2
+            sums = 3 if self.facts.label_smoothing else 2
             return [
                 *self.each("all_reduce", targets),
                 *self.each("all_reduce", [sums * n for n in targets]),
@@ -195,10 +195,10 @@ class TensorParallel(CostModel):
 
     def sums(self) -> list[Flow]:
         """Gradients that are terms: in one call a step, or each in every backward."""
-        plan = self.plan
+        facts = self.facts
         terms = [(t, n * ITEMSIZE[t.dtype]) for t, n in self.terms()]
-        if not plan.option("sum_each_backward", False):
-            return flow(plan, "tensor", "all_reduce", [sum(n for _, n in terms)])
+        if not facts.option("sum_each_backward", False):
+            return flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
             raise NoCostModel(f"{idle!r} goes unused: sums in each backward are not promised")
@@ -206,13 +206,13 @@ class TensorParallel(CostModel):
 
     def norms(self) -> list[Flow]:
         """The global norm's scalar."""
-        return norm_flow(self.plan, "tensor")
+        return norm_flow(self.facts, "tensor")
 
     # ----------------------------------------------------------------------------------- memory
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Every tensor, and how many of its elements ``rank`` holds."""
-        return [(t, self.elements(t, rank)) for t in self.plan.parameters]
+        return [(t, self.elements(t, rank)) for t in self.facts.parameters]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """What was gathered or summed has become a gradient, or gone; the norm may stay."""
@@ -232,28 +232,28 @@ class TensorParallel(CostModel):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Parts of what is split, the rest whole; gradients of what is used."""
-        plan, own = self.plan, self.parts(rank)
-        now = {t.name for t in used(plan.parameters, step)}
+        facts, own = self.facts, self.parts(rank)
+        now = {t.name for t in used(facts.parameters, step)}
         return {
             "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in own),
             "masters": 0,
             "gradients": sum(n * ITEMSIZE[t.dtype] for t, n in own if t.name in now),
-            "optimizer_state": state_bytes(plan, [(t, n) for t, n in own if t.trainable], updated),
+            "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
         }
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
-        plan, own = self.plan, {t.name: n for t, n in self.parts(rank)}
+        facts, own = self.facts, {t.name: n for t, n in self.parts(rank)}
         now, ever = (
-            {t.name: own[t.name] for t in find(plan.parameters, plan.steps - 1) if t.name in own}
+            {t.name: own[t.name] for t in find(facts.parameters, facts.steps - 1) if t.name in own}
             for find in (used, used_by)
         )
-        return Local(own, now, ever if slots(plan) else {})
+        return Local(own, now, ever if slots(facts) else {})
 
 
-def cannot_fit(plan: ModelFacts) -> str:
+def cannot_fit(facts: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
-    cost_model, ranks = TensorParallel(plan), plan.size("tensor")
+    cost_model, ranks = TensorParallel(facts), facts.size("tensor")
 
     def told(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
         valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
@@ -262,11 +262,11 @@ def cannot_fit(plan: ModelFacts) -> str:
             f"share; valid: {valid}"
         )
 
-    for name, (heads, kv) in plan.heads.items():
+    for name, (heads, kv) in facts.heads.items():
         shares = partial(_shares_heads, heads, kv)
         if not shares(ranks):
             return told(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
-    for tensor in plan.parameters:
+    for tensor in facts.parameters:
         layer, _, leaf = tensor.name.rpartition(".")
         if leaf != "weight" or layer.endswith("attention.qkv"):
             continue

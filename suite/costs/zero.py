@@ -1,4 +1,14 @@
-"""ZeRO and FSDP with flat layouts: what is sharded, gathered and reduced."""
+"""ZeRO 1 to 3: what is sharded, gathered and reduced.
+
+Bytes that one step sends, summed over ranks: N ranks of the axis ``shard``, m rounds (micro-batches
+of the busiest rank), G bytes of all gradients and P of all trained parameters, padded.
+
+    Zero1   (N-1) (G + P)         ZeRO (arXiv 1910.02054) sections V-A, VII-A
+    Zero2   (N-1) (m G + P)       sections V-B, VII-B, gradients reduced in every round
+    Zero3   (N-1) (m G + 2 m P)   sections V-C, VII-B; P with frozen parameters
+
+Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar
 
+from shardproof.case import DATA_AXES
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import (
     VOTE_BYTES,
@@ -48,35 +59,33 @@ class Zero1(CostModel):
     @cached_property
     def flats(self) -> list[Flat]:
         """The buckets."""
-        order = list(reversed(self.plan.trainable))
-        limit = int(self.plan.option("bucket_bytes", BUCKET_BYTES))
-        return buckets(order, limit, self.plan.size("shard"))
-
-    @property
-    def reductions(self) -> int:
-        """How often a step reduces every bucket."""
-        return 1
+        order = list(reversed(self.facts.trainable))
+        limit = int(self.facts.option("bucket_bytes", BUCKET_BYTES))
+        return buckets(order, limit, self.facts.size("shard"))
 
     def flows(self) -> list[Flow]:
-        """Reductions, gathers and the norm."""
-        plan = self.plan
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
-        gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats]
+        """(N-1) (G + P) bytes: gradients are reduced once a step, parameters gathered once."""
+        return self._flows(reductions=1)
+
+    def _flows(self, reductions: int) -> list[Flow]:
+        facts = self.facts
+        gradients = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
+        parameters = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats]
         return [
-            *flow(plan, "shard", "reduce_scatter", reduced, self.reductions),
-            *flow(plan, "shard", "all_gather", gathered),
-            *norm_flow(plan, "shard"),
+            *flow(facts, "shard", "reduce_scatter", gradients, reductions),  # (N-1) G each time
+            *flow(facts, "shard", "all_gather", parameters),  # (N-1) P
+            *norm_flow(facts, "shard"),
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
-        shard = self.plan.coordinate(rank).get("shard", 0)
+        shard = self.facts.coordinate(rank).get("shard", 0)
         return [part for flat in self.flats for part in flat.parts(shard)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole parameters and gradients, own part of the optimizer's state."""
-        plan = self.plan
-        narrow = any(plan.compute(flat.dtype) != flat.dtype for flat in self.flats)
+        facts = self.facts
+        narrow = any(facts.compute(flat.dtype) != flat.dtype for flat in self.flats)
         parts = self.parts(rank)
         return {
             "parameters": self.parameter_bytes(),
@@ -85,44 +94,44 @@ class Zero1(CostModel):
             if narrow
             else self.strided_copies,
             "gradients": self.gradient_bytes(rank),
-            "optimizer_state": state_bytes(plan, parts, updated),
+            "optimizer_state": state_bytes(facts, parts, updated),
         }
 
     @property
     def strided_copies(self) -> int:
         """Bytes of layouts that hold nothing but copies of tensors with strides of their own."""
         flats = [flat for flat in self.flats if all(t.strided for t in flat.members)]
-        return sum(flat.padded_bytes(self.plan.compute(flat.dtype)) for flat in flats)
+        return sum(flat.padded_bytes(self.facts.compute(flat.dtype)) for flat in flats)
 
     def parameter_bytes(self) -> int:
         """Whole, in the flat layouts that they are gathered into; beside them frozen ones, and
         those that keep strides of their own.
         """
-        plan = self.plan
+        facts = self.facts
         own = sum(
-            t.numel * ITEMSIZE[plan.compute(t.dtype)]
-            for t in plan.parameters
+            t.numel * ITEMSIZE[facts.compute(t.dtype)]
+            for t in facts.parameters
             if t.strided or not t.trainable
         )
-        whole = sum(flat.padded_bytes(plan.compute(flat.dtype)) for flat in self.flats)
+        whole = sum(flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats)
         return own + whole - self.strided_copies
 
     def gradient_bytes(self, rank: int) -> int:
         """Those that this rank owns a part of, from the first step on."""
-        return sum(map(self.kept_bytes, owned(self.plan, self.flats, rank)))
+        return sum(map(self.kept_bytes, owned(self.facts, self.flats, rank)))
 
     def kept_bytes(self, flat: Flat) -> int:
         """Whole gradients, in the flat layouts that they are reduced from."""
-        return flat.padded_bytes(self.plan.reduction(flat.dtype))
+        return flat.padded_bytes(self.facts.reduction(flat.dtype))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
         where the optimizer updates copies of them on the host.
         """
         buffers = sum(map(self.kept_bytes, self.flats))
-        offloaded = self.plan.option("offload", "none") != "none"
+        offloaded = self.facts.option("offload", "none") != "none"
         copies = self.strided_copies if offloaded else 0
-        return buffers - self.gradient_bytes(rank) + copies + votes(self.plan)
+        return buffers - self.gradient_bytes(rank) + copies + votes(self.facts)
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
@@ -141,8 +150,8 @@ class Zero1(CostModel):
 
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
-        whole = {t.name: t.numel for t in self.plan.parameters}
-        return _local(self.plan, whole, self.parts(rank))
+        whole = {t.name: t.numel for t in self.facts.parameters}
+        return _local(self.facts, whole, self.parts(rank))
 
 
 class Zero2(Zero1):
@@ -158,27 +167,26 @@ class Zero2(Zero1):
     )
     divided = (False, True, True)
 
-    @property
-    def reductions(self) -> int:
-        """One a micro-batch of the busiest rank."""
-        return self.plan.rounds
+    def flows(self) -> list[Flow]:
+        """(N-1) (m G + P) bytes: gradients are reduced in every round, parameters gathered once."""
+        return self._flows(reductions=self.facts.rounds)
 
     def kept_bytes(self, flat: Flat) -> int:
-        """The kept shard; whole gradients are let go."""
-        return flat.shard_bytes(self.plan.reduction(flat.dtype))
+        """The shard alone: whole gradients are freed."""
+        return flat.shard_bytes(self.facts.reduction(flat.dtype))
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """In backward whole gradients of the bucket in flight, the one that fills and the one that
-        it has begun on, and the shard that sums arrive in.  One that waits for what is late, tied
-        or unused holds up all behind it.
+        """During backward at most three buckets hold whole gradients: the one being reduced, the
+        one filling and the next one begun; plus the shard that receives the sum.  A bucket that
+        waits for a late, tied or unused parameter blocks every bucket behind it.
         """
-        plan, found = self.plan, super().peaks(rank, phase, step)
+        facts, found = self.facts, super().peaks(rank, phase, step)
         if phase != "backward":
             return found
-        held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in plan.trainable)
-        if held_up or plan.size("shard") == 1:
+        held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in facts.trainable)
+        if held_up or facts.size("shard") == 1:
             return {"gradients": found["gradients"]}
-        sizes = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.flats]
+        sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
         high = sum(whole) + shard + self.communication_at_rest(rank, step)
@@ -204,7 +212,7 @@ class Zero3(CostModel):
     @cached_property
     def units(self) -> list[Unit]:
         """What is gathered together."""
-        return units(self.plan, self.plan.size("shard"))
+        return units(self.facts, self.facts.size("shard"))
 
     @property
     def flats(self) -> list[Flat]:
@@ -219,21 +227,21 @@ class Zero3(CostModel):
     @property
     def reduced(self) -> list[Flat]:
         """Those that are reduced: none of a unit that nothing calls."""
-        called = self.plan.called
+        called = self.facts.called
         return [flat for unit in self.units if called(unit.name) for flat in unit.trained]
 
     def flows(self) -> list[Flow]:
         """Gathers of all, reductions of what is trained, the norm."""
-        plan, found = self.plan, list[Flow]()
+        facts, found = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
-            gathered = [flat.padded_bytes(plan.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(plan, "shard", "all_gather", gathered, self.gathers_per_step(unit))
-        reduced = [flat.padded_bytes(plan.reduction(flat.dtype)) for flat in self.reduced]
+            gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
+            found += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
+        reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *found,
-            *flow(plan, "shard", "reduce_scatter", reduced, plan.rounds),
-            *norm_flow(plan, "shard"),
+            *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
+            *norm_flow(facts, "shard"),
         ]
 
     @cached_property
@@ -245,7 +253,7 @@ class Zero3(CostModel):
         return {
             unit.name
             for unit in self.units
-            if unit.name and self.plan.called(unit.name) and self._is_conditional(unit)
+            if unit.name and self.facts.called(unit.name) and self._is_conditional(unit)
         }
 
     def _is_conditional(self, unit: Unit) -> bool:
@@ -261,8 +269,8 @@ class Zero3(CostModel):
         """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
         from the host where they rest there.
         """
-        forwards = self.plan.called(unit.name)
-        return (forwards + 1) * self.plan.rounds if forwards else 0
+        forwards = self.facts.called(unit.name)
+        return (forwards + 1) * self.facts.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
@@ -270,7 +278,7 @@ class Zero3(CostModel):
 
     def shard_of(self, rank: int) -> int:
         """Which shard ``rank`` holds."""
-        return self.plan.coordinate(rank).get("shard", 0)
+        return self.facts.coordinate(rank).get("shard", 0)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards, as built: they are their own masters (one of padding only is nobody's)."""
@@ -278,8 +286,8 @@ class Zero3(CostModel):
         return {
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
-            "gradients": self.gradient_bytes(rank, used(self.plan.parameters, step)),
-            "optimizer_state": state_bytes(self.plan, self.parts(rank), updated),
+            "gradients": self.gradient_bytes(rank, used(self.facts.parameters, step)),
+            "optimizer_state": state_bytes(self.facts, self.parts(rank), updated),
         }
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
@@ -292,7 +300,7 @@ class Zero3(CostModel):
         """Shards that hold nothing but padding, or gradients of what no rank used."""
         shards = sum(f.shard_bytes() for f in (*self.flats, *self.trained))
         held = self.resident(rank, step, step)
-        return shards - held["parameters"] - held["gradients"] + votes(self.plan)
+        return shards - held["parameters"] - held["gradients"] + votes(self.facts)
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
@@ -303,17 +311,17 @@ class Zero3(CostModel):
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
-        return _local(self.plan, dict(own), self.parts(rank))
+        return _local(self.facts, dict(own), self.parts(rank))
 
     def prefetch(self) -> Prefetch:
         """The next unit is gathered while one computes, in both directions; what ends with the
         whole backward is reduced late where that may end without some gradient.
         """
-        inner = [unit for unit in self.units if unit.name in self.plan.units]
+        inner = [unit for unit in self.units if unit.name in self.facts.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
-        gathers = ways * sum(len(u.flats) for u in inner) if self.plan.size("shard") > 1 else 0
+        gathers = ways * sum(len(u.flats) for u in inner) if self.facts.size("shard") > 1 else 0
         late = sum(len(unit.trained) for unit in self.held_up)
-        watched = all(not unit.name or unit.name in self.plan.units for unit in self.units)
+        watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
         depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
         if not self.has_one_order:
             depth = {}
@@ -322,16 +330,16 @@ class Zero3(CostModel):
     @property
     def has_one_order(self) -> bool:
         """Whether every forward calls the same units once, so that what comes next is known."""
-        once = all(self.plan.called(unit.name) <= 1 for unit in self.units if unit.name)
-        return once and not self.uncalled and self.plan.size("shard") > 1
+        once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
+        return once and not self.uncalled and self.facts.size("shard") > 1
 
     def depth(self, prefetched: int) -> tuple[int, int]:
         """Least and most gathers under way when a unit begins that is one of the ``prefetched``
         next ones: one a layout of each.
         """
-        called = [unit for unit in self.units if unit.name and self.plan.called(unit.name)]
+        called = [unit for unit in self.units if unit.name and self.facts.called(unit.name)]
         calls = sorted(sum(1 for flat in unit.flats if flat.numel) for unit in called)
-        begins = sum(unit.name in self.plan.units for unit in called)
+        begins = sum(unit.name in self.facts.units for unit in called)
         return sum(calls[: min(prefetched, begins)]), sum(calls[::-1][:prefetched])
 
     @property
@@ -339,14 +347,14 @@ class Zero3(CostModel):
         """Units that may end after backward has returned: the root, and those whose inputs may need
         no gradient (blocks are none of these), if a parameter of any of them may go unused.
         """
-        ends = [unit for unit in self.units if unit.name not in self.plan.units]
+        ends = [unit for unit in self.units if unit.name not in self.facts.units]
         return ends if any(map(_may_go_unused, ends)) else []
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters beside the shards: at least root and largest unit, with the units that
         it lies in; at most those gathered meanwhile (or recomputed together, or in vain) as well.
         """
-        if phase not in ("forward", "backward") or self.plan.size("shard") == 1:
+        if phase not in ("forward", "backward") or self.facts.size("shard") == 1:
             return {}
         found = {}
         if phase == "backward":
@@ -355,7 +363,7 @@ class Zero3(CostModel):
                 "communication": Bound(0, self.in_flight(rank, step)),
                 "gradients": Bound(0, held),
             }
-        if not self.plan.micro_batches[self._coordinate(rank)]:
+        if not self.facts.micro_batches[self._coordinate(rank)]:
             return found
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
@@ -380,22 +388,22 @@ class Zero3(CostModel):
         one other unit (of all where several rounds are reduced at once), shards that their sums
         arrive in, and what gathers read, where it is not the shard itself.
         """
-        plan = self.plan
+        facts = self.facts
         reduced = {
-            unit.name: sum(f.padded_bytes(plan.reduction(f.dtype)) for f in unit.trained)
+            unit.name: sum(f.padded_bytes(facts.reduction(f.dtype)) for f in unit.trained)
             for unit in self.units
         }
         whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
-        shards = plan.size("shard")
+        shards = facts.size("shard")
         arriving = sum(_with_root(reduced, 1)) // shards
-        cast = any(plan.reduction(flat.dtype) != flat.dtype for flat in self.trained)
-        on_host = plan.option("offload", "none") == "parameters"
-        if on_host or (cast and plan.size("replicate") > 1):
+        cast = any(facts.reduction(flat.dtype) != flat.dtype for flat in self.trained)
+        on_host = facts.option("offload", "none") == "parameters"
+        if on_host or (cast and facts.size("replicate") > 1):
             arriving = sum(reduced.values()) // shards  # until they have come down, or crossed
         sent = [
-            sum(f.shard_bytes(plan.compute(f.dtype)) for f in unit.flats)
+            sum(f.shard_bytes(facts.compute(f.dtype)) for f in unit.flats)
             for unit in self.units
-            if on_host or any(plan.compute(f.dtype) != f.dtype for f in unit.flats)
+            if on_host or any(facts.compute(f.dtype) != f.dtype for f in unit.flats)
         ]
         gathers = 2 + max(self._prefetched("backward"), self._recomputed())
         reading = sum(sorted(sent, reverse=True)[:gathers])
@@ -408,7 +416,7 @@ class Zero3(CostModel):
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of every unit that is called when it is gathered."""
-        compute, called = self.plan.compute, self.plan.called
+        compute, called = self.facts.compute, self.facts.called
         return {
             unit.name: sum(flat.padded_bytes(compute(flat.dtype)) for flat in unit.flats)
             for unit in self.units
@@ -417,13 +425,13 @@ class Zero3(CostModel):
 
     def _prefetched(self, phase: str) -> int:
         """Units that are gathered while another computes."""
-        return int(self.plan.option(f"prefetch_{phase}", 1))
+        return int(self.facts.option(f"prefetch_{phase}", 1))
 
     def _ahead_of_blocks(self) -> list[str]:
         """Units registered before all blocks: their inputs may need no gradient, and then they end
         together with the backward.
         """
-        blocks = tuple(f"{block}." for block in self.plan.units)
+        blocks = tuple(f"{block}." for block in self.facts.units)
         names = (unit.name for unit in self.units if unit.name)
         return list(takewhile(lambda name: not f"{name}.".startswith(blocks), names))
 
@@ -433,14 +441,14 @@ class Zero3(CostModel):
         """
         inside = [
             sum(f"{unit.name}.".startswith(f"{block}.") for unit in self.units)
-            for block in self.plan.units
+            for block in self.facts.units
         ]
-        return int(self.plan.option("recompute_every", 0)) * max(inside, default=0)
+        return int(self.facts.option("recompute_every", 0)) * max(inside, default=0)
 
     def _coordinate(self, rank: int) -> int:
-        place, index = self.plan.coordinate(rank), 0
-        for axis, size in self.plan.axes.items():
-            if axis in ("replicate", "shard"):
+        place, index = self.facts.coordinate(rank), 0
+        for axis, size in self.facts.axes.items():
+            if axis in DATA_AXES:
                 index = index * size + place[axis]
         return index
 
@@ -455,29 +463,29 @@ def _may_go_unused(unit: Unit) -> bool:
     return not all(tensor.in_every_backward for tensor in unit.members)
 
 
-def votes(plan: ModelFacts) -> int:
+def votes(facts: ModelFacts) -> int:
     """Bytes of the integers by which ranks agree on what was used."""
-    return VOTE_BYTES * (1 + len(plan.parameters))
+    return VOTE_BYTES * (1 + len(facts.parameters))
 
 
-def owned(plan: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
+def owned(facts: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
     """Layouts of which ``rank`` owns a part that has a gradient in some step.
 
     Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
     that owns nothing of it a buffer of gradients is one for communication.
     """
-    shard = plan.coordinate(rank).get("shard", 0)
-    ever = {t.name for t in used_by(plan.parameters, plan.steps - 1)}
+    shard = facts.coordinate(rank).get("shard", 0)
+    ever = {t.name for t in used_by(facts.parameters, facts.steps - 1)}
     return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
 
 
 def _local(
-    plan: ModelFacts, parameters: dict[str, int], parts: Sequence[tuple[TensorFacts, int]]
+    facts: ModelFacts, parameters: dict[str, int], parts: Sequence[tuple[TensorFacts, int]]
 ) -> Local:
     """Of ``parts`` gradients where the last step gave some, state where any step did."""
     now, ever = (
-        {t.name for t in found(plan.parameters, plan.steps - 1)} for found in (used, used_by)
+        {t.name for t in found(facts.parameters, facts.steps - 1)} for found in (used, used_by)
     )
     gradients = {t.name: count for t, count in parts if t.name in now}
     state = {t.name: count for t, count in parts if t.name in ever}
-    return Local(parameters, gradients, state if slots(plan) else {})
+    return Local(parameters, gradients, state if slots(facts) else {})

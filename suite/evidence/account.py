@@ -11,13 +11,10 @@ import base64
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.costs import ModelFacts
-from shardproof.costs.expression import CaseFacts
-from shardproof.schedules import Schedule
+from shardproof.registry.declaration import Declaration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
 
 #: A failing tensor with more bytes than this is not kept whole.
 WHOLE_BYTES = 16 << 20
-#: What is kept of the oracle besides every step's loss and norm.
-_ORACLE_FACTS = ("budget", "problem", "updates", "stale")
 
 
 @dataclass
@@ -35,17 +30,15 @@ class Account:
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
-    ``[error type, message]``; ``cannot_fit``: why what it claims cannot be done to this model, or
-    on this mesh; ``unsound_schedules``: what is wrong with the schedules that it claims, by size of
-    the
-    window; ``missing``: why the backend cannot be had here; ``no_oracle_because``: why no oracle
-    can tell what
-    is true here; ``fault``: the judge itself failed; ``leader``: how the judging process ended that
-    left nothing else.
+    ``[error type, message]``; ``cannot_fit``: why what it declares cannot be done to this model, or
+    on this mesh; ``unsound_schedules``: what is wrong with the schedules that it declares, by
+    size of the window; ``missing``: which backend or package this machine lacks;
+    ``no_oracle_because``: why no oracle can tell what is true here; ``fault``: the judge itself
+    failed; ``leader``: how the judging process ended that left nothing else.
     """
 
     case: Case
-    claims: dict[str, Any] | None = None
+    declaration: Declaration | None = None
     broken: str = ""
     refused: list[str] | None = None
     cannot_fit: str = ""
@@ -63,68 +56,23 @@ class Account:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_dict` is its inverse."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return fields | {"case": self.case.to_dict()}
+        declared = None if self.declaration is None else self.declaration.to_dict()
+        return fields | {"case": self.case.to_dict(), "declaration": declared}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Account:
         """The account that :meth:`to_dict` described."""
-        return cls(**{**data, "case": Case.from_dict(data["case"])})
+        fields = {**data, "case": Case.from_dict(data["case"])}
+        declared = fields.pop("claims", None) or fields.get("declaration")  # the name in older runs
+        fields["declaration"] = None if declared is None else Declaration.from_dict(declared)
+        return cls(**fields)
 
 
-def strip(figures: Figures) -> dict[str, Any]:
-    """``figures`` without tensors, JSON-ready; :func:`restore` is its inverse."""
-    return {
-        "records": [_strip_record(record) for record in figures.records],
-        "oracle": _strip_oracle(figures.oracle),
-        "workload": dict(figures.workload),
-        "facts": {name: str(value) for name, value in figures.facts.items()},
-        "plan": figures.facts.plan.to_dict() if isinstance(figures.facts, CaseFacts) else None,
-        "compared": figures.compared,
-        "schedules": {str(n): schedule.to_dict() for n, schedule in figures.schedules.items()},
-        "tensors": figures.tensors,
-    }
-
-
-def restore(case: Case, stripped: Mapping[str, Any]) -> Figures:
-    """Figures as :func:`strip` left them."""
+def restore(case: Case, data: Mapping[str, Any]) -> Figures:
+    """Figures as :meth:`~shardproof.evidence.assembled.Figures.to_dict` left them."""
     from shardproof.evidence.assembled import StoredFigures
 
-    numbers = {name: Fraction(value) for name, value in stripped["facts"].items()}
-    plan = stripped["plan"]
-    return StoredFigures(
-        case,
-        stripped["records"],
-        stripped["oracle"],
-        stripped["workload"],
-        numbers if plan is None else CaseFacts(numbers, ModelFacts.from_dict(plan)),
-        compared=stripped["compared"],
-        schedules={
-            int(n): Schedule.from_dict(told) for n, told in stripped.get("schedules", {}).items()
-        },
-        tensors=stripped["tensors"],
-    )
-
-
-def _strip_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in record.items() if key not in ("initial", "final")}
-    kept["steps"] = [
-        step | {"observed": {point: {} for point in step["observed"]}} for step in record["steps"]
-    ]
-    return kept
-
-
-def _strip_oracle(truth: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: truth[key] for key in _ORACLE_FACTS if key in truth}
-    kept["steps"] = [
-        {
-            "loss": float(step["loss"]),
-            "norm": float(step["norm"]),
-            "scale": step["scale"],
-            "skipped": step["skipped"],
-        }
-        for step in truth.get("steps", ())
-    ]
-    return kept
+    return StoredFigures.from_dict(case, data)
 
 
 # ------------------------------------------------------------------------------ whole tensors
@@ -141,7 +89,7 @@ def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[dict[str
     copies: dict[str, Tensor] = {
         f"replica {replica}": tensor for replica, tensor in state.tensors.get(name, {}).items()
     }
-    truth = _truth(evidence.oracle, step, point, kind).get(name)
+    truth = _truth(evidence.truth, step, point, kind).get(name)
     if truth is not None and not worst["phase"].startswith("replayed"):
         copies["oracle"] = truth
     where = {"step": step, "point": point, "kind": kind, "name": name}
@@ -179,12 +127,10 @@ def _truth(oracle: Mapping[str, Any], step: int, point: str, kind: str) -> Mappi
 
 
 def _bytes_of(tensor: Tensor) -> dict[str, Any]:
-    import torch
+    from shardproof import tensor_bytes
 
-    plain = tensor.detach().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": tensor_bytes.dtype_name(tensor),
         "shape": list(tensor.shape),
-        "data": base64.b64encode(data).decode(),
+        "data": base64.b64encode(tensor_bytes.raw(tensor)).decode(),
     }

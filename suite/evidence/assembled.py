@@ -11,18 +11,32 @@ and decide from the second, so that a stored run is judged by the code that judg
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardproof import tensor_bytes
 from shardproof.case import DATA_AXES, Case
+from shardproof.contract import Piece
+from shardproof.costs import ModelFacts
+from shardproof.costs.expression import CaseFacts
+from shardproof.evidence.records import (
+    ComparisonRow,
+    OracleFacts,
+    Pieces,
+    RankRecord,
+    Stored,
+    TensorRow,
+    WorkloadFacts,
+    stored,
+)
 from shardproof.schedules import Schedule
 
 
@@ -43,14 +57,14 @@ class Assembled:
         return {name: copies[min(copies)] for name, copies in self.tensors.items()}
 
 
-def assemble(per_rank: Mapping[int, Iterable[Mapping[str, Any]]]) -> Assembled:
+def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
     """Put pieces of all ranks together (``per_rank[rank]`` lists that rank's pieces)."""
     result = Assembled()
-    parts: dict[tuple[str, int], list[tuple[int, Mapping[str, Any]]]] = defaultdict(list)
+    parts: dict[tuple[str, int], list[tuple[int, Piece]]] = defaultdict(list)
     for rank, pieces in per_rank.items():
         for piece in pieces:
-            parts[piece["name"], int(piece["replica"])].append((rank, piece))
-            owners = result.owners.setdefault(piece["name"], [])
+            parts[piece.name, piece.replica].append((rank, piece))
+            owners = result.owners.setdefault(piece.name, [])
             if rank not in owners:
                 owners.append(rank)
     for (name, replica), found in sorted(parts.items(), key=lambda item: item[0][1]):
@@ -64,25 +78,25 @@ def assemble(per_rank: Mapping[int, Iterable[Mapping[str, Any]]]) -> Assembled:
 def _merge(
     name: str,
     replica: int,
-    found: list[tuple[int, Mapping[str, Any]]],
+    found: list[tuple[int, Piece]],
     problems: list[str],
     first: Tensor | None,
 ) -> Tensor | None:
     """The tensor that the pieces ``found`` make; an incomplete copy is filled up from ``first``."""
-    shape = tuple(found[0][1]["global_shape"])
+    shape = tuple(found[0][1].global_shape)
     where = f"{name!r} (replica {replica})"
-    if any(tuple(piece["global_shape"]) != shape for _, piece in found):
-        shapes = {rank: tuple(piece["global_shape"]) for rank, piece in found}
+    if any(tuple(piece.global_shape) != shape for _, piece in found):
+        shapes = {rank: tuple(piece.global_shape) for rank, piece in found}
         problems.append(f"{where}: ranks disagree on the global shape: {shapes}")
         return None
-    if len(found) == 1 and tuple(found[0][1]["tensor"].shape) == shape:
-        return found[0][1]["tensor"]
-    full = torch.zeros(shape, dtype=found[0][1]["tensor"].dtype)
+    if len(found) == 1 and tuple(found[0][1].tensor.shape) == shape:
+        return found[0][1].tensor
+    full = torch.zeros(shape, dtype=found[0][1].tensor.dtype)
     count = torch.zeros(shape, dtype=torch.int16)
     for rank, piece in found:
-        tensor = piece["tensor"]
+        tensor = piece.tensor
         target, tally, expected = _region(full, count, piece)
-        if target is None:
+        if target is None or tally is None:
             problems.append(f"{where}: rank {rank} claims {expected}, outside shape {shape}")
             return None
         if tuple(tensor.shape) != tuple(target.shape):
@@ -93,7 +107,7 @@ def _merge(
             return None
         target.copy_(tensor)
         tally.add_(1)
-    if first is not None and any(piece.get("incomplete") for _, piece in found):
+    if first is not None and any(piece.incomplete for _, piece in found):
         full = torch.where(count > 0, full, first.to(full.dtype))
         count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
@@ -107,15 +121,15 @@ def _merge(
     return full
 
 
-def _region(full: Tensor, count: Tensor, piece: Mapping[str, Any]) -> tuple[Any, Any, str]:
+def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, Tensor | None, str]:
     """Views of the part of ``full`` and ``count`` that ``piece`` covers (None: out of range)."""
-    if piece.get("flat_range") is not None:
-        start, stop = piece["flat_range"]
+    if piece.flat_range is not None:
+        start, stop = piece.flat_range
         text = f"flat range {start}:{stop}"
         if not 0 <= start <= stop <= full.numel():
             return None, None, text
         return full.view(-1)[start:stop], count.view(-1)[start:stop], text
-    bounds = piece["slices"] if piece.get("slices") is not None else [(0, n) for n in full.shape]
+    bounds = piece.slices if piece.slices is not None else [(0, n) for n in full.shape]
     text = "[" + ", ".join(f"{start}:{stop}" for start, stop in bounds) + "]"
     inside = len(bounds) == full.dim() and all(
         0 <= a <= b <= n for (a, b), n in zip(bounds, full.shape, strict=True)
@@ -126,26 +140,22 @@ def _region(full: Tensor, count: Tensor, piece: Mapping[str, Any]) -> tuple[Any,
     return full[index], count[index], text
 
 
-Row = dict[str, Any]
-
-
 class Figures(ABC):
     """What a verdict is made of, as plain data: the case and everything but the tensors."""
 
     def __init__(
         self,
         case: Case,
-        records: list[dict[str, Any]],
-        oracle: Mapping[str, Any],
-        workload: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        compared: dict[str, list[Row]] | None = None,
+        records: list[RankRecord],
+        oracle: OracleFacts,
+        workload: WorkloadFacts,
+        facts: Mapping[str, int | Fraction],
+        compared: dict[str, list[ComparisonRow]] | None = None,
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
         self.case = case
         self.records = records
         self.oracle = oracle
-        #: Facts of the workload: ``zero_gradient``, ``parameter_names``, ``traits``.
         self.workload = workload
         #: Numbers that formulas may use, from model shapes and options only.
         self.facts = facts
@@ -153,7 +163,12 @@ class Figures(ABC):
         self.compared = compared if compared is not None else {}
         #: What a pipeline claimed before its ranks were started, by micro-batches of a window.
         self.schedules: Mapping[int, Schedule] = schedules or {}
-        self.capabilities: Mapping[str, Any] = records[0]["capabilities"]
+        self.declaration = records[0].declaration
+
+    @property
+    def model_facts(self) -> ModelFacts | None:
+        """Shapes, modules and options that cost models ask; ``None`` in records without them."""
+        return self.facts.model_facts if isinstance(self.facts, CaseFacts) else None
 
     @property
     def steps(self) -> range:
@@ -162,12 +177,12 @@ class Figures(ABC):
 
     @property
     @abstractmethod
-    def tensors(self) -> list[Row]:
-        """A row per moment, kind, name and replica; see :func:`describe`."""
+    def tensors(self) -> list[TensorRow]:
+        """A row per moment, kind, name and replica."""
 
     def has(self, step: int, point: str) -> bool:
         """Whether every rank observed ``point`` in ``step``."""
-        return all(point in record["steps"][step]["observed"] for record in self.records)
+        return all(point in record.steps[step].observed for record in self.records)
 
     @cached_property
     def data_coordinate(self) -> dict[int, int]:
@@ -177,27 +192,55 @@ class Figures(ABC):
             index = 0
             for axis, size in self.case.mesh.items():
                 if axis in DATA_AXES:
-                    index = index * size + record["coordinate"].get(axis, 0)
-            result[record["rank"]] = index
+                    index = index * size + record.coordinate.get(axis, 0)
+            result[record.rank] = index
         return result
 
-    @cached_property
-    def loss_shares(self) -> list[list[float | None]]:
-        """``loss_shares[step][rank]``: the loss that each rank reported, ``None`` if none."""
-        return [[record["steps"][s]["loss"] for record in self.records] for s in self.steps]
+    def to_dict(self) -> Stored:
+        """The stored form, without tensors; :meth:`StoredFigures.from_dict` reads it."""
+        compared = {name: [row.to_dict() for row in rows] for name, rows in self.compared.items()}
+        return {
+            "records": [record.without_tensors().to_dict() for record in self.records],
+            "oracle": self.oracle.to_dict(),
+            "workload": stored(self.workload),
+            "facts": {name: str(value) for name, value in self.facts.items()},
+            "plan": self.model_facts.to_dict() if self.model_facts is not None else None,
+            "compared": compared,
+            "schedules": {str(n): schedule.to_dict() for n, schedule in self.schedules.items()},
+            "tensors": [stored(row) for row in self.tensors],
+        }
 
 
 class StoredFigures(Figures):
     """Figures as they were read back."""
 
-    def __init__(self, *arguments: Any, tensors: list[Row], **more: Any) -> None:
+    def __init__(self, *arguments: Any, tensors: list[TensorRow], **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._tensors = tensors
 
     @property
-    def tensors(self) -> list[Row]:
+    def tensors(self) -> list[TensorRow]:
         """A row per moment, kind, name and replica."""
         return self._tensors
+
+    @classmethod
+    def from_dict(cls, case: Case, data: Mapping[str, Any]) -> StoredFigures:
+        """The figures of ``case`` that :meth:`Figures.to_dict` described."""
+        numbers = {name: Fraction(value) for name, value in data["facts"].items()}
+        plan, schedules = data["plan"], data.get("schedules", {})
+        return cls(
+            case,
+            [RankRecord.from_dict(record) for record in data["records"]],
+            OracleFacts.from_dict(data["oracle"]),
+            WorkloadFacts(**data["workload"]),
+            numbers if plan is None else CaseFacts(numbers, ModelFacts.from_dict(plan)),
+            compared={
+                name: [ComparisonRow(**row) for row in rows]
+                for name, rows in data["compared"].items()
+            },
+            schedules={int(n): Schedule.from_dict(told) for n, told in schedules.items()},
+            tensors=[TensorRow(**row) for row in data["tensors"]],
+        )
 
 
 class Evidence(Figures):
@@ -206,16 +249,20 @@ class Evidence(Figures):
     def __init__(
         self,
         case: Case,
-        records: list[dict[str, Any]],
-        oracle: dict[str, Any],
-        workload: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        records: list[RankRecord],
+        truth: dict[str, Any],
+        workload: WorkloadFacts,
+        facts: Mapping[str, int | Fraction],
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
+        oracle = OracleFacts.from_dict(truth)
         super().__init__(case, records, oracle, workload, facts, schedules=schedules)
+        #: The oracle with its tensors, as ``oracle.training`` or ``oracle.replay`` made it.
+        self.truth = truth
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
-        #: The second run of a relation, or what went wrong in it; ``unrelated``: why there is none.
+        #: The second run of a relation, or what went wrong in it.
         self.derived_run: Evidence | str | None = None
+        #: Why there is no second run.
         self.no_derived_run_because = ""
 
     def initial(self, kind: str) -> Assembled:
@@ -228,51 +275,61 @@ class Evidence(Figures):
 
     def final(self, kind: str) -> Assembled:
         """State of ``kind`` after the last step and ``drain`` (systems judged by a replay)."""
-        return assemble({r["rank"]: r.get("final", {}).get(kind, ()) for r in self.records})
+        return assemble({record.rank: record.final.get(kind, ()) for record in self.records})
 
     def moments(self) -> Iterator[tuple[int, str, str]]:
         """``(step, point, kind)`` of everything that some rank observed, in program order."""
-        for kind in _kinds(record["initial"] for record in self.records):
+        for kind in _kinds(record.initial for record in self.records):
             yield -1, "initial", kind
         for step in self.steps:
-            told = [record["steps"][step]["observed"] for record in self.records]
-            for point in dict.fromkeys(point for points in told for point in points):
-                for kind in _kinds(points.get(point, {}) for points in told):
+            by_rank = [record.steps[step].observed for record in self.records]
+            for point in dict.fromkeys(point for points in by_rank for point in points):
+                for kind in _kinds(points.get(point, {}) for points in by_rank):
                     yield step, point, kind
 
     @cached_property
-    def tensors(self) -> list[Row]:
-        """A row per moment, kind, name and replica; see :func:`describe`."""
-        rows: list[Row] = []
+    def tensors(self) -> list[TensorRow]:
+        """A row per moment, kind, name and replica."""
+        rows: list[TensorRow] = []
         norms: dict[str, tuple[float, float]] = {}
         for step, point, kind in self.moments():
-            if not all(self._holds(record, step, point) for record in self.records):
+            if step >= 0 and not self.has(step, point):
                 continue
             state = self._assemble(step, point, kind)
             for name, copies in state.tensors.items():
-                first: Tensor | None = None
+                first: tuple[Tensor, str] | None = None
                 for replica in sorted(copies):
-                    row = describe(copies[replica], first, rows[-1] if first is not None else {})
-                    first = copies[replica] if first is None else first
-                    if row["digest"] not in norms:
-                        norms[row["digest"]] = sizes(copies[replica])
-                    norm, largest = norms[row["digest"]]
-                    place = {"step": step, "point": point, "kind": kind, "name": name}
-                    ranks = state.owners.get(name, [])
-                    more = {"replica": replica, "owners": ranks, "norm": norm, "largest": largest}
-                    rows.append(place | more | row)
+                    tensor = copies[replica]
+                    digest = tensor_bytes.digest(tensor)
+                    # Replicas are equal as a rule: each content is measured once.
+                    if digest not in norms:
+                        norms[digest] = sizes(tensor)
+                    norm, largest = norms[digest]
+                    rows.append(
+                        TensorRow(
+                            step=step,
+                            point=point,
+                            kind=kind,
+                            name=name,
+                            replica=replica,
+                            owners=state.owners.get(name, []),
+                            norm=norm,
+                            largest=largest,
+                            digest=digest,
+                            shape=list(tensor.shape),
+                            dtype=tensor_bytes.dtype_name(tensor),
+                            differs=0 if first is None else differing(tensor, digest, *first),
+                        )
+                    )
+                    first = (tensor, digest) if first is None else first
         return rows
-
-    @staticmethod
-    def _holds(record: Mapping[str, Any], step: int, point: str) -> bool:
-        return step < 0 or point in record["steps"][step]["observed"]
 
     def _assemble(self, step: int, point: str, kind: str) -> Assembled:
         key = (step, point, kind)
         if key not in self._assembled:
             per_rank = {
-                record["rank"]: (
-                    record["initial"] if step < 0 else record["steps"][step]["observed"][point]
+                record.rank: (
+                    record.initial if step < 0 else record.steps[step].observed[point]
                 ).get(kind, ())
                 for record in self.records
             }
@@ -280,30 +337,17 @@ class Evidence(Figures):
         return self._assembled[key]
 
 
-def _kinds(states: Iterable[Mapping[str, Any]]) -> list[str]:
+def _kinds(states: Iterable[Pieces]) -> list[str]:
     return list(dict.fromkeys(kind for state in states for kind in state))
 
 
-def describe(tensor: Tensor, first: Tensor | None, before: Mapping[str, Any]) -> Row:
-    """Digest (SHA-256 of the bytes), shape and dtype of one copy; ``differs``: how many elements
-    are not those of ``first``, the lowest replica's copy (0 if it is that copy; -0 equals 0, NaN
-    equals NaN). ``before`` is the row above, of the same tensor.
-    """
-    plain = tensor.detach().contiguous()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    digest = hashlib.sha256(data).hexdigest()
-    differs = 0
-    if first is not None and not (digest == before["digest"] and before["differs"] == 0):
-        if first.shape != tensor.shape or first.dtype != tensor.dtype:
-            differs = max(1, tensor.numel())
-        elif not torch.equal(tensor, first):
-            differs = int((~((tensor == first) | (tensor.isnan() & first.isnan()))).sum())
-    return {
-        "digest": digest,
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "differs": differs,
-    }
+def differing(tensor: Tensor, digest: str, first: Tensor, first_digest: str) -> int:
+    """How many elements are not those of ``first``; -0 equals 0, NaN equals NaN."""
+    if first.shape != tensor.shape or first.dtype != tensor.dtype:
+        return max(1, tensor.numel())
+    if digest == first_digest or torch.equal(tensor, first):
+        return 0
+    return int((~((tensor == first) | (tensor.isnan() & first.isnan()))).sum())
 
 
 def sizes(tensor: Tensor) -> tuple[float, float]:

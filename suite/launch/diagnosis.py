@@ -1,4 +1,4 @@
-"""After the end: from exit statuses, accounts, heartbeats and stacks to one outcome per rank."""
+"""After the end: from exit codes, reports, heartbeats and stacks to one outcome per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.outcome import RankOutcome
-from shardproof.launch.rank_process import Plan
+from shardproof.launch.rank_process import RankLaunch
 
 _TAIL = 4000
 #: What the C++ runtime prints of an exception that nobody caught.
@@ -33,7 +33,7 @@ class RankProcess:
     reason: str = ""
     #: Ranks that had not ended when time ran out, and their heartbeats then.  What they do between
     #: being asked for their stack, which interrupts a sleep, and being killed does not count.
-    hung: Mapping[int, heartbeat.Beat] = field(default_factory=dict)
+    hung: Mapping[int, heartbeat.Heartbeat] = field(default_factory=dict)
     #: Ranks known to be why we ended it.
     guilty: frozenset[int] = frozenset()
     stopped: bool = False
@@ -44,58 +44,58 @@ class RankProcess:
         return self.reason in ("time", "grace")
 
 
-def examine(
-    plan: Plan, processes: Sequence[RankProcess], deadline_s: float, grace_s: float
+def diagnose(
+    launch: RankLaunch, processes: Sequence[RankProcess], deadline_s: float, grace_s: float
 ) -> list[RankOutcome]:
     """The outcome of every rank, by rank.  All processes have ended."""
-    beats = heartbeat.read(plan.pulse)
+    heartbeats = heartbeat.read(launch.heartbeat)
     outcomes: list[RankOutcome] = []
     for process in processes:
-        own = [process.hung.get(rank, beats[rank]) for rank in process.ranks]
-        body = _Body(plan, process, own, deadline_s, grace_s)
-        outcomes += [body.outcome(beat) for beat in body.beats]
+        own = [process.hung.get(rank, heartbeats[rank]) for rank in process.ranks]
+        dead = _Dead(launch, process, own, deadline_s, grace_s)
+        outcomes += [dead.outcome(last) for last in dead.heartbeats]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-class _Body:
+class _Dead:
     """One dead rank process."""
 
     def __init__(
         self,
-        plan: Plan,
+        launch: RankLaunch,
         process: RankProcess,
-        beats: Sequence[heartbeat.Beat],
+        heartbeats: Sequence[heartbeat.Heartbeat],
         deadline_s: float,
         grace_s: float,
     ) -> None:
-        self.plan = plan
+        self.launch = launch
         self.process = process
-        self.beats = beats
+        self.heartbeats = heartbeats
         self._deadline_s = deadline_s
         self._grace_s = grace_s
-        self._stacks, self._crashed = stacks.read(plan.stacks(process.ranks[0]))
+        self._stacks, self._crashed = stacks.read(launch.stacks(process.ranks[0]))
         #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
         self._guilty = process.guilty | {
-            beat.rank for beat in beats if beat.last_words or beat.thread == self._crashed
+            last.rank for last in heartbeats if last.exit_notice or last.thread == self._crashed
         }
 
-    def outcome(self, beat: heartbeat.Beat) -> RankOutcome:
-        """How the rank ended: by its own account, or else as seen from outside."""
-        outcome = self._own_account(beat.rank) or self._from_outside(beat)
+    def outcome(self, last: heartbeat.Heartbeat) -> RankOutcome:
+        """How the rank ended: as it reported, or else as seen from outside."""
+        outcome = self._as_reported(last.rank) or self._from_outside(last)
         return replace(
             outcome,
-            last_call=beat.last_call,
-            calls=beat.sequence,
-            record=self.plan.record(beat.rank) if outcome.status == "ok" else None,
-            output=self._tail(self.plan.output(beat.rank)),
+            last_call=last.last_call,
+            calls=last.sequence,
+            record=self.launch.record(last.rank) if outcome.status == "ok" else None,
+            output=self._tail(self.launch.output(last.rank)),
         )
 
-    def _own_account(self, rank: int) -> RankOutcome | None:
+    def _as_reported(self, rank: int) -> RankOutcome | None:
         process = self.process
         if rank in process.hung:
             return None
         try:
-            fields = json.loads(self.plan.end(rank).read_text())
+            fields = json.loads(self.launch.end(rank).read_text())
         except FileNotFoundError:
             return None
         crashed_later = process.signal is not None and not process.reason
@@ -103,13 +103,13 @@ class _Body:
             return None
         return RankOutcome(rank, **fields)
 
-    def _from_outside(self, beat: heartbeat.Beat) -> RankOutcome:
+    def _from_outside(self, last: heartbeat.Heartbeat) -> RankOutcome:
         process = self.process
         assert process.ended is not None
-        stack = self._stacks.get(beat.thread)
-        innocent = bool(self._guilty) and beat.rank not in self._guilty
+        stack = self._stacks.get(last.thread)
+        innocent = bool(self._guilty) and last.rank not in self._guilty
         outcome = RankOutcome(
-            beat.rank,
+            last.rank,
             "hung",
             traceback=str(stack) if stack else "",
             consequence=innocent,
@@ -117,17 +117,17 @@ class _Body:
         )
         if process.overdue:
             waits = stack is not None and stack.waits
-            return replace(outcome, message=self._hang(beat, stack), is_comm_error=waits)
+            return replace(outcome, message=self._hang(last, stack), is_comm_error=waits)
         shared = " with the process that another rank ended" if innocent else ""
         if process.reason:
             message = f"killed{shared}" if innocent else process.reason
             return replace(outcome, status="killed", message=message, signal=process.signal)
-        words = f" by {beat.last_words}" if beat.last_words else ""
+        notice = f" by {last.exit_notice}" if last.exit_notice else ""
         if process.signal is not None:
             name = process_control.signal_name(process.signal)
-            message = f"{name}{words}{shared}"
-            if not innocent and not words:
-                message += self._circumstances(beat, stack)
+            message = f"{name}{notice}{shared}"
+            if not innocent and not notice:
+                message += self._circumstances(last, stack)
             return replace(
                 outcome,
                 status="killed",
@@ -139,14 +139,14 @@ class _Body:
             outcome,
             status="exited",
             exit_code=process.exit_code,
-            message=f"ended with exit code {process.exit_code}{words}{shared} before it returned",
+            message=f"ended with exit code {process.exit_code}{notice}{shared} before it returned",
         )
 
-    def _hang(self, beat: heartbeat.Beat, stack: stacks.Stack | None) -> str:
+    def _hang(self, last: heartbeat.Heartbeat, stack: stacks.Stack | None) -> str:
         process = self.process
         assert process.ended is not None
-        if process.stopped and beat.last_words:
-            how = f"stopped by {beat.last_words}"
+        if process.stopped and last.exit_notice:
+            how = f"stopped by {last.exit_notice}"
         elif process.stopped:
             how = "its process was stopped"
         else:
@@ -155,18 +155,18 @@ class _Body:
             when = f"after the deadline of {self._deadline_s:g} s"
         else:
             when = f"{self._grace_s:g} s after another rank failed"
-        if not beat.sequence:
+        if not last.sequence:
             return f"{how} {when}; it made no call"
-        ago = self.plan.began + process.ended - beat.noted
-        return f"{how} {when}; its last call, {ago:.1f} s before: {beat.last_call}"
+        ago = self.launch.began + process.ended - last.noted
+        return f"{how} {when}; its last call, {ago:.1f} s before: {last.last_call}"
 
-    def _circumstances(self, beat: heartbeat.Beat, stack: stacks.Stack | None) -> str:
+    def _circumstances(self, last: heartbeat.Heartbeat, stack: stacks.Stack | None) -> str:
         """Where a crash struck, and what C++ printed if an exception of its own was the cause."""
         text = f" {stack.place}" if stack and stack.frames else ""
-        if beat.state == heartbeat.DONE:
+        if last.state == heartbeat.DONE:
             text += " after it had returned"
         said = _WHAT.search(
-            self._tail(self.plan.output(beat.rank)) + self._tail(self.plan.shared_output)
+            self._tail(self.launch.output(last.rank)) + self._tail(self.launch.shared_output)
         )
         return text + (f": {said[1]}" if said else "")
 

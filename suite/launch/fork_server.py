@@ -7,10 +7,10 @@ never computes; that it has one thread is checked before it says that it is read
 
 The parent talks to it over a socket, one JSON message with a length before it::
 
-    parent to fork server    {"task": "package.module:function", "payload": ..., "ticket": n}
-                        {"kill": n}   {"preload": "package.module"}
-    fork_server to parent    {"ready": pid}   {"failed": text}
-                        {"ticket", "pid", "exit_code", "signal", "seconds", "output"}
+    parent to fork server   {"task": "package.module:function", "payload": ..., "ticket": n,
+                             "value": path}   {"kill": n}   {"preload": "package.module"}
+    fork server to parent   {"ready": pid}   {"failed": text}
+                            {"ticket", "pid", "exit_code", "signal", "seconds", "output"}
 
 It ends, and with it everything that it started, when the parent closes the socket or dies.
 """
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,14 @@ class ForkServerError(RuntimeError):
     """The fork server could not start, or is gone."""
 
 
+#: What a leader runs: a function of a module, called with JSON-ready data; what it returns is
+#: written as JSON.
+Task = Callable[[dict[str, Any]], Any]
+
+
 @dataclass(frozen=True)
-class Ended:
-    """A leader's end.  ``output`` is the tail of what it printed, ``seconds`` from fork to end."""
+class LeaderExit:
+    """How a leader ended; ``output`` is the tail of what it printed, ``seconds`` from the fork."""
 
     ticket: int
     pid: int
@@ -57,6 +62,17 @@ class Ended:
     signal: int | None
     seconds: float
     output: str
+
+
+def address_of(task: Task) -> str:
+    """``package.module:function``, under which a leader imports ``task``.
+
+    :raises ValueError: it is no function of a module, or of the program that was started.
+    """
+    module, name = task.__module__, task.__qualname__
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not task:
+        raise ValueError(f"a leader cannot import {module}.{name}: a task is a module's function")
+    return f"{module}:{name}"
 
 
 class ForkServer:
@@ -69,7 +85,7 @@ class ForkServer:
         self._preload = tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._tickets = 0
-        self._waiting: deque[Ended] = deque()
+        self._waiting: deque[LeaderExit] = deque()
 
     def __enter__(self) -> ForkServer:
         ours, theirs = socket.socketpair()
@@ -123,31 +139,35 @@ class ForkServer:
         """Have ``module`` imported before any leader that is submitted from now on."""
         self._send({"preload": module})
 
-    def submit(self, task: str, payload: Any) -> int:
-        """Run ``task`` (``package.module:function``) with ``payload`` (JSON) in a fresh leader.
+    def submit(self, task: Task, payload: dict[str, Any], value: Path | None = None) -> int:
+        """Run ``task(payload)`` in a fresh leader; what it returns is written to ``value`` as JSON.
 
         Returns a ticket.  The leader has its own process group and ends with exit code 0, or
         ``launch.fork_server_main.TASK_RAISED`` if the function raised.  What it starts ends
         with it.
+
+        :raises ValueError: ``task`` is no function of a module that a leader can import.
         """
         self._tickets += 1
-        self._send({"task": task, "payload": payload, "ticket": self._tickets})
+        path = None if value is None else str(value)
+        message = {"task": address_of(task), "payload": payload, "value": path}
+        self._send(message | {"ticket": self._tickets})
         return self._tickets
 
     def kill(self, ticket: int) -> None:
-        """End that leader and all that it started; its :class:`Ended` still comes."""
+        """End that leader and all that it started; its :class:`LeaderExit` still comes."""
         self._send({"kill": ticket})
 
-    def poll(self, timeout_s: float) -> list[Ended]:
+    def poll(self, timeout_s: float) -> list[LeaderExit]:
         """The leaders that have ended; waits up to ``timeout_s`` seconds for the first."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
             self._receive(0.0 if self._waiting else max(0.0, left))
             if self._waiting or left <= 0:
-                found = list(self._waiting)
+                exits = list(self._waiting)
                 self._waiting.clear()
-                return found
+                return exits
 
     def close(self) -> None:
         """End the fork server and everything that it started."""
@@ -178,7 +198,7 @@ class ForkServer:
             elif "failed" in message:
                 raise ForkServerError(f"the fork server could not start: {message['failed']}")
             else:
-                self._waiting.append(Ended(**message))
+                self._waiting.append(LeaderExit(**message))
         if self._inbox.closed and not self._waiting:
             raise ForkServerError(f"the fork server is gone: {self._last_output()}")
         if not self._ready and time.monotonic() - self._began > START_SECONDS:

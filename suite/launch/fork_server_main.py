@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import resource
 import selectors
@@ -20,8 +21,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from shardproof.files import write_whole
 from shardproof.launch import messages, process_control
 
 #: What a training step would otherwise import lazily, in every rank of every case.
@@ -161,7 +164,9 @@ class _Server:
             self._connection.close()
             faulthandler.enable()
             module, _, function = message["task"].partition(":")
-            getattr(importlib.import_module(module), function)(message["payload"])
+            value = getattr(importlib.import_module(module), function)(message["payload"])
+            if message["value"] is not None and value is not None:
+                write_whole(Path(message["value"]), json.dumps(value, default=str))
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()

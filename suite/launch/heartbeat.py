@@ -1,4 +1,4 @@
-"""A pulse per rank in shared memory: how many calls, which last, how the rank is doing.
+"""A heartbeat per rank in shared memory: how many calls, which last, how the rank is doing.
 
 Written by the ranks with plain stores (no lock, no system call), and readable by anyone who has the
 file, also when the rank is stopped, looping without the interpreter lock's leave, or dead.
@@ -9,7 +9,7 @@ One slot of 2048 bytes per rank::
     8     time              8   time.monotonic() of the last note
     16    thread            8   identity of the rank's thread (to find its stack)
     24    state             4   NEW, RUNNING, RETURNED, DONE, FAILED
-    28    last words        2 + 226   what the rank did to end its process, if caught
+    28    exit notice       2 + 226   what the rank did to end its process, if caught
     256   ring              8 entries of 2 + 222 bytes: text of call n at entry n % 8
 """
 
@@ -26,12 +26,12 @@ NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 
 _SLOT = 2048
 _HEAD = struct.Struct("<Qd")
-_THREAD, _STATE, _WORDS, _RING = 16, 24, 28, 256
+_THREAD, _STATE, _NOTICE, _RING = 16, 24, 28, 256
 _ENTRIES, _ENTRY = 8, 224
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank's slot says.  ``calls`` are the last ones, oldest first."""
 
     rank: int
@@ -39,7 +39,7 @@ class Beat:
     noted: float
     thread: int
     state: int
-    last_words: str
+    exit_notice: str
     calls: tuple[str, ...]
 
     @property
@@ -48,7 +48,7 @@ class Beat:
         return self.calls[-1] if self.calls else ""
 
 
-class Pulse:
+class Writer:
     """The writing end of one rank's slot."""
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -72,10 +72,10 @@ class Pulse:
         """Set the rank's state."""
         struct.pack_into("<I", self._map, self._base + _STATE, state)
 
-    def last_words(self, text: str) -> None:
+    def announce_exit(self, text: str) -> None:
         """Record how the rank is about to end the process; the first such call stays."""
-        if self._map[self._base + _WORDS : self._base + _WORDS + 2] == b"\0\0":
-            self._text(_WORDS, text, _RING - _WORDS)
+        if self._map[self._base + _NOTICE : self._base + _NOTICE + 2] == b"\0\0":
+            self._text(_NOTICE, text, _RING - _NOTICE)
 
     def _text(self, offset: int, text: str, room: int) -> None:
         data = text.encode("utf-8", "replace")[: room - 2]
@@ -83,7 +83,7 @@ class Pulse:
         self._map[start : start + 2 + len(data)] = struct.pack("<H", len(data)) + data
 
 
-_process: Pulse | None = None
+_process: Writer | None = None
 _thread = threading.local()
 
 
@@ -92,49 +92,49 @@ def create(path: Path, world: int) -> None:
     path.write_bytes(bytes(world * _SLOT))
 
 
-def attach(path: Path, rank: int, thread: bool) -> Pulse:
-    """Start this rank's pulse: for the calling thread only, or for the whole process."""
+def attach(path: Path, rank: int, thread: bool) -> Writer:
+    """Start this rank's heartbeat: for the calling thread only, or for the whole process."""
     global _process
-    pulse = Pulse(path, rank)
+    writer = Writer(path, rank)
     if thread:
-        _thread.pulse = pulse
+        _thread.writer = writer
     else:
-        _process = pulse
-    return pulse
+        _process = writer
+    return writer
 
 
-def current() -> Pulse | None:
-    """The pulse of the calling rank; ``None`` outside ranks."""
-    pulse: Pulse | None = getattr(_thread, "pulse", None)
-    return pulse or _process
+def current() -> Writer | None:
+    """The heartbeat of the calling rank; ``None`` outside ranks."""
+    writer: Writer | None = getattr(_thread, "writer", None)
+    return writer or _process
 
 
 def note(text: str) -> None:
     """Record that the calling rank issued ``text``; nothing outside ranks.  About 1 microsecond."""
-    pulse = getattr(_thread, "pulse", None) or _process
-    if pulse is not None:
-        pulse.note(text)
+    writer = getattr(_thread, "writer", None) or _process
+    if writer is not None:
+        writer.note(text)
 
 
-def read(path: Path) -> list[Beat]:
+def read(path: Path) -> list[Heartbeat]:
     """All slots, as they are now.  A note written at this very moment may read torn."""
     data = path.read_bytes()
-    return [_beat(data, rank) for rank in range(len(data) // _SLOT)]
+    return [_heartbeat(data, rank) for rank in range(len(data) // _SLOT)]
 
 
-def _beat(data: bytes, rank: int) -> Beat:
+def _heartbeat(data: bytes, rank: int) -> Heartbeat:
     base = rank * _SLOT
     count, noted = _HEAD.unpack_from(data, base)
     (thread,) = struct.unpack_from("<Q", data, base + _THREAD)
     (state,) = struct.unpack_from("<I", data, base + _STATE)
     last = range(max(0, count - _ENTRIES), count)
-    return Beat(
+    return Heartbeat(
         rank=rank,
         sequence=count,
         noted=noted,
         thread=thread,
         state=state,
-        last_words=_read_text(data, base + _WORDS),
+        exit_notice=_read_text(data, base + _NOTICE),
         calls=tuple(_read_text(data, base + _RING + n % _ENTRIES * _ENTRY) for n in last),
     )
 

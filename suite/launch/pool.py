@@ -1,14 +1,17 @@
-"""Many cases, some at a time: keeps ``jobs`` leaders busy and hands their ends out as they come."""
+"""Many tasks, some at a time: keeps ``jobs`` leaders busy and yields their ends as they come."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shardproof.launch.fork_server import ForkServer, ForkServerError
+from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
+from shardproof.launch.workspace import Workspace
 
 #: A fork server that dies is replaced this often in one run, with the loss of its leaders.
 RESTARTS = 3
@@ -19,13 +22,14 @@ Item = tuple[str, dict[str, Any], float]
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnd:
     """The end of one item.
 
-    Either ``exit_code`` or ``signal`` is set, unless the fork server died with the leader
-    (neither).
-    ``timed_out``: the pool ended it at its deadline.  ``output`` is the tail of what the leader
-    itself printed (a traceback, if its task raised); ``seconds`` are wall-clock, from fork to end.
+    ``value`` is what the task returned, through JSON; ``None`` if it returned nothing or did not
+    come to its end.  Either ``exit_code`` or ``signal`` is set, unless the fork server died with
+    the leader (neither).  ``timed_out``: the pool ended it at its deadline.  ``output`` is the tail
+    of what the leader itself printed (a traceback, if its task raised); ``seconds`` are wall-clock,
+    from fork to end.
     """
 
     key: str
@@ -35,12 +39,22 @@ class Ended:
     timed_out: bool
     seconds: float
     output: str
+    value: Any = None
+
+    @property
+    def why_no_value(self) -> str:
+        """Why a task that returns a value left none, after "the measuring process"."""
+        if self.timed_out:
+            return "ran out of time"
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1] if lines else "exited without a result"
 
 
 @dataclass
 class _Running:
     key: str
     payload: dict[str, Any]
+    value: Path
     began: float
     deadline: float
     timed_out: bool = False
@@ -49,39 +63,52 @@ class _Running:
 class Pool:
     """Runs tasks in leaders forked from one fork server.
 
-    A context manager: leaving it, also by Ctrl-C, ends everything that it started.  ``preload``
-    names modules that leaders should find imported.
+    A context manager: leaving it, also by Ctrl-C, ends everything that it started.  ``tasks`` are
+    those that will be run: their modules are imported before the first leader starts.  ``folder``
+    is a work folder that lives as long as the pool.
     """
 
-    def __init__(self, jobs: int, preload: Sequence[str] = ()) -> None:
+    folder: Path
+
+    def __init__(self, jobs: int, tasks: Sequence[Task] = ()) -> None:
         if jobs < 1:
             raise ValueError(f"a pool needs at least 1 job, not {jobs}")
         self._jobs = jobs
-        self._preload = list(preload)
+        self._preload = list(dict.fromkeys(task.__module__ for task in tasks))
         self._fork_server = ForkServer(self._preload)
+        self._space = Workspace()
+        self._started = 0
 
     def __enter__(self) -> Pool:
-        self._fork_server.__enter__()
+        self.folder = self._space.__enter__()
+        try:
+            self._fork_server.__enter__()
+        except BaseException:
+            self._space.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._fork_server.close()
+        try:
+            self._fork_server.close()
+        finally:
+            self._space.__exit__()
 
     @property
     def fork_server(self) -> ForkServer:
         """The fork server that leaders are forked from at the moment."""
         return self._fork_server
 
-    def run(self, task: str, items: Iterable[Item]) -> Generator[Ended, None, None]:
+    def run(self, task: Task, items: Iterable[Item]) -> Generator[TaskEnd, None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
-        ``task`` is ``package.module:function``.  ``items`` is drawn from only when a leader can
-        start, so that it may stop at will.  If the caller stops early, running leaders are killed.
+        ``task`` is a function of a module, which the leader imports by its name.  ``items`` is
+        drawn from only when a leader can start, so that it may stop at will.  If the caller stops
+        early, running leaders are killed.
         """
-        module = task.partition(":")[0]
-        if module not in self._preload:
-            self._preload.append(module)
-            self._fork_server.preload(module)
+        if task.__module__ not in self._preload:
+            self._preload.append(task.__module__)
+            self._fork_server.preload(task.__module__)
         self._fork_server.wait_ready()  # so that its imports cost no case any time
         running: dict[int, _Running] = {}
         rest = iter(items)
@@ -95,28 +122,31 @@ class Pool:
                         self._start(task, item, running)
                     continue
                 try:
-                    found = self._advance(running)
+                    ends = self._advance(running)
                 except ForkServerError as error:
                     restarts += 1
                     if restarts > RESTARTS:
                         raise
-                    found = [_lost(item, str(error)) for item in running.values()]
+                    ends = [_lost(item, str(error)) for item in running.values()]
                     running.clear()
                     self._restart()
-                yield from found
+                yield from ends
         finally:
             self._kill(running)
 
-    def _start(self, task: str, item: Item, running: dict[int, _Running]) -> None:
+    def _start(self, task: Task, item: Item, running: dict[int, _Running]) -> None:
         key, payload, deadline_s = item
         now = time.monotonic()
+        self._started += 1
+        value = self.folder / f"value{self._started}.json"
         try:
-            ticket = self._fork_server.submit(task, payload)
+            ticket = self._fork_server.submit(task, payload, value)
         except ForkServerError:
-            ticket = 0  # it died while idle: the next look at it tells, and this item is lost
-        running[ticket] = _Running(key, payload, now, now + deadline_s)
+            # It died while idle: the next look at it raises, and this item is lost.
+            ticket = -self._started
+        running[ticket] = _Running(key, payload, value, now, now + deadline_s)
 
-    def _advance(self, running: dict[int, _Running]) -> list[Ended]:
+    def _advance(self, running: dict[int, _Running]) -> list[TaskEnd]:
         """Wait for an end or a deadline, and deal with it."""
         now = time.monotonic()
         for ticket, item in running.items():
@@ -124,21 +154,22 @@ class Pool:
                 item.timed_out = True
                 self._fork_server.kill(ticket)
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
-        found = []
-        for ended in self._fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
-            item = running.pop(ended.ticket)
-            found.append(
-                Ended(
+        ends = []
+        for leader in self._fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
+            item = running.pop(leader.ticket)
+            ends.append(
+                TaskEnd(
                     item.key,
                     item.payload,
-                    ended.exit_code,
-                    ended.signal,
-                    item.timed_out and ended.exit_code is None,
-                    ended.seconds,
-                    ended.output,
+                    leader.exit_code,
+                    leader.signal,
+                    item.timed_out and leader.exit_code is None,
+                    leader.seconds,
+                    leader.output,
+                    _taken(item.value),
                 )
             )
-        return found
+        return ends
 
     def _kill(self, running: dict[int, _Running]) -> None:
         """End what still runs when the caller stops early; a dead fork server has done so."""
@@ -147,8 +178,8 @@ class Pool:
             for ticket in running:
                 self._fork_server.kill(ticket)
             while running and time.monotonic() < deadline:
-                for ended in self._fork_server.poll(0.1):
-                    running.pop(ended.ticket, None)
+                for leader in self._fork_server.poll(0.1):
+                    running.pop(leader.ticket, None)
 
     def _restart(self) -> None:
         self._fork_server.close()
@@ -157,6 +188,15 @@ class Pool:
         self._fork_server.wait_ready()
 
 
-def _lost(item: _Running, why: str) -> Ended:
+def _taken(path: Path) -> Any:
+    """The value in the file, which is removed; ``None`` if there is no file."""
+    if not path.exists():
+        return None
+    value = json.loads(path.read_text())
+    path.unlink()
+    return value
+
+
+def _lost(item: _Running, why: str) -> TaskEnd:
     seconds = time.monotonic() - item.began
-    return Ended(item.key, item.payload, None, None, False, seconds, why)
+    return TaskEnd(item.key, item.payload, None, None, False, seconds, why, _taken(item.value))

@@ -1,4 +1,4 @@
-"""What happens inside a rank process: join, run the program, leave a record and an account.
+"""What happens inside a rank process: join, run the program, leave a record and how it ended.
 
 A process holds one rank, or all of them as threads.  Whatever the program does, two files tell the
 leader about rank ``k`` afterwards: ``rank<k>.end`` (how it ended, if it could still say so) and its
@@ -23,7 +23,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from shardproof import pack
+from shardproof import tensor_bytes
+from shardproof.files import write_whole
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.outcome import RankOutcome, of_exception
 
@@ -33,7 +34,7 @@ Program = Callable[[int, int], dict[str, Any]]
 #: that it sent last may still be under way, and a reset connection would discard them.
 PARTING_SECONDS = 1.0
 
-_exit = os._exit  # the real one: see _confess
+_exit = os._exit  # the real one: see _announce_exits
 
 
 class Hub(Protocol):
@@ -56,7 +57,7 @@ class Link(Protocol):
     def hub(self, world: int, timeout_s: float) -> Any:
         """What the ranks share, made once before the threads start; processes ignore it."""
 
-    def join(self, rank: int, plan: Plan, hub: Any) -> None:
+    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
         """Initialise the default process group of the calling rank."""
 
     def leave(self) -> None:
@@ -64,7 +65,7 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankLaunch:
     """All that a rank process needs; inherited by the fork, hence no need to pickle."""
 
     link: Link
@@ -77,7 +78,7 @@ class Plan:
     began: float
 
     @property
-    def pulse(self) -> Path:
+    def heartbeat(self) -> Path:
         """The heartbeat file."""
         return self.workdir / "heartbeat"
 
@@ -91,7 +92,7 @@ class Plan:
         return self.workdir / f"rank{rank}.rec"
 
     def end(self, rank: int) -> Path:
-        """How the rank ended, by its own account."""
+        """How the rank ended, as it reported itself."""
         return self.workdir / f"rank{rank}.end"
 
     def output(self, rank: int) -> Path:
@@ -108,12 +109,12 @@ class Plan:
         return self.workdir / ("ranks.stacks" if self.link.threads else f"rank{rank}.stacks")
 
 
-def run_process(plan: Plan, rank: int, parent: int) -> NoReturn:
+def run_process(launch: RankLaunch, rank: int, parent: int) -> NoReturn:
     """Body of a process that is rank ``rank``."""
     code = 1
     try:
-        _settle_in(plan, parent, plan.output(rank), plan.stacks(rank))
-        code = _live(plan, rank, None)
+        _prepare_process(launch, parent, launch.output(rank), launch.stacks(rank))
+        code = _run_rank(launch, rank, None)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - last stop before the process's end
@@ -122,22 +123,24 @@ def run_process(plan: Plan, rank: int, parent: int) -> NoReturn:
         _exit(code)
 
 
-def run_threads(plan: Plan, parent: int) -> NoReturn:
+def run_threads(launch: RankLaunch, parent: int) -> NoReturn:
     """Body of the process in which every rank is a thread."""
     code = 1
     try:
-        _settle_in(plan, parent, plan.shared_output, plan.stacks(0))
-        files = [plan.output(rank).open("w", buffering=1) for rank in range(plan.world)]
+        _prepare_process(launch, parent, launch.shared_output, launch.stacks(0))
+        files = [launch.output(rank).open("w", buffering=1) for rank in range(launch.world)]
         sys.stdout = _PerRank(files, sys.stdout)
         sys.stderr = _PerRank(files, sys.stderr)
-        hub = plan.link.hub(plan.world, plan.timeout_s)
+        hub = launch.link.hub(launch.world, launch.timeout_s)
         # A fork leaves torch's thread pool and its autograd engine to be made anew by their first
         # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
         torch.set_num_threads(1)
         torch.ones((), requires_grad=True).exp()
         threads = [
-            threading.Thread(target=_live, args=(plan, rank, hub), name=f"rank{rank}", daemon=True)
-            for rank in range(plan.world)
+            threading.Thread(
+                target=_run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True
+            )
+            for rank in range(launch.world)
         ]
         for thread in threads:
             thread.start()
@@ -152,51 +155,48 @@ def run_threads(plan: Plan, parent: int) -> NoReturn:
         _exit(code)
 
 
-def _live(plan: Plan, rank: int, hub: Hub | None) -> int:
+def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
     """The life of one rank; returns the exit code of its process."""
-    pulse = heartbeat.attach(plan.pulse, rank, thread=hub is not None)
+    writer = heartbeat.attach(launch.heartbeat, rank, thread=hub is not None)
     try:
-        plan.link.join(rank, plan, hub)
-        result = plan.program(rank, plan.world)
-        pack.dump(plan.record(rank), result)
-        ended = time.monotonic() - plan.began
-        pulse.state(heartbeat.RETURNED)
+        launch.link.join(rank, launch, hub)
+        result = launch.program(rank, launch.world)
+        tensor_bytes.dump(launch.record(rank), result)
+        ended = time.monotonic() - launch.began
+        writer.state(heartbeat.RETURNED)
         if hub is None:
-            _wait_for_peers(plan)
+            _wait_for_peers(launch)
         else:
             hub.rank_done(rank)
-        plan.link.leave()
-        _account(plan, RankOutcome(rank, "ok", ended=ended))
-        pulse.state(heartbeat.DONE)
+        launch.link.leave()
+        _write_end(launch, RankOutcome(rank, "ok", ended=ended))
+        writer.state(heartbeat.DONE)
         return 0
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
-        outcome = of_exception(rank, error, time.monotonic() - plan.began)
-        _account(plan, outcome)
-        pulse.state(heartbeat.FAILED)
+        outcome = of_exception(rank, error, time.monotonic() - launch.began)
+        _write_end(launch, outcome)
+        writer.state(heartbeat.FAILED)
         if hub is not None:
             hub.fail(rank, error)
         return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF
 
 
-def _account(plan: Plan, outcome: RankOutcome) -> None:
-    told = ("status", "error_type", "message", "traceback", "is_comm_error", "consequence")
-    fields = {name: getattr(outcome, name) for name in (*told, "exit_code", "ended", "blames")}
-    path = plan.end(outcome.rank)
-    partial = path.with_suffix(".end.partial")
-    partial.write_text(json.dumps(fields))
-    partial.replace(path)
+def _write_end(launch: RankLaunch, outcome: RankOutcome) -> None:
+    names = ("status", "error_type", "message", "traceback", "is_comm_error", "consequence")
+    fields = {name: getattr(outcome, name) for name in (*names, "exit_code", "ended", "blames")}
+    write_whole(launch.end(outcome.rank), json.dumps(fields))
 
 
-def _wait_for_peers(plan: Plan) -> None:
+def _wait_for_peers(launch: RankLaunch) -> None:
     deadline = time.monotonic() + PARTING_SECONDS
     while time.monotonic() < deadline:
-        states = [beat.state for beat in heartbeat.read(plan.pulse)]
+        states = [rank.state for rank in heartbeat.read(launch.heartbeat)]
         if heartbeat.FAILED in states or all(s >= heartbeat.RETURNED for s in states):
             return
         time.sleep(0.001)
 
 
-def _settle_in(plan: Plan, parent: int, output: Path, stack_file: Path) -> None:
+def _prepare_process(launch: RankLaunch, parent: int, output: Path, stack_file: Path) -> None:
     """Tie this process to its parent, and its output to its files."""
     process_control.die_with_parent(parent)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
@@ -212,7 +212,7 @@ def _settle_in(plan: Plan, parent: int, output: Path, stack_file: Path) -> None:
     sys.stdout = _line_buffered(1)
     sys.stderr = _line_buffered(2)
     stacks.arm(stack_file)
-    _confess()
+    _announce_exits()
     gc.enable()
 
 
@@ -222,7 +222,7 @@ def _line_buffered(descriptor: int) -> Any:
     )
 
 
-def _confess() -> None:
+def _announce_exits() -> None:
     """Have calls that end or stop this process say so first, in the heartbeat of the calling rank.
 
     Among threads nothing else tells which of them it was.
@@ -231,13 +231,13 @@ def _confess() -> None:
     def wrap(owner: Any, name: str, fatal: Callable[..., str]) -> None:
         original = getattr(owner, name)
 
-        def confessing(*arguments: Any) -> Any:
-            words, pulse = fatal(*arguments), heartbeat.current()
-            if words and pulse is not None:
-                pulse.last_words(words)
+        def announcing(*arguments: Any) -> Any:
+            notice, writer = fatal(*arguments), heartbeat.current()
+            if notice and writer is not None:
+                writer.announce_exit(notice)
             return original(*arguments)
 
-        setattr(owner, name, confessing)
+        setattr(owner, name, announcing)
 
     def by_signal(name: str, own: tuple[int, ...]) -> Callable[..., str]:
         def fatal(target: int, signum: int) -> str:
@@ -282,8 +282,8 @@ class _PerRank(io.TextIOBase):
         self._other = other
 
     def _target(self) -> Any:
-        pulse = heartbeat.current()
-        return self._other if pulse is None else self._files[pulse.rank]
+        writer = heartbeat.current()
+        return self._other if writer is None else self._files[writer.rank]
 
     def write(self, text: str) -> int:
         """Write to the calling rank's file."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.launch import heartbeat, process_control, stacks
-from shardproof.launch.diagnosis import RankProcess, examine
+from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome, root_cause, settle
-from shardproof.launch.rank_process import Link, Plan, Program, run_process, run_threads
+from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process, run_threads
 
 __all__ = ["Ranks", "RankOutcome", "root_cause", "run_ranks"]
 
@@ -83,18 +83,18 @@ class _SuiteLink:
 
         return Hub(world, timeout_s)
 
-    def join(self, rank: int, plan: Plan, hub: Any) -> None:
+    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
         from shardproof import backends
 
         backends.listen(heartbeat.note)
-        extra = {} if plan.disturbances is None else {"disturbances": plan.disturbances}
+        extra = {} if launch.disturbances is None else {"disturbances": launch.disturbances}
         backends.join(
             self.name,
             rank,
-            plan.world,
-            plan.rendezvous,
-            plan.timeout_s,
-            plan.ledgers,
+            launch.world,
+            launch.rendezvous,
+            launch.timeout_s,
+            launch.ledgers,
             hub,
             **extra,
         )
@@ -121,7 +121,7 @@ class Ranks:
     ) -> None:
         if world < 1 or deadline_s <= 0:
             raise ValueError(f"world {world} and deadline {deadline_s} s must be positive")
-        self._plan = Plan(
+        self._launch = RankLaunch(
             link,
             world,
             program,
@@ -137,7 +137,7 @@ class Ranks:
         self._first_failure: float | None = None
         self._error: BaseException | None = None
         self._strangers_before = process_control.children()
-        heartbeat.create(self._plan.pulse, world)
+        heartbeat.create(self._launch.heartbeat, world)
         self._processes: list[RankProcess] = []
         try:
             self._fork()
@@ -160,7 +160,7 @@ class Ranks:
         self._watcher.join()
         if self._error is not None:
             raise self._error
-        return settle(examine(self._plan, self._processes, self._deadline_s, GRACE_SECONDS))
+        return settle(diagnose(self._launch, self._processes, self._deadline_s, GRACE_SECONDS))
 
     def kill(self) -> None:
         """End all ranks now."""
@@ -172,17 +172,17 @@ class Ranks:
     # -------------------------------------------------------------------------------- starting
 
     def _fork(self) -> None:
-        plan, parent = self._plan, os.getpid()
-        if plan.link.threads:
-            groups: list[tuple[int, ...]] = [tuple(range(plan.world))]
+        launch, parent = self._launch, os.getpid()
+        if launch.link.threads:
+            groups: list[tuple[int, ...]] = [tuple(range(launch.world))]
         else:
-            groups = [(rank,) for rank in range(plan.world)]
+            groups = [(rank,) for rank in range(launch.world)]
         for ranks in groups:
             pid = os.fork()
             if pid == 0:
-                if plan.link.threads:
-                    run_threads(plan, parent)
-                run_process(plan, ranks[0], parent)
+                if launch.link.threads:
+                    run_threads(launch, parent)
+                run_process(launch, ranks[0], parent)
             self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
 
     # -------------------------------------------------------------------------------- watching
@@ -208,7 +208,7 @@ class Ranks:
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
         """Until a process ends or the next look is due."""
-        left = self._plan.began + self._deadline_s - time.monotonic()
+        left = self._launch.began + self._deadline_s - time.monotonic()
         timeout = max(0.0, min(_TICK_SECONDS, left))
         if any(process.handle is None for process in alive):
             time.sleep(min(timeout, _POLL_SECONDS))
@@ -225,7 +225,7 @@ class Ranks:
                 pid, status = os.waitpid(process.pid, os.WNOHANG)
                 if pid == 0:
                     continue
-                process.ended = time.monotonic() - self._plan.began
+                process.ended = time.monotonic() - self._launch.began
             if os.WIFSIGNALED(status):
                 process.signal = os.WTERMSIG(status)
             else:
@@ -235,14 +235,14 @@ class Ranks:
 
     def _enforce(self, alive: Sequence[RankProcess]) -> None:
         now = time.monotonic()
-        if any(beat.state == heartbeat.FAILED for beat in heartbeat.read(self._plan.pulse)):
+        if any(rank.state == heartbeat.FAILED for rank in heartbeat.read(self._launch.heartbeat)):
             self._failed()
         for process in alive:
             excess, guilty = self._excess(process)
             if excess:
                 process.guilty = guilty
                 self._end([process], excess)
-        if now >= self._plan.began + self._deadline_s:
+        if now >= self._launch.began + self._deadline_s:
             self._end(alive, "time")
         elif self._first_failure is not None and now > self._first_failure + GRACE_SECONDS:
             self._end(alive, "grace")
@@ -261,9 +261,9 @@ class Ranks:
                 return f"{whose}{limit} ({resident / 2**20:.0f} MiB resident)", frozenset()
         text = f"printed more than {OUTPUT_LIMIT >> 20} MiB"
         for rank in process.ranks:
-            if _size(self._plan.output(rank)) > OUTPUT_LIMIT:
+            if _size(self._launch.output(rank)) > OUTPUT_LIMIT:
                 return text, frozenset((rank,))
-        return (text if _size(self._plan.shared_output) > OUTPUT_LIMIT else ""), frozenset()
+        return (text if _size(self._launch.shared_output) > OUTPUT_LIMIT else ""), frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
         """Ask for stacks where time ran out, then kill and collect."""
@@ -272,11 +272,11 @@ class Ranks:
             process.reason = reason
             process.stopped = process_control.state_of(process.pid) == "T"
         if reason in ("time", "grace"):
-            beats = heartbeat.read(self._plan.pulse)
+            heartbeats = heartbeat.read(self._launch.heartbeat)
             for process in doomed:
-                unended = (rank for rank in process.ranks if not self._plan.end(rank).exists())
-                process.hung = {rank: beats[rank] for rank in unended}
-            stacks.ask({p.pid: self._plan.stacks(p.ranks[0]) for p in doomed})
+                unended = (rank for rank in process.ranks if not self._launch.end(rank).exists())
+                process.hung = {rank: heartbeats[rank] for rank in unended}
+            stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
         with self._lock:
             for process in doomed:
                 if process.ended is None:

@@ -12,15 +12,15 @@ What goes over the wire is another figure: gloo's reduce-scatter moves the bytes
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call to a process group (a coalesced call of two dtypes makes two entries).
 
@@ -44,11 +44,17 @@ class Call:
     floating: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Packable form: the fraction as ``"numerator/denominator"``, which ``Fraction`` reads."""
-        data = dataclasses.asdict(self)
+        """Stored form: the fraction as ``"numerator/denominator"``, which ``Fraction`` reads."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         data["group"] = list(self.group)
         data["logical_bytes"] = f"{self.logical_bytes.numerator}/{self.logical_bytes.denominator}"
         return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Call:
+        """The call that :meth:`to_dict` described."""
+        group, share = tuple(data["group"]), Fraction(data["logical_bytes"])
+        return cls(**{**data, "group": group, "logical_bytes": share})
 
 
 @dataclass
@@ -99,11 +105,13 @@ class TrafficLedger:
             for call in calls:
                 call.waited = number
 
+    def named_calls(self) -> list[Call]:
+        """Copies of all calls, with the axes named by :meth:`name_group`."""
+        return [replace(call, axis=self.axes.get(call.group, call.axis)) for call in self.calls]
+
     def to_dicts(self) -> list[dict[str, Any]]:
-        """All calls in packable form, with the axes named by :meth:`name_group`."""
-        return [
-            {**call.to_dict(), "axis": self.axes.get(call.group, call.axis)} for call in self.calls
-        ]
+        """The stored form of :meth:`named_calls`."""
+        return [call.to_dict() for call in self.named_calls()]
 
 
 def share_sent(operation: str, size: int, rank: int, root: int | None, payload: int) -> Fraction:

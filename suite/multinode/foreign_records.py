@@ -8,8 +8,8 @@ shows whether containers or machines compute the same bits as processes on one m
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -22,7 +22,10 @@ import torch
 
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
+from shardproof.evidence.records import Pieces, RankRecord
+from shardproof.files import write_whole
 from shardproof.launch.outcome import RankOutcome, settle
+from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
 EXACT_LANES = ("bitwise", "dyadic")
@@ -43,9 +46,7 @@ def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cases": [case.to_dict() for case in cases],
     }
-    partial = records / ".plan.json"
-    partial.write_text(json.dumps(plan))
-    partial.replace(records / "plan.json")
+    write_whole(records / "plan.json", json.dumps(plan))
 
 
 def read_plan(records: Path) -> dict[str, Any]:
@@ -65,37 +66,34 @@ def read_plan(records: Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------- digests
 
 
-def digests(record: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of every tensor that a rank observed.
+def digests(record: RankRecord) -> dict[str, str]:
+    """Dtype, shape and SHA-256 of the bytes of every tensor that a rank observed.
 
     Keys are ``step<s>/<point>/<kind>/<name>``; what was there after ``setup`` is ``initial/...``;
     of several pieces with one name the later ones get a number.
     """
-    found: dict[str, str] = {}
+    by_place: dict[str, str] = {}
 
-    def note(prefix: str, kinds: Mapping[str, Any]) -> None:
+    def note(prefix: str, kinds: Pieces) -> None:
         for kind, pieces in kinds.items():
             for piece in pieces:
-                key, copy = f"{prefix}/{kind}/{piece['name']}", 1
-                while key in found:
+                key, copy = f"{prefix}/{kind}/{piece.name}", 1
+                while key in by_place:
                     copy += 1
-                    key = f"{prefix}/{kind}/{piece['name']}#{copy}"
-                found[key] = _digest(piece["tensor"])
+                    key = f"{prefix}/{kind}/{piece.name}#{copy}"
+                by_place[key] = _digest(piece.tensor)
 
-    note("initial", record["initial"])
-    for step in record["steps"]:
-        for point, kinds in step["observed"].items():
-            note(f"step{step['step']}/{point}", kinds)
-        loss = torch.tensor(step["loss"], dtype=torch.float64)
-        found[f"step{step['step']}/loss"] = _digest(loss)
-    return found
+    note("initial", record.initial)
+    for step in record.steps:
+        for point, kinds in step.observed.items():
+            note(f"step{step.step}/{point}", kinds)
+        loss = torch.tensor(math.nan if step.loss is None else step.loss, dtype=torch.float64)
+        by_place[f"step{step.step}/loss"] = _digest(loss)
+    return by_place
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().contiguous()
-    head = f"{plain.dtype} {tuple(plain.shape)} ".encode()
-    data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return hashlib.sha256(head + data).hexdigest()
+    return f"{dtype_name(tensor)} {list(tensor.shape)} {digest(tensor)}"
 
 
 @dataclass
@@ -176,7 +174,7 @@ def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
         return RankOutcome(rank, "hung", message=message, traceback=text)
     if not began:
         return RankOutcome(rank, "killed", message="its process was gone before this case")
-    return RankOutcome(rank, "killed", message="its process ended without an account")
+    return RankOutcome(rank, "killed", message="its process exited without reporting")
 
 
 def _top_frame(stacks: str) -> str:

@@ -41,10 +41,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardproof import backends, pack, workloads
+from shardproof import backends, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import PATIENCE
 from shardproof.multinode import foreign_records
@@ -182,7 +183,7 @@ def _one(
         )
         record = run_rank(case, workload, place.rank)
         if whole:
-            pack.dump(folder / f"rank{place.rank}.rec", record)
+            tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
         digests = foreign_records.digests(record)
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
         # A rank that left now would reset connections on which its last bytes are under way.
@@ -195,9 +196,7 @@ def _one(
         backends.leave()
     gc.collect()
     fields = {"outcome": dataclasses.asdict(outcome), "digests": digests}
-    partial = folder / f".rank{place.rank}.end"
-    partial.write_text(json.dumps(fields, default=str))
-    partial.replace(folder / f"rank{place.rank}.end")
+    write_whole(folder / f"rank{place.rank}.end", json.dumps(fields, default=str))
 
 
 def _sockets() -> set[int]:

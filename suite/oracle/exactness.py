@@ -1,4 +1,4 @@
-"""The mantissa budget of the dyadic lane: how many bits exact arithmetic needs, call by call.
+"""The exactness budget of the dyadic lane: how many bits exact sums need, call by call.
 
 The whole global batch runs through the model as one micro-batch in fp64, and every operation on the
 way is looked at.  If all terms of a sum are multiples of ``q`` and their absolute values add up to

@@ -1,7 +1,7 @@
 """The oracle of a stale system: its own history of updates, repeated in one process.
 
 Such a system applies gradients that were computed from older parameters, in an order that nobody
-chose.  It tells every update (:class:`~shardproof.contract.Event`); repeating them must give the
+chose.  It reports every update (:class:`~shardproof.contract.Event`); repeating them must give the
 parameters that it holds at the end.  What a replay cannot see is a history that is a lie but
 consistent: the checks of order and version catch only what cannot have happened.
 """
@@ -9,7 +9,7 @@ consistent: the checks of order and version catch only what cannot have happened
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,6 @@ from torch import Tensor
 from shardproof.contract import Event, OptimizerSpec
 from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
 from shardproof.workloads import Workload
-
-
-def history(records: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """All events that the ranks told, in order."""
-    events = [Event(**event) for record in records for event in record.get("history", ())]
-    return sorted(events, key=lambda event: event.order)
 
 
 def replay(
@@ -72,20 +66,20 @@ def replay(
 
 
 def truth(
-    workload: Workload, spec: OptimizerSpec, steps: int, records: Sequence[Mapping[str, Any]]
+    workload: Workload, spec: OptimizerSpec, steps: int, shares: int, events: Sequence[Event]
 ) -> dict[str, Any]:
     """What the judge compares with: ``initial`` and ``final`` parameters, updates, staleness.
 
+    ``events`` are those of all ranks, ``shares`` how many were fed data in each of the ``steps``.
     Without a possible and complete history, ``problem`` says why.
     """
-    events = history(records)
-    shares = {record["steps"][0]["share"] for record in records} - {None}
-    expected = len(shares) * steps
+    expected = shares * steps
     result: dict[str, Any] = {"updates": len(events), "steps": []}
     if len(events) != expected:
-        return result | {"problem": f"{len(events)} updates are told, {expected} batches were fed"}
+        text = f"{len(events)} updates are reported, {expected} batches were fed"
+        return result | {"problem": text}
     try:
-        versions = replay(workload, spec, len(shares), events)
+        versions = replay(workload, spec, shares, events)
     except ValueError as error:
         return result | {"problem": str(error)}
     return result | {

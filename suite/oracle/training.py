@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.case import Case
 from shardproof.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.oracle.exactness import budget
@@ -347,8 +347,8 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
     path = cache_dir / f"{_cache_key(case, buffers_rule)}.oracle"
     if path.is_file():
         try:
-            return pack.load(path)
-        except (OSError, pack.PackError):
+            return tensor_bytes.load(path)
+        except (OSError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
     record = train(
@@ -363,7 +363,7 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
         exact = make(case.workload, "float64", case.lane)
         record["budget"] = budget(exact, case.optimizer, case.steps).to_dict()
     cache_dir.mkdir(parents=True, exist_ok=True)
-    pack.dump(path, record)
+    tensor_bytes.dump(path, record)
     return record
 
 

@@ -6,17 +6,14 @@ leader, never here, and what is wrong is told in one sentence instead of once fo
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 from shardproof import registry
 from shardproof.case import Case
 from shardproof.errors import InputError, Problem, SelectionError, shorten
-from shardproof.launch.pool import Ended, Pool
+from shardproof.launch.pool import Pool, TaskEnd
 
 #: For the import of a user's modules; torch is imported already.
 SECONDS = 60.0
@@ -43,14 +40,10 @@ def check(
     for name in own:
         registry.check(name)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardproof-load-")))
-        told = {name: folder / f"{number}.json" for number, name in enumerate(own)}
-        items = [(name, {"name": name, "told": str(told[name])}, SECONDS) for name in own]
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
-        ends = list(
-            stack.enter_context(closing(leaders.run("shardproof.registry.preflight:tell", items)))
-        )
-        wrong = {ended.key: _fault(ended, told[ended.key]) for ended in ends}
+        items = [(name, {"name": name}, SECONDS) for name in own]
+        ends = list(stack.enter_context(closing(leaders.run(fault_of, items))))
+    wrong = {end.key: _unfinished(end) if end.value is None else end.value for end in ends}
     remedy = "nothing was run: correct the name or the module"
     problems = []
     for name, fault in wrong.items():
@@ -62,32 +55,26 @@ def check(
         raise SelectionError(problems)
 
 
-def tell(payload: Mapping[str, Any]) -> None:
-    """Task of the leader: load one implementation and write down what is wrong with it."""
-    fault = ""
+def fault_of(payload: Mapping[str, Any]) -> str:
+    """Task of a leader: load one implementation; what is wrong with it, empty for nothing."""
     try:
         registry.load(payload["name"])
     except (InputError, registry.BrokenImplementation) as error:
-        fault = str(error)
-    partial = Path(payload["told"]).with_suffix(".partial")
-    partial.write_text(json.dumps(fault))
-    partial.rename(payload["told"])
+        return str(error)
+    return ""
 
 
-def _fault(ended: Ended, told: Path) -> str:
-    if told.exists():
-        return str(json.loads(told.read_text()))
-    if ended.timed_out:
+def _unfinished(end: TaskEnd) -> str:
+    """The fault of an import that never came to its end."""
+    if end.timed_out:
         how = f"did not end within {SECONDS:g} s"
+    elif end.signal is not None:
+        how = f"ended its process (signal {end.signal})"
+    elif end.exit_code is not None:
+        how = f"ended its process (exit code {end.exit_code})"
     else:
-        how = f"ended its process ({_end(ended)})"
-    last: Sequence[str] = ended.output.strip().splitlines()[-1:]
-    return f"implementation {ended.key!r} cannot be imported: the import {how}" + "".join(
+        how = "ended its process (with its fork server)"
+    last: Sequence[str] = end.output.strip().splitlines()[-1:]
+    return f"implementation {end.key!r} cannot be imported: the import {how}" + "".join(
         f": {line}" for line in last
     )
-
-
-def _end(ended: Ended) -> str:
-    if ended.signal is not None:
-        return f"signal {ended.signal}"
-    return "with its fork server" if ended.exit_code is None else f"exit code {ended.exit_code}"

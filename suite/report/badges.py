@@ -16,7 +16,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from shardproof.errors import Problem, SelectionError
-from shardproof.report.capability_matrix import Cell, State, cells, overall
+from shardproof.files import write_whole
+from shardproof.report.capability_matrix import CapabilityCell, State, cells, overall
 from shardproof.runs.run_folder import Run
 
 INDEX, OVERALL = "badges.md", "overall.svg"
@@ -123,15 +124,15 @@ def badge(label: str, message: str, state: State, about: str) -> str:
     )
 
 
-def of_cell(cell: Cell) -> str:
+def of_cell(cell: CapabilityCell) -> str:
     """The badge of one cell."""
     parts = [part for part in (cell.implementation, cell.backend, cell.capability) if part]
     return badge(" ".join(parts) or "shardproof", cell.text, cell.state, cell.sentence)
 
 
-def file_names(found: Iterable[Cell]) -> dict[str, Cell]:
+def file_names(found: Iterable[CapabilityCell]) -> dict[str, CapabilityCell]:
     """File name -> cell: ``reference-zero3_gloo_checkpoint.svg``; names are never shared."""
-    names: dict[str, Cell] = {}
+    names: dict[str, CapabilityCell] = {}
     for cell in found:
         parts = (cell.implementation, cell.backend, cell.capability)
         stem = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-.") for part in parts)
@@ -141,7 +142,7 @@ def file_names(found: Iterable[Cell]) -> dict[str, Cell]:
     return names
 
 
-def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
+def index(run: Run, names: Mapping[str, CapabilityCell], whole: CapabilityCell) -> str:
     """The index in Markdown: every badge with its sentence as the text for who cannot see it."""
     last = run.header["invocations"][-1]
     told = [
@@ -161,7 +162,7 @@ def index(run: Run, names: Mapping[str, Cell], whole: Cell) -> str:
     return "\n".join(told) + "\n"
 
 
-def _image(name: str, cell: Cell) -> str:
+def _image(name: str, cell: CapabilityCell) -> str:
     return f"![{_plain(cell.sentence)}]({name})"
 
 
@@ -183,9 +184,7 @@ def write(run: Run, folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**texts, INDEX: index(run, names, whole)}.items():
-            partial = folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
+            write_whole(folder / name, text)
         for path in folder.glob("*.svg"):
             if path.name not in texts and _is_ours(path):
                 path.unlink()

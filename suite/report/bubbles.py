@@ -17,10 +17,12 @@ Times are taken from processes where there are any: threads of one process take 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-Result = Mapping[str, Any]
+from shardproof.report.tables import Figures, Result, figures_of, name_of
+from shardproof.table import Table
 
 BUBBLE_HEADINGS = (
     "schedule",
@@ -55,95 +57,103 @@ SHARED_NOTE = (
 )
 
 
-def rows(results: Iterable[Result]) -> list[tuple[tuple[Any, ...], list[Mapping[str, Any]]]]:
-    """Figures of the cases of each row, those on processes first; rows in the table's order."""
-    found: dict[tuple[Any, ...], list[tuple[bool, Mapping[str, Any]]]] = {}
+@dataclass(frozen=True)
+class Pipeline:
+    """Figures of the check ``schedule`` in all cases of one row, those on processes first."""
+
+    name: str
+    ranks: int
+    micro_batches: int
+    figures: list[Figures]
+
+    @property
+    def size(self) -> str:
+        """Ranks x micro-batches."""
+        return f"{self.ranks} x {self.micro_batches}"
+
+    @property
+    def window(self) -> Figures | None:
+        """What the schedule says of one window."""
+        window: Figures | None = self.figures[0].get(f"window of {self.micro_batches}")
+        return window
+
+    @property
+    def measured(self) -> Figures | None:
+        """Times of ranks, of processes where there are any."""
+        return next((f["measured"] for f in self.figures if f.get("measured")), None)
+
+
+def pipelines(results: Iterable[Result]) -> list[Pipeline]:
+    """One for each row, in the table's order."""
+    groups: dict[tuple[int, int, str, str], list[tuple[bool, Figures]]] = defaultdict(list)
     for result in results:
         case = result["case"]
-        if not case["scenario"].startswith("bubble"):
-            continue
-        for check in result["checks"]:
-            if check["check"] == "schedule" and "in_flight" in check["figures"]:
-                name = case["implementation"] + (f"+{case['label']}" if case.get("label") else "")
-                size = case["mesh"]["pipe"], case["workload"]["micro_batches"]
-                place = size[0], size[1], case["implementation"], name
-                told = case["backend"] == "in_memory", check["figures"]
-                found.setdefault(place, []).append(told)
+        figures = figures_of(result, "schedule")
+        if case["scenario"].startswith("bubble") and "in_flight" in figures:
+            size = case["mesh"]["pipe"], case["workload"]["micro_batches"]
+            on_threads = case["backend"] == "in_memory"
+            groups[(*size, case["implementation"], name_of(case))].append((on_threads, figures))
     return [
-        (place, [figures for _, figures in sorted(told, key=lambda item: item[0])])
-        for place, told in sorted(found.items(), key=lambda item: item[0])
+        Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])
+        for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
-def bubble_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
-    """Cells of :data:`BUBBLE_HEADINGS`."""
-    cells: list[tuple[str, ...]] = []
-    for (ranks, micro_batches, _, name), told in rows(results):
-        timed = next((figures["measured"] for figures in told if figures.get("measured")), None)
-        claimed = told[0].get(f"window of {micro_batches}")
-        if timed is None or claimed is None:
-            continue
-        mark = SHARED if timed["cores"] < timed["ranks"] else ""
-        cells.append(
-            (
-                name,
-                f"{ranks} x {micro_batches}",
-                _milliseconds(timed["cpu_seconds"]),
-                _both(claimed["closed"]),
-                _both(claimed),
-                _both(timed["simulated"]),
-                _both(timed["replayed"]),
-                _both(timed) + mark,
-            )
-        )
-    return cells
+def _bubble_row(one: Pipeline) -> tuple[str, ...] | None:
+    """Texts of :data:`BUBBLE_HEADINGS`; ``None``: it was not timed."""
+    timed, window = one.measured, one.window
+    if timed is None or window is None:
+        return None
+    mark = SHARED if timed["cores"] < timed["ranks"] else ""
+    return (
+        one.name,
+        one.size,
+        _milliseconds(timed["cpu_seconds"]),
+        _both(window["closed"]),
+        _both(window),
+        _both(timed["simulated"]),
+        _both(timed["replayed"]),
+        _both(timed) + mark,
+    )
 
 
-def held_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
-    """Cells of :data:`HELD_HEADINGS`."""
-    cells: list[tuple[str, ...]] = []
-    for (ranks, micro_batches, _, name), told in rows(results):
-        claimed = told[0].get(f"window of {micro_batches}")
-        weighed = [f["activations"] for f in told if isinstance(f.get("activations"), Mapping)]
-        worst = max(weighed[0].values(), key=lambda row: int(row["peak"])) if weighed else None
-        counted = told[-1]["in_flight"]
-        cells.append(
-            (
-                name,
-                f"{ranks} x {micro_batches}",
-                " ".join(str(counted[rank]) for rank in sorted(counted, key=int)),
-                "-" if claimed is None else " ".join(map(str, claimed["in_flight"])),
-                *("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most")),
-            )
-        )
-    return cells
+def _held_row(one: Pipeline) -> tuple[str, ...]:
+    """Texts of :data:`HELD_HEADINGS`."""
+    window, counted = one.window, one.figures[-1]["in_flight"]
+    measured = [f["activations"] for f in one.figures if isinstance(f.get("activations"), Mapping)]
+    worst = max(measured[0].values(), key=lambda row: int(row["peak"])) if measured else None
+    return (
+        one.name,
+        one.size,
+        " ".join(str(counted[rank]) for rank in sorted(counted, key=int)),
+        "-" if window is None else " ".join(map(str, window["in_flight"])),
+        *("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most")),
+    )
 
 
-def notes(results: Iterable[Result]) -> list[str]:
+def _notes(timed: Iterable[Pipeline]) -> list[str]:
     """What belongs below the table of bubbles."""
     shared = {
-        (figures["measured"]["ranks"], figures["measured"]["cores"])
-        for _, told in rows(results)
-        for figures in told[:1]
-        if figures.get("measured")
+        (one.measured["ranks"], one.measured["cores"]) for one in timed if one.measured is not None
     }
     few = [(ranks, cores) for ranks, cores in sorted(shared) if cores < ranks]
     return [NOTE, *(SHARED_NOTE.format(ranks=ranks, cores=cores) for ranks, cores in few)]
 
 
-def tables(
-    results: Sequence[Result],
-) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]], list[str]]]:
-    """Title, headings, rows and notes of each table that has rows."""
-    found = [
-        (BUBBLE_TITLE, BUBBLE_HEADINGS, bubble_rows(results), notes(results)),
-        (HELD_TITLE, HELD_HEADINGS, held_rows(results), []),
-    ]
-    return [table for table in found if table[2]]
+def tables(results: Iterable[Result]) -> list[Table]:
+    """The tables of bubbles and of what is held, where they have rows."""
+    found = pipelines(results)
+    timed = [row for one in found if (row := _bubble_row(one)) is not None]
+    held = [_held_row(one) for one in found]
+    both = (
+        Table(BUBBLE_TITLE, BUBBLE_HEADINGS, timed, notes=_notes(found), align="lrrrrrrr"),
+        Table(HELD_TITLE, HELD_HEADINGS, held, align="lrrrrrr"),
+    )
+    return [table for table in both if table.rows]
 
 
-def _both(told: Mapping[str, Any]) -> str:
-    cells = (told[f"{kind}_bubble_over_ideal"] for kind in ("span", "makespan"))
+def _both(bubble: Figures) -> str:
+    cells = (bubble[f"{kind}_bubble_over_ideal"] for kind in ("span", "makespan"))
     return " / ".join("-" if value is None else f"{value:.3f}" for value in cells)
 
 

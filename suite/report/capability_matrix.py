@@ -158,7 +158,7 @@ _GRAVITY = verdicts.VERDICTS
 
 
 @dataclass
-class Cell:
+class CapabilityCell:
     """What the cases of one implementation and backend say about one capability.
 
     ``counts`` are verdicts by kind; ``left_out`` counts cases that were selected and not run;
@@ -235,17 +235,17 @@ class Cell:
             self.worlds.add(math.prod(case["mesh"].values()))
 
 
-def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[Cell]:
+def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[CapabilityCell]:
     """Every cell that a case says something about, by implementation, backend and capability.
 
     ``results`` are the lines of cases (``Run.cases``), ``left_out`` those of what was selected and
     not run (``Run.left_out``), of which comparisons say nothing here.
     """
-    found: dict[tuple[str, str, str], Cell] = {}
+    found: dict[tuple[str, str, str], CapabilityCell] = {}
 
-    def of(case: Line, capability: str) -> Cell:
+    def of(case: Line, capability: str) -> CapabilityCell:
         key = (str(case["implementation"]), str(case["backend"]), capability)
-        return found.setdefault(key, Cell(*key))
+        return found.setdefault(key, CapabilityCell(*key))
 
     for result in results:
         for name in capabilities(result["case"]):
@@ -259,16 +259,16 @@ def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[Cell]:
     )
 
 
-def overall(results: Iterable[Line], left_out: Iterable[Line] = ()) -> Cell:
+def overall(results: Iterable[Line], left_out: Iterable[Line] = ()) -> CapabilityCell:
     """One cell of all cases, each counted once with its verdict."""
-    cell = Cell("", "", "")
+    cell = CapabilityCell("", "", "")
     for result in results:
         cell._add(result["case"], verdicts.kind(result["verdict"]))
     cell.left_out = sum("case" in line for line in left_out)
     return cell
 
 
-def columns(found: Iterable[Cell]) -> list[str]:
+def columns(found: Iterable[CapabilityCell]) -> list[str]:
     """The capabilities that some cell is about, in order of columns."""
     there = {cell.capability for cell in found}
     return [name for name in CAPABILITIES if name in there]

@@ -6,18 +6,20 @@ import shlex
 from typing import Any
 
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
-#: Told under other names, or lists that stand elsewhere.
+#: Lists that stand elsewhere: only their lengths are facts.
 _LISTS = ("planned", "kills", "benches", "scalings")
 _KNOWN = ("command", "started", "ended", "exit_code", "suite", "commit", "python")
 
 
-def environment(run: Run) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Headings (a number for each invocation), and rows of a name and a text for each of them."""
-    told = [_flat(invocation) for invocation in run.header["invocations"]]
-    names = list(dict.fromkeys(name for facts in told for name in facts))
-    headings = [f"invocation {number}" for number, _ in enumerate(told, 1)]
-    return headings, [(name, [facts.get(name, "-") for facts in told]) for name in names]
+def environment(run: Run) -> Table:
+    """A row for each fact, a column for each invocation."""
+    invocations = [_flat(invocation) for invocation in run.header["invocations"]]
+    names = dict.fromkeys(name for facts in invocations for name in facts)
+    headings = ("fact", *(f"invocation {number}" for number, _ in enumerate(invocations, 1)))
+    rows = [(name, *(facts.get(name, "-") for facts in invocations)) for name in names]
+    return Table("What ran, and where", headings, rows)
 
 
 def _flat(invocation: dict[str, Any]) -> dict[str, str]:
@@ -39,10 +41,10 @@ def _flat(invocation: dict[str, Any]) -> dict[str, str]:
 
 def _leaves(name: str, value: Any) -> dict[str, str]:
     if isinstance(value, dict):
-        found: dict[str, str] = {}
+        leaves: dict[str, str] = {}
         for key, item in value.items():
-            found |= _leaves(f"{name} {key}".removeprefix("packages "), item)
-        return found
+            leaves |= _leaves(f"{name} {key}".removeprefix("packages "), item)
+        return leaves
     if name.endswith("memory_bytes") and isinstance(value, int):
         return {name.removesuffix("_bytes"): f"{value / 2**30:.1f} GiB"}
     if isinstance(value, list):

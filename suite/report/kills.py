@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
 
+from shardproof.report.looks import chip
 from shardproof.report.tables import Result
+from shardproof.table import Cell, Mark, Row, Table
 
 #: What the marks of :func:`kill_matrix` mean.
 MARKS = {
@@ -14,6 +17,7 @@ MARKS = {
     "!": "named but silent",
     "": "does not fail",
 }
+LEGEND = "; ".join(f"{mark} {says}" for mark, says in MARKS.items() if mark) + "."
 
 
 def kill_matrix(kills: Sequence[Result]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -29,6 +33,39 @@ def kill_matrix(kills: Sequence[Result]) -> tuple[list[str], list[tuple[str, lis
     return columns, lines
 
 
+def table(kills: Sequence[Result]) -> Table:
+    """The kill matrix with what became of each fault; survivors are marked."""
+    columns, lines = kill_matrix(kills)
+    marks: list[Mark] = ["" if kill["killed"] else "bad" for kill in kills]
+    survivors = any(not kill["killed"] for kill in kills)
+    rows: list[Row] = [
+        (
+            name,
+            chip("killed" if kill["killed"] else "survives"),
+            *map(_mark, found),
+            str(kill["parent"]),
+            str(kill["lane"]),
+            "-" if kill["margin"] is None else f"{float(kill['margin']):.1e}",
+            *([str(kill["why_not"])] if survivors else []),
+        )
+        for kill, (name, found) in zip(kills, lines, strict=True)
+    ]
+    upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
+    headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
+    headings = (*headings, "why it survives") if survivors else headings
+    notes = (LEGEND, f"{kill_counts(kills)}.")
+    align = "ll" + "c" * len(columns) + "llrl"
+    return Table("Planted faults", headings, rows, marks, notes, align)
+
+
+def _mark(mark: str) -> Cell:
+    style = {"K": "mark mark-K", "x": "mark mark-x", "!": "mark mark-no"}.get(mark, "mark")
+    html = f'<span title="{MARKS[mark]}">{mark}</span>' if mark else ""
+    return Cell(
+        mark, html=html, sort_key={"K": "0", "!": "1", "x": "2"}.get(mark, "-"), style_class=style
+    )
+
+
 def kill_counts(kills: Sequence[Result]) -> str:
     """Kills by lane, and how many faults a single check sees: dropping it would lose them."""
     lanes = Counter(str(kill["lane"]) for kill in kills if kill["killed"])
@@ -40,11 +77,11 @@ def kill_counts(kills: Sequence[Result]) -> str:
 
 def verdict_counts(kills: Sequence[Result]) -> str:
     """How many of the faults that ran were killed, and how many did not run, as a sentence."""
-    told = judged(kills)
-    killed = len(told) - len(survivors(kills))
-    late = len(kills) - len(told)
+    run = judged(kills)
+    killed = len(run) - len(survivors(kills))
+    late = len(kills) - len(run)
     more = f"; {late} more were not run (no time in the budget)" if late else ""
-    return f"Planted faults: {killed} of {len(told)} killed by their named check{more}."
+    return f"Planted faults: {killed} of {len(run)} killed by their named check{more}."
 
 
 def judged(kills: Sequence[Result]) -> list[Result]:

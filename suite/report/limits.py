@@ -11,18 +11,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
-from shardproof.bench import stats
-from shardproof.report import capability_matrix, matrix, summary
+from shardproof.report import capability_matrix, looks, matrix, summary
 from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
-#: Rows of one table that are told; the rest is counted.
+#: Rows of one table that are shown; the rest is counted.
 MOST = 200
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A table of things that were not checked; ``items`` of each row are listed on demand."""
+    """A table of what was not checked; ``items`` of each row are listed on demand.
+
+    ``rest`` counts rows beyond the table's.
+    """
 
     title: str
     why: str
@@ -30,6 +33,12 @@ class Limit:
     rows: tuple[tuple[str, ...], ...]
     items: tuple[tuple[str, ...], ...] = ()
     rest: int = 0
+
+    @property
+    def table(self) -> Table:
+        """The rows, with how many more there are."""
+        more = f"And {self.rest} more rows: the lines of cases.jsonl hold them."
+        return Table(self.title, self.headings, self.rows, notes=(more,) if self.rest else ())
 
     @property
     def count(self) -> int:
@@ -67,8 +76,8 @@ def _unfinished(run: Run) -> Limit:
 
 def _left_out(run: Run) -> Limit:
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for told in run.left_out:
-        by_reason[str(told["reason"])].append(str(told["id"]))
+    for line in run.left_out:
+        by_reason[str(line["reason"])].append(str(line["id"]))
     for kill in run.kills:
         if kill["verdict"] == "left out":
             by_reason[f"fault: {kill['why_not']}"].append(str(kill["name"]))
@@ -83,36 +92,36 @@ def _left_out(run: Run) -> Limit:
 
 
 def _skipped(results: Iterable[Result]) -> Limit:
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in results:
         if verdicts.kind(result["verdict"]) == "skip":
-            found[result["case"]["implementation"], result["reason"]].append(result["id"])
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    told, rest = ordered[:MOST], len(ordered[MOST:])
+            groups[result["case"]["implementation"], result["reason"]].append(result["id"])
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    shown, rest = ordered[:MOST], len(ordered[MOST:])
     return Limit(
         "Skipped cases",
         "Outside what the implementation claims, or something is missing on this machine.",
         ("cases", "implementation", "reason"),
-        tuple((str(len(ids)), *key) for key, ids in told),
-        tuple(tuple(ids) for _, ids in told),
+        tuple((str(len(ids)), *key) for key, ids in shown),
+        tuple(tuple(ids) for _, ids in shown),
         rest,
     )
 
 
 def _open(results: Iterable[Result]) -> Limit:
-    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for result in results:
         if verdicts.kind(result["verdict"]) in verdicts.OPEN:
             key = result["verdict"], result["case"]["implementation"], result["reason"]
-            found[key].append(result["id"])
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    told, rest = ordered[:MOST], len(ordered[MOST:])
+            groups[key].append(result["id"])
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    shown, rest = ordered[:MOST], len(ordered[MOST:])
     return Limit(
         "Not decided",
         "These ran, and their records do not suffice for a verdict.",
         ("cases", "verdict", "implementation", "reason"),
-        tuple((str(len(ids)), *key) for key, ids in told),
-        tuple(tuple(ids) for _, ids in told),
+        tuple((str(len(ids)), *key) for key, ids in shown),
+        tuple(tuple(ids) for _, ids in shown),
         rest,
     )
 
@@ -122,15 +131,17 @@ def _open_times(run: Run) -> Limit:
 
     A comparison that others beside it make undecided (Holm) is open as well.
     """
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     family = stats.family(run.benches) if run.benches else {}
     rows = []
-    for told in (*run.benches, *run.scalings):
-        word, why = str(told["verdict"]), str(told.get("reason") or "")
-        beside = str(family.get(told["id"], {}).get("verdict", word))
-        if summary.verdicts_head(beside) in summary.OPEN and beside != word:
+    for line in (*run.benches, *run.scalings):
+        word, why = str(line["verdict"]), str(line.get("reason") or "")
+        beside = str(family.get(line["id"], {}).get("verdict", word))
+        if looks.head(beside) in summary.OPEN and beside != word:
             word, why = beside, f"{word} alone, not beside {len(family)} comparisons (Holm)"
-        if summary.verdicts_head(word) in (*summary.OPEN, "oversubscribed"):
-            rows.append((told["id"], word, why))
+        if looks.head(word) in (*summary.OPEN, "oversubscribed"):
+            rows.append((line["id"], word, why))
     return Limit(
         "Times that decide nothing",
         "Comparisons and efficiencies that were not measured, or whose interval leaves it open.",
@@ -145,15 +156,15 @@ def _judged(results: Iterable[Result]) -> Iterator[Result]:
 
 
 def _skipped_checks(results: Iterable[Result]) -> Limit:
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     who: dict[tuple[str, str], set[str]] = defaultdict(set)
     for result in _judged(results):
-        for told in result["checks"]:
-            if told["status"] in ("skip", "undecidable", "precondition"):
-                key = told["check"], told["message"]
-                found[key] += 1
+        for check in result["checks"]:
+            if check["status"] in ("skip", "undecidable", "precondition"):
+                key = check["check"], check["message"]
+                counts[key] += 1
                 who[key].add(result["case"]["implementation"])
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return Limit(
         "Checks that did not judge in cases that ran",
         "The case has a verdict from its other checks.",
@@ -188,15 +199,15 @@ def _never_asked(run: Run) -> Limit:
 
 
 def _not_tested(results: Iterable[Result]) -> Limit:
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     who: dict[tuple[str, str], set[str]] = defaultdict(set)
     for result in _judged(results):
-        for told in result["checks"]:
-            for item in told["figures"].get("not_tested", ()):
+        for check in result["checks"]:
+            for item in check["figures"].get("not_tested", ()):
                 phase, _, tensor = str(item).partition(": ")
-                found[phase, tensor] += 1
-                who[phase, tensor].add(told["check"])
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+                counts[phase, tensor] += 1
+                who[phase, tensor].add(check["check"])
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return Limit(
         "Tensors without power",
         "A rolled, halved or rescaled copy of these would have passed, so that they passed says "
@@ -208,20 +219,20 @@ def _not_tested(results: Iterable[Result]) -> Limit:
 
 
 def _not_judged(results: Iterable[Result]) -> Limit:
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for result in _judged(results):
         name = result["case"]["implementation"]
-        for told in result["checks"]:
-            figures = told["figures"]
+        for check in result["checks"]:
+            figures = check["figures"]
             for kind, why in (figures.get("not_judged") or {}).items():
-                found[f"{told['check']}: {kind.replace('_', ' ')}", name, str(why)] += 1
+                counts[f"{check['check']}: {kind.replace('_', ' ')}", name, str(why)] += 1
             note = figures.get("activations")
             if isinstance(note, str):
                 why = note.removeprefix("not judged: ")
-                found[f"{told['check']}: activations", name, why] += 1
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+                counts[f"{check['check']}: activations", name, why] += 1
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return Limit(
-        "Figures that are told and not judged",
+        "Figures that are check and not judged",
         "Their check passed without them.",
         ("cases", "what", "implementation", "reason"),
         tuple((str(n), *key) for key, n in ordered[:MOST]),

@@ -1,7 +1,7 @@
 """Rows of memory: how many times less model state is held than by whole copies.
 
 Resident model state on the rank that holds most.  *whole copies* is data parallelism with the same
-options; *theory* leaves padding and step counters out, *limit* is that of many ranks.
+options; *theory* leaves out padding and step counters; *limit* is the theory for many ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof.report.tables import Result, name_of, world_of
+from shardproof.table import Mark, Table
 
 HEADINGS = (
     "implementation",
@@ -36,24 +37,28 @@ ACCOUNTING = (
 )
 
 
-def memory_rows(results: Iterable[Result]) -> list[tuple[str, ...]]:
-    """Cells of :data:`HEADINGS`, one row per distinct cell, by world."""
-    return [row for row, _ in with_figures(results)]
+def table(results: Iterable[Result]) -> Table | None:
+    """One row per distinct cell, by world; ``None``: no case measured memory."""
+    rows = [row for row, _ in with_figures(results)]
+    if not rows:
+        return None
+    marks: list[Mark] = ["bad" if FAILS in row[MEASURED] else "" for row in rows]
+    return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
 
 
 def with_figures(results: Iterable[Result]) -> list[tuple[tuple[str, ...], Result]]:
-    """Every row beside the figures of the check that it tells."""
-    found: dict[tuple[Any, ...], tuple[tuple[str, ...], Result]] = {}
+    """Texts of :data:`HEADINGS` for each row, beside the figures that they come from."""
+    rows: dict[tuple[Any, ...], tuple[tuple[str, ...], Result]] = {}
     for result in results:
-        told = next((c for c in result["checks"] if c["check"] == "memory"), None)
-        if told is None or "ratio_measured" not in told["figures"]:
+        check = next((c for c in result["checks"] if c["check"] == "memory"), None)
+        if check is None or "ratio_measured" not in check["figures"]:
             continue
-        case, figures = result["case"], told["figures"]
+        case, figures = result["case"], check["figures"]
         name = name_of(case)
         policy = case.get("precision") or {}
         precision = ", ".join(f"{k} {v}" for k, v in policy.items()) or case["dtype"]
-        theory, limit = figures["ratio_theory"], figures["ratio_limit"]
-        most = "shard ranks" if limit is None else _ratio(limit)
+        theory, limit, promised = (figures[f"ratio_{k}"] for k in ("theory", "limit", "promised"))
+        failed = FAILS if check["status"] == "fail" else ""
         row = (
             name,
             case["optimizer"]["name"],
@@ -62,17 +67,14 @@ def with_figures(results: Iterable[Result]) -> list[tuple[tuple[str, ...], Resul
             figures["accounting"],
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
-            _times_less(figures, "held", "ratio_measured")
-            + (FAILS if told["status"] == "fail" else ""),
-            "-"
-            if figures["ratio_promised"] is None
-            else _times_less(figures, "promised", "ratio_promised"),
+            _times_less(figures, "held", "ratio_measured") + failed,
+            "-" if promised is None else _times_less(figures, "promised", "ratio_promised"),
             "-" if theory is None else f"{_ratio(theory)} = {theory}",
-            "-" if theory is None else most,
+            "-" if theory is None else "N (shard ranks)" if limit is None else _ratio(limit),
         )
         key = (name, row[1], row[2], world_of(case), *row[5:])
-        found.setdefault(key, (row, figures))
-    return [told for _, told in sorted(found.items(), key=lambda item: item[0][:4])]
+        rows.setdefault(key, (row, figures))
+    return [row for _, row in sorted(rows.items(), key=lambda item: item[0][:4])]
 
 
 def _times_less(figures: Result, what: str, ratio: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from shardproof import verdicts
-from shardproof.report import kills
+from shardproof.report import kills, looks
 from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
 State = Literal["held", "broke", "open"]
 #: Verdicts of timed comparisons and of scaling that say that something broke, or is open.
@@ -37,7 +38,7 @@ class Break:
     verdict: str
     reason: str
     rerun: str
-    line: Mapping[str, Any]
+    line: Result
 
     @property
     def cause(self) -> str:
@@ -52,21 +53,16 @@ def breaks(run: Run) -> list[Break]:
     order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
     red = [r for r in run.cases if verdicts.kind(r["verdict"]) in verdicts.RED]
     red.sort(key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))
-    found = [Break("case", r["id"], r["verdict"], r["reason"], r.get("rerun", ""), r) for r in red]
+    broken = [Break("case", r["id"], r["verdict"], r["reason"], r.get("rerun", ""), r) for r in red]
     for kill in kills.survivors(run.kills):
         rerun = f"shardproof mutants --impl {shlex.quote(str(kill['name']))}"
-        found.append(Break("fault", kill["name"], "survives", kill["why_not"], rerun, kill))
+        broken.append(Break("fault", kill["name"], "survives", kill["why_not"], rerun, kill))
     for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
-        for told in lines:
-            if verdicts_head(told["verdict"]) in BROKEN:
-                reason = str(told.get("reason") or "")
-                found.append(Break(kind, told["id"], told["verdict"], reason, _again(run), told))
-    return found
-
-
-def verdicts_head(verdict: object) -> str:
-    """A verdict of a comparison without its cause."""
-    return str(verdict).split("(", 1)[0].strip()
+        for line in lines:
+            if looks.head(line["verdict"]) in BROKEN:
+                reason = str(line.get("reason") or "")
+                broken.append(Break(kind, line["id"], line["verdict"], reason, _again(run), line))
+    return broken
 
 
 def _again(run: Run) -> str:
@@ -84,7 +80,7 @@ def headline(run: Run) -> Headline:
     planted = kills.judged(run.kills)
     alive = kills.survivors(run.kills)
     timed = [*run.benches, *run.scalings]
-    heads = Counter(verdicts_head(told["verdict"]) for told in timed)
+    heads = Counter(looks.head(told["verdict"]) for told in timed)
     fallen = sum(heads[word] for word in BROKEN)
     unsure = sum(heads[word] for word in OPEN)
     missing = unfinished(run)
@@ -129,7 +125,7 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield kills.verdict_counts(run.kills)
     for what, lines in (("Comparisons of times", run.benches), ("Scaling", run.scalings)):
         if lines:
-            heads = Counter(verdicts_head(told["verdict"]) for told in lines)
+            heads = Counter(looks.head(told["verdict"]) for told in lines)
             yield f"{what}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
 
 
@@ -150,18 +146,20 @@ def unfinished(run: Run) -> list[str]:
     return list(found)
 
 
-def by_cause(found: list[Break]) -> list[tuple[str, str, int]]:
-    """(implementation, what failed first, how often) of broken cases, most frequent first."""
+def by_cause(broken: list[Break]) -> Table:
+    """Broken cases by implementation and by what failed first, most frequent first."""
     counts = Counter(
         (str(item.line["case"]["implementation"]), item.cause)
-        for item in found
+        for item in broken
         if item.kind == "case"
     )
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return [(implementation, cause, times) for (implementation, cause), times in ordered]
+    rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
+    headings = ("implementation", "failed first", "cases")
+    return Table("Failures by implementation", headings, rows, align="llr")
 
 
-def cases_by_gravity(results: list[dict[str, Any]]) -> list[Result]:
+def cases_by_gravity(results: Iterable[Result]) -> list[Result]:
     """Gravest first, then by id."""
     order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
     return sorted(results, key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))

@@ -1,4 +1,4 @@
-"""Rows of results: implementation x backend x world, with what each of them sent and how far off.
+"""The table of results: implementation x backend x world, with errors, bytes and seconds.
 
 All forms of a report are made from the same rows: counts of verdicts, the worst error against its
 bound, bytes sent against the formula (and how many times the textbook's they are, for upstream
@@ -17,8 +17,11 @@ from typing import Any
 
 from shardproof import verdicts
 from shardproof.runs.run_folder import Run
+from shardproof.table import Mark, Table
 
 Result = Mapping[str, Any]
+#: Figures of one check, by name: their shapes are the check's own.
+Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Row:
     counts: Counter[str]
     error: float | None
     bound: float | None
+    error_is_ratio: bool
     sent: Fraction | None
     expected: Fraction | None
     textbook: tuple[float, str]
@@ -48,7 +52,7 @@ class Row:
             self.backend,
             _span(self.worlds),
             counts_text(self.counts),
-            error_text(self.error, self.bound),
+            error_text(self.error, self.bound, self.error_is_ratio),
             bytes_text(self.sent, self.expected) + _times(*self.textbook),
             f"{self.seconds:.2f}",
         )
@@ -63,6 +67,14 @@ HEADINGS = (
     "bytes sent / formula",
     "median s",
 )
+
+
+def table(results: Iterable[Result], detailed: bool = True) -> Table:
+    """:func:`rows` as a table; rows of what broke are marked."""
+    found = rows(results, detailed)
+    marks: list[Mark] = ["bad" if row.red else "" for row in found]
+    title = "Implementation x backend x world"
+    return Table(title, HEADINGS, [row.cells() for row in found], marks, align="llrlllr")
 
 
 def rows(results: Iterable[Result], detailed: bool = True) -> list[Row]:
@@ -80,32 +92,34 @@ def rows(results: Iterable[Result], detailed: bool = True) -> list[Row]:
     ]
 
 
-def world_of(case: Mapping[str, Any]) -> int:
+def world_of(case: Result) -> int:
     """Number of ranks of a case in its JSON form."""
     return math.prod(case["mesh"].values())
 
 
-def name_of(case: Mapping[str, Any]) -> str:
+def name_of(case: Result) -> str:
     """The implementation of a case in its JSON form, with the label of its options."""
     label = case.get("label")
     return case["implementation"] + (f"+{label}" if label else "")
 
 
-def figures_of(result: Result, check: str) -> Mapping[str, Any]:
+def figures_of(result: Result, check: str) -> Figures:
     """The figures of one check of a result; none where it was not asked."""
-    found = (told["figures"] for told in result["checks"] if told["check"] == check)
-    figures: Mapping[str, Any] = next(found, {})
+    there = (item["figures"] for item in result["checks"] if item["check"] == check)
+    figures: Figures = next(there, {})
     return figures
 
 
 def _row(implementation: str, backend: str, members: Sequence[Result]) -> Row:
     error = bound = None
+    is_ratio = False
     for result in members:
         if result.get("worst_error") is None or result.get("bound") is None:
             continue
         candidate = float(result["worst_error"]), float(result["bound"])
         if error is None or share(*candidate) > share(error, bound or 0.0):
             error, bound = candidate
+            is_ratio = error_is_ratio(result)
     counted = [r for r in members if r.get("bytes_sent") and r.get("bytes_expected")]
     return Row(
         implementation,
@@ -114,6 +128,7 @@ def _row(implementation: str, backend: str, members: Sequence[Result]) -> Row:
         verdicts.count(members),
         error,
         bound,
+        is_ratio,
         sum((Fraction(r["bytes_sent"]) for r in counted), Fraction(0)) if counted else None,
         sum((Fraction(r["bytes_expected"]) for r in counted), Fraction(0)) if counted else None,
         textbook(counted),
@@ -139,10 +154,20 @@ def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
-def error_text(error: float | None, bound: float | None) -> str:
-    """An error beside its bound; a bound of 0 asks for equal bits."""
+def error_is_ratio(result: Result) -> bool:
+    """Whether the error of a result is a multiple of what one device alone errs by."""
+    return bool(result["case"]["lane"] == "working_precision")
+
+
+def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:
+    """An error beside its bound; a bound of 0 asks for equal bits.
+
+    A ratio (``x1.3 of 4``) is a multiple of one device's own error, all others are relative errors.
+    """
     if error is None or bound is None:
         return "-"
+    if is_ratio:
+        return f"x{error:.2g} of {bound:g}"
     if bound == 0:
         return "equal bits" if error == 0 else f"{error:.2g} / equal bits"
     return f"{error:.2g} / {bound:.0e}"
@@ -164,11 +189,11 @@ def textbook(members: Iterable[Result]) -> tuple[float, str]:
     """
     sent, wanted, name = Fraction(0), Fraction(0), ""
     for result in members:
-        told = figures_of(result, "traffic")
-        if "textbook" in told:
+        figures = figures_of(result, "traffic")
+        if "textbook" in figures:
             sent += Fraction(result["bytes_sent"])
-            wanted += Fraction(told["textbook_bytes"])
-            name = told["textbook"]
+            wanted += Fraction(figures["textbook_bytes"])
+            name = figures["textbook"]
     return (float(sent / wanted), name) if wanted else (0.0, "")
 
 
@@ -190,7 +215,7 @@ def medians(results: Iterable[Result]) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
-#: Reasons of skipped cases that are told one by one.
+#: Reasons of skipped cases that have a line each.
 _SKIPS = 12
 
 
@@ -201,9 +226,9 @@ def skips(results: Iterable[Result]) -> list[str]:
         for result in results
         if verdicts.kind(result["verdict"]) == "skip"
     )
-    told = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
-    rest = len(counts) - len(told)
-    return [*told, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
+    lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
+    rest = len(counts) - len(lines)
+    return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
 
 
 def closing(run: Run) -> str:

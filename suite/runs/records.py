@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.files import write_whole
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -56,6 +58,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "bound": "float64",
         "tested": "bool",
         "problem": "string",
+        "skip": "string",
         "broke": "string",
     },
     "step": {
@@ -153,14 +156,7 @@ def write(folder: Path, account: Mapping[str, Any]) -> tuple[str, str]:
     while (folder / name).exists():
         count += 1
         name = f"{stem}-{count}.parquet"
-    partial = folder / f"{name}.partial"
-    try:
-        partial.write_bytes(content)
-        partial.replace(folder / name)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        error.filename = error.filename or str(folder / name)
-        raise
+    write_whole(folder / name, content)
     return name, hashlib.sha256(content).hexdigest()
 
 

@@ -10,7 +10,8 @@
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
 kill is ignored; where one case has several lines, the last counts, but one that was left out
-later keeps its result.  Of the machine only an allow-list is recorded, never the environment.
+later keeps its result.  Of the machine only an allow-list is recorded; of the environment only the
+variables that choose a CPU's kernels (:data:`KERNEL_VARIABLES`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
-from shardproof.version import VERSION
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
@@ -42,6 +44,13 @@ LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scal
 FORMAT = 1
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
 _KEPT_DURATIONS = 5
+#: They make torch, oneDNN and MKL use other kernels than the CPU's best: those round otherwise.
+KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 #: Lists of an invocation: what it was about to run.
 _PLANNED = ("planned", "kills", "benches")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -163,17 +172,17 @@ class RunFolder:
         self._write_header()
 
     def _write_header(self) -> None:
-        _replace(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
+        write_whole(self.path / "run.json", json.dumps(self._header, indent=1) + "\n")
         self.seal("run.json")
 
     def _mend_last_line(self) -> None:
-        """A line that a kill cut off must not swallow the next one; a whole one is sealed late."""
+        """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = self._lines.read_bytes()
         if content and not content.endswith(b"\n"):
             os.truncate(self._lines, content.rfind(b"\n") + 1)
         lines = self._lines.read_bytes().splitlines()
-        sealed = self._manifest.read()
-        if lines and sealed and ("cases.jsonl", len(lines)) not in sealed:
+        listed = self._manifest.read()
+        if lines and listed and ("cases.jsonl", len(lines)) not in listed:
             digest = hashlib.sha256(lines[-1]).hexdigest()
             self._manifest.seal("cases.jsonl", digest, len(lines))
 
@@ -273,7 +282,7 @@ def _lines(path: Path, strict: bool = False) -> Iterable[dict[str, Any]]:
                     raise SelectionError(problem) from None
                 continue  # cut off by a kill
             if isinstance(line, dict) and isinstance(line.get("kind"), str):
-                yield line
+                yield old_words.stored_line(line)
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
@@ -288,6 +297,10 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         raise SelectionError(
             Problem("is damaged", "choose another folder, or a whole copy of it", file=file)
         )
+    for invocation in header["invocations"]:
+        if "planned" in invocation:
+            planned = map(str, invocation["planned"])
+            invocation["planned"] = [old_words.renamed_name(name) for name in planned]
     return header
 
 
@@ -309,13 +322,6 @@ def _is_invocation(told: Any) -> bool:
     )
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -332,7 +338,16 @@ def fingerprint() -> dict[str, Any]:
         "system": platform.system(),
         "machine": platform.machine(),
         "gpus": _gpus(),
+        "kernels": _kernels(),
     }
+
+
+def _kernels() -> dict[str, str]:
+    """What torch computes with on this CPU, and the variables that were set; ranks inherit both."""
+    import torch  # not above: who only reads runs does without
+
+    told = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    return {"torch": torch.backends.cpu.get_cpu_capability(), **told}
 
 
 def _versions() -> dict[str, Any]:
@@ -438,4 +453,4 @@ class Durations:
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")
+        write_whole(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")

@@ -22,10 +22,12 @@ from pydantic import (
     model_validator,
 )
 
+from shardproof.case import Axis
 from shardproof.costs import expression
 
-Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
+#: Option or knob -> value; an implementation or a workload checks them.
+Values = dict[str, Any]
 LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
@@ -68,7 +70,7 @@ class Other(Model):
     """What the second run of `same_as` is: another implementation, mesh or options."""
 
     implementation: str | None = Field(None, min_length=1, description="default: the case's own")
-    options: dict[str, Any] = Field(
+    options: Values = Field(
         default_factory=dict,
         description="all options of another implementation; changes to the case's own options "
         "if it is the same one",
@@ -124,7 +126,7 @@ class ImplementationChoice(Model):
     """An implementation and its options; a bare name stands for `{name: ...}`."""
 
     name: str = Field(min_length=1, description="family/name, or package.module:Class")
-    options: dict[str, Any] = Field(default_factory=dict, description="handed to setup()")
+    options: Values = Field(default_factory=dict, description="handed to setup()")
     label: Label | None = Field(None, description="tells option sets apart in ids and tables")
     expect: Expect | None = Field(None, description="overrides the scenario's expect")
 
@@ -196,7 +198,7 @@ class Workload(Model):
     global_batch: int = Field(24, ge=1, le=4096, description="samples in one optimizer step")
     micro_batches: int = Field(2, ge=1, le=64, description="per data coordinate and window")
     windows: int = Field(1, ge=1, le=16, description="schedule calls in one optimizer step")
-    params: dict[str, Any] = Field(default_factory=dict, description="knobs of the workload")
+    params: Values = Field(default_factory=dict, description="knobs of the workload")
 
 
 class WorkloadChoice(Model):
@@ -209,7 +211,7 @@ class WorkloadChoice(Model):
     global_batch: int | None = Field(None, ge=1, le=4096)
     micro_batches: int | None = Field(None, ge=1, le=64)
     windows: int | None = Field(None, ge=1, le=16)
-    params: dict[str, Any] | None = None
+    params: Values | None = None
     expect: Expect | None = Field(None, description="overrides the implementation's expect")
 
 

@@ -1,7 +1,8 @@
 """``-k EXPR``: pytest's grammar on case ids.
 
 ``and``, ``or``, ``not`` and parentheses combine words; a word holds where it is part of the id,
-whatever the case of its letters.  A whole case id selects just that case.
+whatever the case of its letters, and ids match by their old words, too.  A whole case id selects
+just that case.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from shardproof import old_words
 from shardproof.errors import Problem, SelectionError
 
 Predicate = Callable[[str], bool]
@@ -93,6 +95,6 @@ class _Parser:
                 raise self._error(column, f"expected a word, found {token or 'the end'!r}")
             self.position += 1
             word = token.lower()
-            return lambda name: word in name.lower()
+            return lambda name: old_words.matches(name, lambda text: word in text.lower(), token)
         finally:
             self.depth -= 1

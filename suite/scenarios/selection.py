@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from shardproof import old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios.load import find
@@ -41,8 +42,7 @@ class Selection:
         :raises ScenarioError: a faulty scenario file.
         :raises SelectionError: an unknown name, a bad expression, or nothing that matches.
         """
-        ids = [name for name in self.scenarios if _is_id(name)]
-        names = [name for name in self.scenarios if not _is_id(name)]
+        ids, names = _split(self.scenarios)
         named_by_ids = [_scenario_of(name) for name in ids]
         files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
         everything = [case for file in files for case in expand(file, vocabulary)]
@@ -61,7 +61,7 @@ class Selection:
 
         :raises SelectionError: a value that was not planned; what was is named.
         """
-        expression = self.expression.strip()
+        expression = _expression(self.expression)
         cases = self._of_scenarios(planned)
         cases = _narrow(
             cases,
@@ -83,7 +83,8 @@ class Selection:
 
     def _of_scenarios(self, planned: list[Case]) -> list[Case]:
         kept: set[str] = set()
-        for given in self.scenarios:
+        ids, others = _split(self.scenarios)
+        for given in (*ids, *others):
             names = {given}
             if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
                 names = {file.name for file in find([given])}
@@ -95,7 +96,7 @@ class Selection:
         return [case for case in planned if case.id in kept or not self.scenarios]
 
     def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
-        expression = self.expression.strip()
+        expression = _expression(self.expression)
         matches = compile_expression(expression)
         if _is_id(expression):
             return [resolve(expression, pool)]
@@ -181,6 +182,18 @@ def system_of(case: Case) -> str:
 
 def _is_id(text: str) -> bool:
     return len(text.split("::")) == _ID_PARTS and " " not in text
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Case ids, in the words of now, and names of scenarios, files or folders."""
+    ids = [old_words.current_name(name) for name in arguments if _is_id(name)]
+    return ids, [name for name in arguments if not _is_id(name)]
+
+
+def _expression(text: str) -> str:
+    """``-k`` without spaces around it; a whole case id in the words of now."""
+    text = text.strip()
+    return old_words.current_name(text) if _is_id(text) else text
 
 
 def _scenario_of(name: str) -> str:

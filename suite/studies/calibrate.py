@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import working_precision
 from shardproof.checks.numbers import (
@@ -33,8 +34,8 @@ from shardproof.checks.numbers import (
     split_zero,
 )
 from shardproof.contract import OptimizerSpec
+from shardproof.files import write_whole
 from shardproof.oracle.training import train
-from shardproof.version import VERSION
 from shardproof.workloads import make
 
 RECORD = Path(__file__).parents[1] / "checks" / "calibration.json"
@@ -200,9 +201,7 @@ def measure(
 
 def write(record: Mapping[str, Any], path: Path = RECORD) -> None:
     """Put ``record`` beside the thresholds."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def lines(record: Mapping[str, Any]) -> list[str]:

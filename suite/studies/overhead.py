@@ -1,4 +1,4 @@
-"""What the suite itself costs: ``python -m shardproof.studies.overhead``.
+"""What the suite itself costs: ``shardproof study overhead``.
 
 Two ratios, each measured side by side in one run.  (1) The harness's own time per step with ledgers
 off, on a workload that computes nothing, over the median step of the smallest GPT in one process:
@@ -12,14 +12,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardproof import pack, workloads
+from shardproof import tensor_bytes, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.rank_program import run_rank
 from shardproof.comm import Mesh
@@ -167,7 +167,7 @@ def _block(backend: str) -> float:
 
     with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
         outcomes = run_ranks(backend, RANKS, program, Path(folder), 60.0, ledgers=False)
-        records = [pack.load(outcome.record) for outcome in outcomes if outcome.record]
+        records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     if len(records) != RANKS:
         raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))
     return max(float(record["seconds"]) for record in records)
@@ -201,32 +201,28 @@ def _in_one_rank(measure: Any) -> float:
         (outcome,) = run_ranks("in_memory", 1, program, Path(folder), 120.0, ledgers=False)
         if outcome.record is None:
             raise RuntimeError(outcome.sentence())
-        return float(pack.load(outcome.record)["seconds"])
+        return float(tensor_bytes.load(outcome.record)["seconds"])
 
 
-def main() -> None:
-    """Measure and print all three."""
+def sentences() -> Iterator[str]:
+    """What each measurement says, as soon as it is made."""
     torch.set_num_threads(1)
     own, gpt = harness_seconds(), gpt_step_seconds()
     share = own / gpt
     verdict = "within" if share <= LIMIT else "over"
-    print(
+    yield (
         f"harness: {own * 1e6:.1f} us a step over {STEPS:,} empty steps, "
         f"{share:.2%} of a GPT step of {gpt * 1e3:.2f} ms ({verdict} {LIMIT:.0%})"
     )
     latency = all_reduce_seconds()
-    print(
+    yield (
         f"all-reduce, 4 KB, {RANKS} ranks: in_memory {latency['in_memory'] * 1e6:.0f} us, "
         f"gloo {latency['gloo'] * 1e6:.0f} us, ratio {latency['gloo'] / latency['in_memory']:.1f}"
     )
     seconds = schedule_seconds()
-    told = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
+    by_name = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
     verdict = "within" if max(seconds.values()) <= SCHEDULE_LIMIT else "over"
-    print(
+    yield (
         f"schedules, {STAGES} stages x {MICRO_BATCHES} micro-batches, generated and checked: "
-        f"{told} s ({verdict} {SCHEDULE_LIMIT:g} s)"
+        f"{by_name} s ({verdict} {SCHEDULE_LIMIT:g} s)"
     )
-
-
-if __name__ == "__main__":
-    main()

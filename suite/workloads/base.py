@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
 from shardproof.workloads.draws import generators
-from shardproof.workloads.knobs import Knob, check_traits, lookup
+from shardproof.workloads.knobs import Knob, Params, check_traits, lookup
 from shardproof.workloads.layers import (
     Place,
     Stack,
@@ -69,12 +69,12 @@ class Family(ABC):
     about: str
     knobs: ClassVar[Mapping[str, Knob]]
     #: Named sets of knobs for ``shardproof bench --size``, by about how many parameters they give.
-    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    sizes: ClassVar[Mapping[str, Params]] = {}
     digest: str
     #: Whether all its numbers are small integers over powers of two.
     dyadic: ClassVar[bool] = False
 
-    def check(self, params: Mapping[str, Any]) -> None:
+    def check(self, params: Params) -> None:
         """Raise :class:`WorkloadError` for knobs that do not fit together."""
 
     @abstractmethod
@@ -82,13 +82,13 @@ class Family(ABC):
         """Number of samples in the data set."""
 
     @abstractmethod
-    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+    def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """A fresh, uninitialised model; frozen parameters already marked."""
 
     @abstractmethod
     def samples(
         self,
-        params: Mapping[str, Any],
+        params: Params,
         chosen: Sequence[int],
         draws: Sequence[int],
         flags: Sequence[int],
@@ -108,11 +108,11 @@ class Family(ABC):
         """Target weights (fp64) that sum to 1 over the global batch; 0 where not ``valid``."""
         return valid.to(torch.float64) / int(valid.sum())
 
-    def cross_entropy(self, params: Mapping[str, Any]) -> CrossEntropy | None:
+    def cross_entropy(self, params: Params) -> CrossEntropy | None:
         """The cross-entropy that :meth:`loss` is (``None``: it is another function)."""
         return CrossEntropy(label_smoothing=params.get("label_smoothing", 0.0))
 
-    def loss(self, params: Mapping[str, Any], outputs: Tensor, micro: MicroBatch) -> Tensor:
+    def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
         form = self.cross_entropy(params)
         if form is None:
@@ -128,11 +128,11 @@ class Family(ABC):
         )
         return (micro.weights.reshape(-1) * losses).sum()
 
-    def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
+    def depends_on_cut(self, params: Params) -> bool:
         """Whether one sample's gradient depends on the others in its micro-batch."""
         return False
 
-    def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
+    def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """Slices of parameters whose true gradient is 0."""
         return {}
 
@@ -431,7 +431,7 @@ class Workload:
         return torch.randperm(self.family.size(), generator=generator).tolist()
 
 
-def resolve(family: Family, spec: WorkloadSpec) -> dict[str, Any]:
+def resolve(family: Family, spec: WorkloadSpec) -> Params:
     """All knobs of ``family`` with the values of ``spec``; checks the whole of ``spec``."""
     params = {name: knob.default for name, knob in family.knobs.items()}
     for name, value in spec.params.items():

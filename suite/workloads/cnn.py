@@ -11,8 +11,8 @@ Pixels are 0 to 1 in steps of 1/16, exact in every dtype.  The corner pixel, 0 i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Samples
-from shardproof.workloads.knobs import Knob
+from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Conv2d, Linear, Place, Stack, tie
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
@@ -85,7 +85,7 @@ class DigitsCNN(Family):
         """Number of images."""
         return len(data.digits()[1])
 
-    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+    def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """The net with the odd modules of ``traits``."""
         channels, layers = params["channels"], params["layers"]
         middle, ends = layers // 2, ("tied_over_units",)
@@ -115,13 +115,13 @@ class DigitsCNN(Family):
             stack.get_parameter("blocks.0.conv.weight").requires_grad_(False)
         return stack
 
-    def depends_on_cut(self, params: Mapping[str, Any]) -> bool:
+    def depends_on_cut(self, params: Params) -> bool:
         """Batch norm takes its statistics from the micro-batch."""
         return bool(params["norm"] == "batch")
 
     def samples(
         self,
-        params: Mapping[str, Any],
+        params: Params,
         chosen: Sequence[int],
         draws: Sequence[int],
         flags: Sequence[int],

@@ -19,8 +19,8 @@ too, but it costs many bits a step).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from shardproof.contract import CrossEntropy, MicroBatch
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Samples
-from shardproof.workloads.knobs import Knob
+from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
 
 SYMBOLS = 32
@@ -107,7 +107,7 @@ class DyadicMLP(Family):
         """Number of names."""
         return len(data.character_names())
 
-    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+    def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """The net; ``traits``: tied_over_units ties the head to the embedding."""
         width = params["width"]
         stack = Stack(
@@ -141,11 +141,11 @@ class DyadicMLP(Family):
         parts[valid] = torch.tensor([2.0] * (whole - count) + [1.0] * (2 * count - whole)).double()
         return parts / whole
 
-    def cross_entropy(self, params: Mapping[str, Any]) -> CrossEntropy | None:
+    def cross_entropy(self, params: Params) -> CrossEntropy | None:
         """The loss is a hinge."""
         return None
 
-    def loss(self, params: Mapping[str, Any], outputs: Tensor, micro: MicroBatch) -> Tensor:
+    def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * max(0, 1 + score of the next letter - score of the target))``."""
         target = micro.targets.unsqueeze(-1)
         scores = outputs.to(micro.weights.dtype)
@@ -155,7 +155,7 @@ class DyadicMLP(Family):
 
     def samples(
         self,
-        params: Mapping[str, Any],
+        params: Params,
         chosen: Sequence[int],
         draws: Sequence[int],
         flags: Sequence[int],

@@ -14,9 +14,9 @@ the sequence leave masked targets, so token counts are unequal by nature.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Region, Samples
-from shardproof.workloads.knobs import Knob, WorkloadError
+from shardproof.workloads.knobs import Knob, Params, WorkloadError
 from shardproof.workloads.layers import Embedding, Linear, Place, Stack, tie
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
@@ -139,7 +139,7 @@ class CharnamesGPT(Family):
         "20m": {"width": 576, "heads": 9, "layers": 5, "seq": 32},
     }
 
-    def check(self, params: Mapping[str, Any]) -> None:
+    def check(self, params: Params) -> None:
         """The heads must divide the width, the KV heads the heads."""
         sizes = {**params, "kv_heads": _kv_heads(params)}
         for divided, by in (("width", "heads"), ("heads", "kv_heads")):
@@ -153,7 +153,7 @@ class CharnamesGPT(Family):
         """Number of names."""
         return len(data.character_names())
 
-    def model(self, params: Mapping[str, Any], traits: Collection[str], place: Place) -> Stack:
+    def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """The GPT with the odd modules of ``traits``."""
         width, layers = params["width"], params["layers"]
         middle, keyed = layers // 2, "dropout_counter" in traits
@@ -184,7 +184,7 @@ class CharnamesGPT(Family):
 
     def samples(
         self,
-        params: Mapping[str, Any],
+        params: Params,
         chosen: Sequence[int],
         draws: Sequence[int],
         flags: Sequence[int],
@@ -206,7 +206,7 @@ class CharnamesGPT(Family):
             inputs = [[*tokens, key] for tokens, key in zip(inputs, keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
 
-    def zero_gradient(self, params: Mapping[str, Any]) -> dict[str, list[Region]]:
+    def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """The key part of every QKV bias: it adds the same to all scores of a query."""
         width = params["width"]
         keys = width, width + width // params["heads"] * _kv_heads(params)
@@ -215,7 +215,7 @@ class CharnamesGPT(Family):
         }
 
 
-def _kv_heads(params: Mapping[str, Any]) -> int:
+def _kv_heads(params: Params) -> int:
     """Key and value heads: as many as query heads unless told."""
     return int(params["kv_heads"] or params["heads"])
 

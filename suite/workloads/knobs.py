@@ -9,6 +9,9 @@ from typing import Any
 
 from shardproof.workloads.traits import TRAITS
 
+#: Knob -> value: an int, float, bool or word that its :class:`Knob` has checked.
+Params = Mapping[str, Any]
+
 
 class WorkloadError(ValueError):
     """A workload, knob or trait that does not exist or does not fit; says what would."""

@@ -22,13 +22,7 @@ from shardproof.backends import errors, in_memory
 from shardproof.backends.hub import Hub
 from shardproof.ledgers import program_order, traffic
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -321,8 +321,8 @@ def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
 def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
     """None is empty: ZeRO-3 gathers once for each that there is, not as often as when probed."""
     base = plan("shard", 2, micro_batches=(4, 4))
-    assert curve.plan_at(base, "shard", 8).micro_batches == (4,) * 8
-    assert curve.plan_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
+    assert curve.facts_at(base, "shard", 8).micro_batches == (4,) * 8
+    assert curve.facts_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
     compute = Compute(0.0, 0.001, 0.004)
     args = ("shard", "strong", 16, compute, FITS, "gloo")
     made = curve.modelled("zero3", base, *args, worlds=[4, 8, 16])
@@ -336,7 +336,7 @@ def test_a_pipeline_is_as_long_as_its_bubble() -> None:
     assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
     assert curve.pipeline_stretch(plan("replicate", 3)) == 1.0
     with pytest.raises(NoCostModel, match="3 units cannot fill the stages of 4 ranks"):
-        curve.plan_at(eight, "pipe", 4)
+        curve.facts_at(eight, "pipe", 4)
 
 
 def test_compute_goes_through_what_was_measured() -> None:

@@ -87,7 +87,7 @@ def test_promised_calls_are_those_that_the_ledger_sees(
     run = run_of(implementation, axis, world, **options)
     seen = step_time.seen(watched(run).calls)
     base = dataclasses.replace(run, axes={axis: 2}).facts()  # of another world: no rank is asked
-    cost_model = cost_model_of(strategy, curve.plan_at(base, axis, world))
+    cost_model = cost_model_of(strategy, curve.facts_at(base, axis, world))
     assert cost_model is not None
     expected = totals(step_time.promised(cost_model))
     assert expected and totals(seen) == expected

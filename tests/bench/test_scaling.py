@@ -21,12 +21,12 @@ from commands import shardproof, started
 from shardproof.bench import session, stats, time_budget
 from shardproof.bench.evidence import load_times, write_times
 from shardproof.bench.launches import cell_launch
-from shardproof.bench.leader_tasks import Declaration, Examined
 from shardproof.bench.scaling import judge, matrix, tables
 from shardproof.bench.sides import files
 from shardproof.commands.verify import verify
 from shardproof.compare import snapshot
 from shardproof.errors import InputError, SelectionError
+from shardproof.registry.declaration import Answer, Declaration
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios import load
 
@@ -462,14 +462,14 @@ def test_systems_without_a_data_axis_are_told_so() -> None:
     cell = cells()[2]
 
     def declared(axes: tuple[str, ...], max_world: int | None) -> session.Measured:
-        measured, says = session.Measured(cell), Declaration(axes, max_world=max_world)
-        session._declare(measured, Examined({"ranks": says}))
+        measured, says = session.Measured(cell), Declaration(axes=axes, max_world=max_world)
+        session.declare(measured, {"ranks": Answer(says)}, gpus=None)
         return measured
 
     told = declared(("pipe",), None)
     assert told.problem == ("precondition", "reference/ddp: has no data axis, only pipe")
     told = declared(("shard",), 1)
-    assert told.problem is not None and "at most 1 ranks" in told.problem[1]
+    assert told.problem is not None and "world sizes up to 1" in told.problem[1]
     told = declared(("replicate", "shard"), 8)
     assert told.problem is None and told.meshes == {"ranks": {"shard": 2}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,21 @@ import torch
 from test_costs import plan
 
 from shardproof.checks import Outcome, active, memory, overlap, traffic
+from shardproof.contract import PROFILES
 from shardproof.costs import COST_MODELS, CostModel, NoCostModel
 from shardproof.costs.expression import CaseFacts
+from shardproof.evidence.records import RankRecord, StepRecord, WorkloadFacts
 from shardproof.ledgers.memory import MemoryLedger, summary
-from shardproof.report.memory import MEASURED, memory_rows
+from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.traffic import Call
+from shardproof.registry.declaration import Declaration
+from shardproof.report.memory import MEASURED, with_figures
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
 
 
-def weigh(cost_model: CostModel, rank: int) -> list[dict[str, Any]]:
+def weigh(cost_model: CostModel, rank: int) -> list[MemoryRow]:
     """The rows of a rank that holds what is promised."""
     rows = []
     for step in range(STEPS):
@@ -35,14 +41,19 @@ def weigh(cost_model: CostModel, rank: int) -> list[dict[str, Any]]:
     return rows
 
 
-def row(moment: str, step: int, where: str, kind: str, size: int) -> dict[str, Any]:
-    fields = {"moment": moment, "step": step, "where": where, "device": "cpu", "kind": kind}
-    return fields | {"bytes": size}
+def row(moment: str, step: int, where: str, kind: str, size: int) -> MemoryRow:
+    return MemoryRow(moment, step, where, "cpu", kind, size)
 
 
-def calls(cost_model: CostModel, world: int) -> list[list[dict[str, Any]]]:
+def change(rows: list[MemoryRow], one: MemoryRow, **fields: Any) -> MemoryRow:
+    """``one`` of ``rows`` with other ``fields``."""
+    rows[rows.index(one)] = changed = replace(one, **fields)
+    return changed
+
+
+def calls(cost_model: CostModel, world: int) -> list[list[Call]]:
     """Calls of one step on each rank as promised: gathers fly while their unit begins."""
-    ranks: list[list[dict[str, Any]]] = [[] for _ in range(world)]
+    ranks: list[list[Call]] = [[] for _ in range(world)]
     gathers = [int(cost_model.strategy == "fsdp")] * world  # its root is gathered once
     for flow in cost_model.flows():
         assert isinstance(flow.calls, int)
@@ -57,17 +68,20 @@ def calls(cost_model: CostModel, world: int) -> list[list[dict[str, Any]]]:
                     issued = begins - 1 if unit else begins + 1  # the root has nothing before it
                     phase, waited = ("forward", "backward")[way], issued + 2
                 ranks[rank].append(
-                    {
-                        "operation": flow.operation,
-                        "group": list(range(world)),
-                        "axis": "world",
-                        "logical_bytes": f"{share.numerator}/{share.denominator}",
-                        "phase": phase,
-                        "floating": True,
-                        "inside_backward": True,
-                        "issued": issued,
-                        "waited": waited,
-                    }
+                    Call(
+                        sequence=0,
+                        operation=flow.operation,
+                        group=tuple(range(world)),
+                        axis="world",
+                        dtype="float32",
+                        payload_bytes=0,
+                        logical_bytes=share,
+                        phase=phase,
+                        inside_backward=True,
+                        units_before=0,
+                        issued=issued,
+                        waited=waited,
+                    )
                 )
     return ranks
 
@@ -77,10 +91,13 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
     )
     units = [
-        [100 * way + 10 * number, phase, unit]
+        (100 * way + 10 * number, phase, unit)
         for way, phase in enumerate(("forward", "backward"), 1)
-        for number, unit in enumerate(("", *cost_model.plan.units))
+        for number, unit in enumerate(("", *cost_model.facts.units))
     ]
+    declaration = Declaration(
+        strategy=strategy, backends=("in_memory",), features=frozenset(PROFILES[strategy])
+    )
     records = []
     for rank, sent in enumerate(calls(cost_model, world)):
         local = cost_model.local(rank)
@@ -91,25 +108,27 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
                 "optimizer": dict(local.optimizer),
             },
         }
-        step = {
-            "observed": {point: {} for point in POINTS},
-            "held": held,
-            "metrics": {},
-            "calls": [0, len(sent)],
-            "events": [0, 1000],
-        }
-        records.append(
-            {
-                "rank": rank,
-                "memory": weigh(cost_model, rank),
-                "unmatched": [],
-                "traffic": sent,
-                "events": units,
-                "steps": [dict(step) for _ in range(STEPS)],
-            }
+        step = StepRecord(
+            0,
+            rank,
+            0.0,
+            None,
+            observed={point: {} for point in POINTS},
+            held=held,
+            calls=(0, len(sent)),
+            events=(0, 1000),
         )
-    from shardproof.contract import PROFILES
-
+        records.append(
+            RankRecord(
+                rank,
+                2,
+                declaration,
+                memory=weigh(cost_model, rank),
+                traffic=sent,
+                events=units,
+                steps=[replace(step) for _ in range(STEPS)],
+            )
+        )
     case = SimpleNamespace(
         ledgers=True,
         backend="in_memory",
@@ -118,27 +137,19 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         expect={},
         precision={},
         dtype="float32",
-        mesh=cost_model.plan.axes,
+        mesh=cost_model.facts.axes,
         world=world,
     )
-    names = [t.name for t in cost_model.plan.parameters]
+    names = [t.name for t in cost_model.facts.parameters]
     return SimpleNamespace(
         case=case,
-        capabilities={
-            "strategy": strategy,
-            "backends": ["in_memory"],
-            "features": sorted(PROFILES[strategy]),
-        },
-        facts=CaseFacts({}, cost_model.plan),
+        declaration=declaration,
+        facts=CaseFacts({}, cost_model.facts),
+        plan=cost_model.facts,
         steps=range(STEPS),
         records=records,
-        workload={
-            "parameter_names": names,
-            "trainable_names": names,
-            "unused_possible": False,
-            "traits": [],
-        },
-        tensors=[{"point": "initial", "kind": "parameters", "name": name} for name in names],
+        workload=WorkloadFacts({}, names, names, unused_possible=False, traits=[]),
+        tensors=[SimpleNamespace(point="initial", kind="parameters", name=name) for name in names],
     )
 
 
@@ -161,25 +172,22 @@ def test_what_is_promised_passes(strategy: str, world: int) -> None:
 def test_one_byte_more_or_less_of_any_class_fails(kind: str, amount: int) -> None:
     policy = {"precision": {"parameters": "bfloat16"}}
     found = figures("zero1", options=policy)
-    rows = found.records[1]["memory"]
+    rows = found.records[1].memory
     wrong = next(
-        r
-        for r in rows
-        if r["kind"] == kind and r["moment"] == "mark" and r["step"] == 2 and r["bytes"]
+        r for r in rows if r.kind == kind and r.moment == "mark" and r.step == 2 and r.bytes
     )
-    wrong["bytes"] += amount
+    wrong = change(rows, wrong, bytes=wrong.bytes + amount)
     outcome = memory.decide(found)
     assert outcome.status == "fail"
-    for told in (f"rank 1, step 2, {wrong['where']}: {kind}", f"{wrong['bytes']:,} bytes held"):
+    for told in (f"rank 1, step 2, {wrong.where}: {kind}", f"{wrong.bytes:,} bytes held"):
         assert told in outcome.message
-    assert f"{wrong['bytes'] - amount:,} promised (zero1, A16)" in outcome.message
+    assert f"{wrong.bytes - amount:,} promised (zero1, A16)" in outcome.message
 
 
 def test_bytes_of_a_host_tier_do_not_count_on_the_device() -> None:
     found = figures("zero1")
-    for one in found.records[0]["memory"]:
-        if one["kind"] == "optimizer_state":
-            one["device"] = "file"
+    rows = found.records[0].memory
+    rows[:] = [replace(r, device="file") if r.kind == "optimizer_state" else r for r in rows]
     outcome = memory.decide(found)
     assert outcome.status == "fail"
     assert "optimizer_state: 0 bytes held" in outcome.message
@@ -190,10 +198,10 @@ def test_peaks_are_bounded_on_both_sides(amount: int, bad: bool) -> None:
     found = figures("zero3")
     peak = next(
         r
-        for r in found.records[0]["memory"]
-        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "parameters")
+        for r in found.records[0].memory
+        if (r.moment, r.where, r.kind) == ("peak", "backward", "parameters")
     )
-    peak["bytes"] += amount
+    change(found.records[0].memory, peak, bytes=peak.bytes + amount)
     outcome = memory.decide(found)
     assert (outcome.status == "fail") == bad
     if bad:
@@ -205,22 +213,21 @@ def test_memory_says_why_it_does_not_judge() -> None:
     found = figures()
     found.case.backend = "gloo"
     assert "in_memory" in memory.decide(found).message
-    found.capabilities["backends"] = ["gloo"]
+    found.declaration = replace(found.declaration, backends=("gloo",))
     assert memory.decide(found).status == "pass"
-    found.capabilities["strategy"] = "elastic_ddp"
+    found.declaration = replace(found.declaration, strategy="elastic_ddp")
     assert memory.decide(found).status == "skip"
 
 
 def test_a_skipped_update_makes_no_state() -> None:
     found = figures("zero1")
     for record in found.records:
-        record["steps"][0] = record["steps"][0] | {"metrics": {"skipped": 1.0}}
+        record.steps[0].metrics = {"skipped": 1.0}
     assert "step 0, after_update: optimizer_state" in memory.decide(found).message
     for record in found.records:
-        for one in record["memory"]:
-            early = one["step"] == 0 or (one["step"], one["where"]) == (1, "gradients_final")
-            if one["kind"] == "optimizer_state" and early:
-                one["bytes"] = 0
+        for one in [row for row in record.memory if row.kind == "optimizer_state"]:
+            if one.step == 0 or (one.step, one.where) == (1, "gradients_final"):
+                change(record.memory, one, bytes=0)
     assert memory.decide(found).status == "pass"
 
 
@@ -257,20 +264,18 @@ def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
         }
         for changed in ({}, whole)
     ]
-    cells = sorted(row[MEASURED] for row in memory_rows(results))
+    cells = sorted(row[MEASURED] for row, _ in with_figures(results))
     assert cells[1] == "nothing held" and cells[0].endswith("x")
 
 
 def test_traffic_names_the_axis_and_the_call() -> None:
     found = figures("zero3")
-    lost = found.records[0]["traffic"].pop()
-    found.records[0]["steps"] = [
-        step | {"calls": [0, len(found.records[0]["traffic"])]}
-        for step in found.records[0]["steps"]
-    ]
+    lost = found.records[0].traffic.pop()
+    for step in found.records[0].steps:
+        step.calls = (0, len(found.records[0].traffic))
     outcome = traffic.decide(found)
     assert outcome.status == "fail"
-    assert f"axis shard, {lost['operation']}" in outcome.message
+    assert f"axis shard, {lost.operation}" in outcome.message
 
 
 def test_there_is_no_ratio_where_the_textbook_promises_nothing(
@@ -290,13 +295,11 @@ def test_there_is_no_ratio_where_the_textbook_promises_nothing(
 def test_the_same_bytes_in_more_calls_fail() -> None:
     found = figures("zero3")
     for record in found.records:
-        first = record["traffic"][0]
-        half = Fraction(first["logical_bytes"]) / 2
-        first["logical_bytes"] = str(half)
-        record["traffic"].append(dict(first))
-        record["steps"] = [
-            step | {"calls": [0, len(record["traffic"])]} for step in record["steps"]
-        ]
+        first = record.traffic[0]
+        first.logical_bytes /= 2
+        record.traffic.append(replace(first))
+        for step in record.steps:
+            step.calls = (0, len(record.traffic))
     outcome = traffic.decide(found)
     assert outcome.status == "fail"
     assert "calls over all ranks, zero3 promises" in outcome.message
@@ -315,9 +318,9 @@ def test_axes_are_told_from_ranks() -> None:
 def test_a_whole_where_a_shard_is_promised_fails(kind: str) -> None:
     found = figures("zero3")
     point = "gradients_final" if kind == "gradients" else "after_update"
-    held = found.records[1]["steps"][-1]["held"]
-    held = held | {point: held[point] | {kind: held[point][kind] | {"head.w": 7}}}
-    found.records[1]["steps"][-1] = found.records[1]["steps"][-1] | {"held": held}
+    step = found.records[1].steps[-1]
+    kinds = step.held[point]
+    step.held = step.held | {point: kinds | {kind: kinds[kind] | {"head.w": 7}}}
     outcome = active.decide(found)
     assert outcome.status == "fail"
     assert f"7 elements of the {kind} of 'head.w', zero3 promises" in outcome.message
@@ -327,9 +330,9 @@ def test_no_prefetch_fails() -> None:
     found = figures("zero3")
     assert overlap.decide(found).status == "pass", overlap.decide(found).message
     for record in found.records:
-        for call in record["traffic"]:
-            if call["operation"] == "all_gather":
-                call["waited"] = call["issued"] + 1
+        for call in record.traffic:
+            if call.operation == "all_gather":
+                call.waited = call.issued + 1
     outcome = overlap.decide(found)
     assert outcome.status == "fail"
     assert "0 gathers are issued while another unit computes, 4 promised" in outcome.message
@@ -337,9 +340,9 @@ def test_no_prefetch_fails() -> None:
 
 def test_another_depth_of_prefetch_fails() -> None:
     found = figures("zero3")
-    for call in found.records[1]["traffic"]:
-        if (call["operation"], call["phase"]) == ("all_gather", "forward"):
-            call["issued"] = 101
+    for call in found.records[1].traffic:
+        if (call.operation, call.phase) == ("all_gather", "forward"):
+            call.issued = 101
     outcome = overlap.decide(found)
     assert outcome.status == "fail"
     told = (
@@ -351,15 +354,16 @@ def test_another_depth_of_prefetch_fails() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
 def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
     found = figures(strategy)
-    cost_model = COST_MODELS[strategy](found.facts.plan)
+    cost_model = COST_MODELS[strategy](found.facts.model_facts)
     peak = next(
         r
-        for r in found.records[0]["memory"]
-        if (r["moment"], r["where"], r["kind"]) == ("peak", "backward", "communication")
+        for r in found.records[0].memory
+        if (r.moment, r.where, r.kind) == ("peak", "backward", "communication")
     )
-    peak["bytes"] = cost_model.peaks(0, "backward", 0)["communication"].high
+    most = cost_model.peaks(0, "backward", 0)["communication"].high
+    peak = change(found.records[0].memory, peak, bytes=most)
     assert memory.decide(found).status == "pass"
-    peak["bytes"] += 1
+    change(found.records[0].memory, peak, bytes=most + 1)
     assert "backward: communication" in memory.decide(found).message
 
 
@@ -374,8 +378,8 @@ def test_a_ledger_leaves_rows_at_marks_and_peaks() -> None:
         ledger.classify(modules=[module])
         ledger.mark("gradients_final")
     rows = summary(ledger.log)
-    marks = {(r["where"], r["kind"]): r["bytes"] for r in rows if r["moment"] == "mark"}
-    peaks = {(r["where"], r["kind"]): r["bytes"] for r in rows if r["moment"] == "peak"}
+    marks = {(r.where, r.kind): r.bytes for r in rows if r.moment == "mark"}
+    peaks = {(r.where, r.kind): r.bytes for r in rows if r.moment == "peak"}
     assert marks["gradients_final", "parameters"] == 64
     assert peaks["forward", "all"] == 64 + 400
     assert peaks["forward", "temporary"] == 400

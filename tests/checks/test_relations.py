@@ -15,6 +15,8 @@ from shardproof.cases.runner import run_cases
 from shardproof.checks import relations
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import ScenarioError
+from shardproof.evidence.records import ComparisonRow
+from shardproof.registry.declaration import Declaration
 from shardproof.scenarios.load import find, load_text
 from shardproof.scenarios.matrix import expand, substitute
 from shardproof.scenarios.vocabulary import installed
@@ -88,7 +90,7 @@ BREAK = [
     (_case("mutants/ddp_reduces_in_fp32", "world1", 1), "world1 does not hold"),
     (_case("mutants/ddp_mean_of_means", "scale", 2), "scale does not hold"),
     (
-        _sharded("mutants/zero1_makes_contiguous", AS_DDP, 2, workload=ODD),
+        _sharded("mutants/zero1_averages_then_multiplies", AS_DDP, 3, workload=ODD),
         "same_as does not hold",
     ),
     (_sharded("reference/zero2", AS_DDP, 3), "same_as does not hold"),  # a sum of sums
@@ -167,7 +169,7 @@ def test_skips_give_the_reason(results: dict[str, dict[str, Any]], case: Case, s
 def test_stored_rows_decide(row: dict[str, Any], status: str) -> None:
     place = {"step": 0, "phase": "gradients_final", "name": "w", "owner": "replica 0"}
     case = _case("reference/ddp", "split", 2)
-    figures = SimpleNamespace(case=case, compared={"relations": [place | row]})
+    figures = SimpleNamespace(case=case, compared={"relations": [ComparisonRow(**place | row)]})
     assert relations.decide(figures).status == status  # type: ignore[arg-type]
 
 
@@ -219,7 +221,7 @@ def test_other_options_add_to_the_cases_own_and_another_system_has_its_own() -> 
     ):
         (case,) = expand(load_text(PAIR.replace("RELATION", told)), installed())
         figures: Any = SimpleNamespace(
-            case=case, capabilities={"oracle": "plain", "exactness": "reordered-sum"}
+            case=case, declaration=Declaration(exactness="reordered-sum")
         )
         other, why = relations.derive(figures)
         assert other is not None and not why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,12 @@ from shardproof.checks import schedule as check
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.account import Account
+from shardproof.evidence.records import ComparisonRow, RankRecord, StepRecord
 from shardproof.impls.reference.pipeline.schedules import SCHEDULES
+from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.program_order import Done
+from shardproof.ledgers.traffic import Call
+from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Action, Schedule, with_messages
 
 UNITS = tuple(f"b.{n}" for n in range(12))
@@ -43,7 +49,10 @@ def pipeline_plan(ranks: int, options: Mapping[str, Any], windows: tuple[int, ..
     )
 
 
-def log(schedules: Mapping[int, Schedule], rank: int, windows: tuple[int, ...]) -> dict[str, Any]:
+DECLARATION = Declaration(strategy="pipeline", backends=("in_memory",))
+
+
+def log(schedules: Mapping[int, Schedule], rank: int, windows: tuple[int, ...]) -> RankRecord:
     """Two steps of ``rank`` as they would be logged: 20 numbers a computation."""
     actions, events, steps = [], [], []
     number, per_stage = 0, 0
@@ -53,26 +62,25 @@ def log(schedules: Mapping[int, Schedule], rank: int, windows: tuple[int, ...]) 
             schedule = schedules[size]
             per_stage = len(UNITS) // schedule.stages
             for action in schedule.computed(rank):
-                times: dict[str, float] = {"begin": number, "end": number + 19}
-                times |= {"began": number / 1000, "ended": (number + 20) / 1000, "cpu": 0.01}
-                place = {"step": step, "window": window}
-                actions.append(place | action._asdict() | times)
+                clock = number / 1000, (number + 20) / 1000, 0.01
+                actions.append(Done(step, window, *action, number, number + 19, *clock))
                 kind = "forward" if action.op == "F" else "backward"
                 for unit in range(per_stage) if action.op != "W" else ():
                     name = UNITS[action.stage * per_stage + unit]
-                    events.append([number + 1 + unit, kind, name])
+                    events.append((number + 1 + unit, kind, name))
                 number += 20
-        events.append([number, "observe", "gradients_final"])
+        events.append((number, "observe", "gradients_final"))
         number += 10
-        steps.append({"windows": list(windows), "events": [first, number], "calls": [0, 0]})
-    return {"actions": actions, "events": events, "steps": steps}
+        steps.append(StepRecord(step, 0, None, None, windows=windows, events=(first, number)))
+    logged = {"actions": actions, "events": events, "steps": steps}
+    return RankRecord(rank, 2, DECLARATION, coordinate={"pipe": rank}, **logged)
 
 
-def held_bytes(record: Mapping[str, Any], step: int) -> int:
+def held_bytes(record: RankRecord, step: int) -> int:
     """The peak of a rank that holds exactly what its micro-batches need."""
     held = most = 0
     for row in check.actions_of(record, step):
-        change = {"F": 1000, "BW": -1000, "B": -700, "W": -300}[row["op"]]
+        change = {"F": 1000, "BW": -1000, "B": -700, "W": -300}[row.op]
         held += change
         most = max(most, held)
     return most
@@ -87,16 +95,8 @@ def figures(
     records = []
     for rank in range(ranks):
         record = log(schedules, rank, windows)
-        record |= {"rank": rank, "coordinate": {"pipe": rank}, "traffic": [], "cores": 2}
-        record["memory"] = [
-            {
-                "moment": "peak",
-                "step": step,
-                "where": "forward",
-                "device": "cpu",
-                "kind": "activations",
-                "bytes": held_bytes(record, step),
-            }
+        record.memory = [
+            MemoryRow("peak", step, "forward", "cpu", "activations", held_bytes(record, step))
             for step in range(2)
         ]
         records.append(record)
@@ -112,13 +112,14 @@ def figures(
     )
     stages = schedules[windows[0]].stages
     compared = [
-        {"phase": phase, "name": f"stage {stage}", "owner": "2x8", "bound": size}
+        ComparisonRow(0, phase, f"stage {stage}", "2x8", 0.0, size)
         for stage in range(stages)
         for phase, size in STAGE_BYTES.items()
     ]
     fields = {
         "case": case,
-        "capabilities": {"strategy": "pipeline", "backends": ["in_memory"]},
+        "declaration": DECLARATION,
+        "plan": made,
         "schedules": schedules,
         "steps": range(2),
         "records": records,
@@ -181,11 +182,12 @@ def test_bubbles_are_measured_by_the_ranks_clocks() -> None:
     found = figures("1f1b", 2, (2,))
     clocks = ([0, 1, 4, 6], [1, 2, 4, 5])  # F0 F1 BW0 BW1 and F0 BW0 F1 BW1
     for record, begins in zip(found.records, clocks, strict=True):
-        logged = [row for row in record["actions"] if row["step"] == 1]
+        logged = [row for row in record.actions if row.step == 1]
         for row, begin in zip(logged, begins, strict=True):
-            took = 1 if row["op"] == "F" else 2
-            cpu = took / 2 if record["rank"] == 0 else took
-            row |= {"began": begin, "ended": begin + took, "cpu": cpu}
+            took = 1 if row.op == "F" else 2
+            cpu = took / 2 if record.rank == 0 else took
+            clock = row._replace(began=begin, ended=begin + took, cpu=cpu)
+            record.actions[record.actions.index(row)] = clock
     told = check.decide(found).figures["measured"]
     assert told["seconds"] == {"F": 1.0, "BW": 2.0}
     assert told["span_bubble_over_ideal"] == pytest.approx((8 - 6) / 6)
@@ -204,20 +206,29 @@ def test_bubbles_are_measured_by_the_ranks_clocks() -> None:
 Change = Callable[[Any], None]
 
 
-def rows(found: Any, rank: int = 0) -> list[dict[str, Any]]:
-    actions: list[dict[str, Any]] = found.records[rank]["actions"]
+def rows(found: Any, rank: int = 0) -> list[Done]:
+    actions: list[Done] = found.records[rank].actions
     return actions
+
+
+def change_row(found: Any, number: int, **fields: Any) -> None:
+    """Computation ``number`` of rank 0 with other ``fields``."""
+    rows(found)[number] = rows(found)[number]._replace(**fields)
 
 
 def exchange(found: Any, one: int, other: int) -> None:
     """Two computations of rank 0 change places (their times stay)."""
-    log = rows(found)
-    for key in ("op", "stage", "micro"):
-        log[one][key], log[other][key] = log[other][key], log[one][key]
+    first, second = (
+        {"op": row.op, "stage": row.stage, "micro": row.micro}
+        for row in (rows(found)[one], rows(found)[other])
+    )
+    change_row(found, one, **second)
+    change_row(found, other, **first)
 
 
 def peak(found: Any, rank: int, change: int) -> None:
-    found.records[rank]["memory"][1]["bytes"] += change
+    memory = found.records[rank].memory
+    memory[1] = replace(memory[1], bytes=memory[1].bytes + change)
 
 
 # Rank 0 of 2, four micro-batches: F0 F1 BW0 F2 BW1 F3 BW2 BW3.
@@ -231,11 +242,11 @@ IN_THE_RUN: dict[str, tuple[Change, str]] = {
         "rank 0, step 0: window 0: BW3@0 and what comes after it is never done",
     ),
     "once more": (
-        lambda f: rows(f).insert(8, rows(f)[7] | {"window": 1, "begin": 160, "end": 160}),
+        lambda f: rows(f).insert(8, rows(f)[7]._replace(window=1, begin=160, end=160)),
         "rank 0, step 0: does BW3@0 after all that the schedule has",
     ),
     "other micro-batch": (
-        lambda f: rows(f)[2].update(micro=1),
+        lambda f: change_row(f, 2, micro=1),
         "rank 0, step 0: window 0: does BW1@0 after F1@0, where 1f1b has BW0@0",
     ),
     "nothing traced": (
@@ -243,27 +254,27 @@ IN_THE_RUN: dict[str, tuple[Change, str]] = {
         "rank 1, step 0: claims a schedule, but traces no computation",
     ),
     "two at once": (
-        lambda f: rows(f)[2].update(end=65),
+        lambda f: change_row(f, 2, end=65),
         "rank 0, step 0: F2@0 begins before BW0@0 has ended",
     ),
     "late": (
-        lambda f: rows(f)[7].update(end=165),
+        lambda f: change_row(f, 7, end=165),
         "rank 0, step 0: BW3@0 is not over when gradients are said to be final",
     ),
     "empty forward": (
-        lambda f: f.records[0]["events"].remove([22, "forward", "b.1"]),
+        lambda f: f.records[0].events.remove((22, "forward", "b.1")),
         "rank 0, step 0: F1@0 runs forward of 'b.1' 0 times, not 1",
     ),
     "empty backward": (
-        lambda f: f.records[1]["events"].remove([21, "backward", "b.6"]),
+        lambda f: f.records[1].events.remove((21, "backward", "b.6")),
         "rank 1, step 0: BW0@1 runs backward of 'b.6' 0 times, not 1",
     ),
     "forward of the other stage": (
-        lambda f: f.records[1]["events"].__setitem__(0, [1, "forward", "b.0"]),
+        lambda f: f.records[1].events.__setitem__(0, (1, "forward", "b.0")),
         "rank 1, step 0: F0@1 runs forward of 'b.6' 0 times, not 1",
     ),
     "window without a claim": (
-        lambda f: f.records[0]["steps"][1].update(windows=[5]),
+        lambda f: setattr(f.records[0].steps[1], "windows", [5]),
         "rank 0, step 1: no schedule is claimed for its window of 5 micro-batches",
     ),
     "more activations": (
@@ -351,11 +362,12 @@ def test_messages_under_way_may_be_held_beside() -> None:
     found = figures()
     peak(found, 0, 600)
     assert check.decide(found).status == "fail"
-    sent = {"operation": "send", "payload_bytes": 500, "issued": 905, "waited": None}
     record = found.records[0]
-    first = record["steps"][1]["events"][0]
-    record["traffic"] = [sent | {"issued": first + 9}]
-    record["steps"][1]["calls"] = [0, 1]
+    issued = record.steps[1].events[0] + 9
+    share = Fraction(500)
+    sent = Call(0, "send", (0, 1), "pipe", "float32", 500, share, "forward", False, 0, issued)
+    record.traffic = [sent]
+    record.steps[1].calls = (0, 1)
     assert check.decide(found).status == "pass"
 
 

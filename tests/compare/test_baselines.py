@@ -85,7 +85,7 @@ def test_a_damaged_line_is_refused_and_one_cut_off_by_a_kill_is_not(tmp_path: Pa
         baseline.load(str(path))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_damaged_baseline_is_refused_in_a_sentence(
     data: st.DataObject, tmp_path_factory: Any

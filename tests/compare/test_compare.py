@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardproof.bench import stats
 from shardproof.compare import baseline, exact_figures, formats, hardware, tables, welch
-from shardproof.compare.compare import Comparison, compare
+from shardproof.compare.compare import RunComparison, compare
 from shardproof.compare.snapshot import Sample, Snapshot, strategy_of
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +40,11 @@ def run(tmp_path: Path) -> Callable[..., Snapshot]:
 Run = Callable[..., Snapshot]
 
 
-def both(run: Run, old: list[made.Line], new: list[made.Line], **more: Any) -> Comparison:
+def both(run: Run, old: list[made.Line], new: list[made.Line], **more: Any) -> RunComparison:
     return compare(run("old", old), run("new", new, **more))
 
 
-def told_by(found: Comparison) -> list[str]:
+def told_by(found: RunComparison) -> list[str]:
     return [f"{change.figure} {change.word}" for change in found.changes]
 
 
@@ -101,7 +101,7 @@ def test_prose_is_no_figure(run: Run, check: str, key: str) -> None:
     assert both(run, old, made.changed(old, 0, made.figure(check, key, "else"))).unchanged
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_is_always_told(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Whichever number of whichever rank, phase and class: it shows, with its path."""
@@ -212,7 +212,7 @@ def test_figures_of_what_broke_are_neither_better_nor_listed(run: Run, verdict: 
     assert groups is not None
     [ddp] = [row for row in groups.rows if row[0] == "ddp"]
     assert ddp[-2] == "1,000" and "better" not in tables.sentence(found)
-    rows = list(csv.DictReader(io.StringIO(formats.table([found], False))))
+    rows = list(csv.DictReader(io.StringIO(formats.csv([found], False))))
     assert [row["figure"] for row in rows if row["id"] == old[8]["id"]] == ["verdict"]
     assert told_by(both(run, new, old)) == ["traffic.bytes_sent better", "verdict better"][::-1]
 
@@ -384,7 +384,6 @@ samples = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(samples, samples)
 def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> None:
     one, other = welch.difference(x, y), welch.difference(y, x)
@@ -396,7 +395,6 @@ def test_the_difference_turns_its_sign_with_the_sides(x: Sample, y: Sample) -> N
     assert one.error >= max(x.error, y.error) * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(samples)
 def test_a_sample_beside_itself_differs_by_nothing(x: Sample) -> None:
     found = welch.difference(x, x)
@@ -453,14 +451,14 @@ def test_every_form_tells_the_same(run: Run) -> None:
     written = io.StringIO()
     from rich.console import Console
 
-    formats.text(report, Console(file=written, width=300).print)
-    rows = list(csv.DictReader(io.StringIO(formats.table([found], True))))
-    data = json.loads(formats.document(found.before, [found], True))
+    formats.terminal(report, Console(file=written, width=300))
+    rows = list(csv.DictReader(io.StringIO(formats.csv([found], True))))
+    data = json.loads(formats.json_document(found.before, [found], True))
     for told in (written.getvalue(), formats.markdown(report), formats.html(report)):
         assert "77,777" in told and "slower" in told
     assert [row["figure"] for row in rows] == ["traffic.bytes_sent", "time"]
     assert [row["verdict"] for row in rows] == ["worse", "slower"]
-    assert len(list(csv.DictReader(io.StringIO(formats.table([found], False))))) > 50
+    assert len(list(csv.DictReader(io.StringIO(formats.csv([found], False))))) > 50
     [only] = data["comparisons"][0]["compared"]
     assert only["changes"][0]["after"] == "77777"
     assert data["comparisons"][0]["times"][0]["verdict"] == "slower"

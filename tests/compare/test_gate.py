@@ -14,7 +14,7 @@ import synthetic_runs as made
 
 from shardproof import verdicts
 from shardproof.compare import baseline, gate_output, policy
-from shardproof.compare.compare import Comparison, compare
+from shardproof.compare.compare import RunComparison, compare
 from shardproof.compare.gate import Gate, judge
 from shardproof.errors import InputError
 from shardproof.scenarios import load
@@ -49,7 +49,7 @@ Judge = Callable[..., Gate]
 
 
 @pytest.fixture
-def run_pair(tmp_path: Path) -> Comparison:
+def run_pair(tmp_path: Path) -> RunComparison:
     """A run beside itself."""
     path = made.write(tmp_path / "new", made.results(2))
     return compare(baseline.load(str(path)), baseline.load(str(path)))
@@ -157,7 +157,7 @@ def test_an_expired_one_breaks_at_its_own_line(gate: Judge, verdict: str) -> Non
     assert found.exit_code == 1
     [finding] = found.findings
     assert finding.id == FIRST and finding.line == 2 and finding.file.endswith("policy.yaml")
-    assert 'tests="1" failures="1"' in gate_output.document(found)
+    assert 'tests="1" failures="1"' in gate_output.junit_xml(found)
 
 
 @pytest.mark.parametrize("day", ["2026-11-22", "2026-12-01"])
@@ -252,13 +252,13 @@ def test_none_lasts_for_more_than_a_year(gate: Judge) -> None:
 # --------------------------------------------------------------------------------- evidence
 
 
-def test_doubts_about_the_evidence_break(run_pair: Comparison) -> None:
+def test_doubts_about_the_evidence_break(run_pair: RunComparison) -> None:
     rules = policy.read(None)
     assert judge(run_pair, rules, TODAY).exit_code == 0
     found = judge(run_pair, rules, TODAY, [("new", "cases.jsonl: line 1 was changed")])
     assert states(found) == [("breaks", "evidence")] and found.exit_code == 1
     assert "line 1 was changed" in gate_output.summary(found)
-    assert 'failures="1"' in gate_output.document(found)
+    assert 'failures="1"' in gate_output.junit_xml(found)
 
 
 # --------------------------------------------------------------------------------- exact figures
@@ -604,7 +604,7 @@ def test_the_summary_is_markdown_that_names_what_broke(broken: Gate) -> None:
 
 
 def test_junit_has_a_test_for_every_result(broken: Gate) -> None:
-    suite = ElementTree.fromstring(gate_output.document(broken))[0]
+    suite = ElementTree.fromstring(gate_output.junit_xml(broken))[0]
     assert suite.get("tests") == "10" and suite.get("failures") == "3"
     assert suite.get("skipped") == "0" and suite.get("errors") == "0"
     failing = [test for test in suite if test.find("failure") is not None]
@@ -634,7 +634,7 @@ def test_many_findings_that_say_the_same_are_one_line(gate: Judge) -> None:
     assert shown[4].startswith("breaks    missing: 38 of 40 results: ")
     assert shown[4].endswith("and 35 more") and lines[2]["id"] in shown[4]
     assert "cases.scope" in shown[5] and shown[-1].startswith("broken: 40 break")
-    assert gate_output.document(found).count("<failure") == 40
+    assert gate_output.junit_xml(found).count("<failure") == 40
 
 
 def test_annotations_are_few(gate: Judge) -> None:

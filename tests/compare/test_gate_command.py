@@ -21,7 +21,8 @@ import yaml
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands import execution, main
+from shardproof.commands import main
+from shardproof.commands import run as run_command
 from shardproof.compare import baseline, policy
 from shardproof.registry import load_mutant
 from shardproof.runs import bundle
@@ -40,7 +41,7 @@ def executed(path: Path, cases: list[Case]) -> Path:
     """A run that was run, with records to judge again."""
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
-        execution.execute(folder, plan(cases, durations, 1, None), 1, None, durations)
+        run_command.execute(folder, plan(cases, durations, 1, None), 1, None, durations)
     return path
 
 

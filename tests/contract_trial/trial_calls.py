@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardproof import pack, registry
+from shardproof import registry, tensor_bytes
 from shardproof.case import Case
 from shardproof.comm import Mesh
 from shardproof.contract import Piece
@@ -34,7 +34,7 @@ def conduct(payload: dict[str, Any]) -> None:
     if cause is None:
         micro_batches = workload.batch(0, 1)[0].micro_batches
         result["truth"] = training.evaluate(workload, workload.state(), micro_batches)
-        result["ranks"] = [pack.load(o.record) for o in outcomes if o.record]
+        result["ranks"] = [tensor_bytes.load(o.record) for o in outcomes if o.record]
     (workdir / "result.json").write_text(json.dumps(result))
 
 

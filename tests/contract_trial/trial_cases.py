@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.leader import conduct
 from shardproof.contract import OptimizerSpec
+from shardproof.launch.fork_server import Task
 from shardproof.launch.pool import Pool
 
 CHECKS = ("equivalence", "replicas", "norm")
@@ -36,28 +36,25 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(
-    cases: Sequence[Case], conduct: str = "shardproof.cases.runner:conduct"
-) -> list[dict[str, Any]]:
-    """Results in the order of ``cases``, each from a leader that ran the task ``conduct``."""
+def judged(cases: Sequence[Case], task: Task = conduct) -> list[dict[str, Any]]:
+    """Results in the order of ``cases``, each from a leader that ran ``task``."""
     results = {}
-    with tempfile.TemporaryDirectory() as folder, Pool(2) as pool:
+    with Pool(2) as pool:
         items = [
             (
                 c.id,
                 {
                     "case": c.to_dict(),
-                    "workdir": str(Path(folder) / f"case{number}"),
-                    "cache": str(Path(folder) / "oracles"),
+                    "workdir": str(pool.folder / f"case{number}"),
+                    "cache": str(pool.folder / "oracles"),
                 },
                 c.deadline + 60,
             )
             for number, c in enumerate(cases)
         ]
-        for ended in pool.run(conduct, items):
-            path = Path(ended.payload["workdir"]) / "result.json"
-            assert path.exists(), ended.output
-            results[ended.key] = json.loads(path.read_text())
+        for end in pool.run(task, items):
+            assert end.value is not None, end.output
+            results[end.key] = end.value["result"]
     return [results[c.id] for c in cases]
 
 

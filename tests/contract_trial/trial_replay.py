@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import Event, OptimizerSpec
 from shardproof.evidence.assembled import assemble
+from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import root_cause, run_ranks
 from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
 from shardproof.workloads import Workload, make
@@ -52,22 +52,24 @@ def replay(
     return versions
 
 
-def conduct(payload: dict[str, Any]) -> None:
-    """Run the ranks and compare the server with a replay; leaves ``result.json``."""
+def replayed(payload: dict[str, Any]) -> dict[str, Any]:
+    """Task of a leader: run the ranks and compare the server with a replay."""
     case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
-    program = lambda rank, world: run_rank(case, workload, rank)  # noqa: E731
+    program = lambda rank, world: run_rank(case, workload, rank).to_dict()  # noqa: E731
     outcomes = run_ranks(case.backend, case.world, program, workdir, case.deadline)
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
-        result |= _compare(case, workload, [pack.load(o.record) for o in outcomes if o.record])
-    (workdir / "result.json").write_text(json.dumps(result))
+        files = [o.record for o in outcomes if o.record]
+        records = [RankRecord.from_dict(tensor_bytes.load(file)) for file in files]
+        result |= _compare(case, workload, records)
+    return {"result": result}
 
 
-def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> dict[str, Any]:
-    events = [Event(**event) for record in records for event in record["history"]]
+def _compare(case: Case, workload: Workload, records: list[RankRecord]) -> dict[str, Any]:
+    events = [event for record in records for event in record.history]
     shares = 1 + max(event.worker for event in events)
     versions = replay(workload, case.optimizer, shares, events)
     compare = relative_frobenius(FP64_BOUND)
@@ -77,7 +79,7 @@ def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> d
 
     def server(at: str, step: int = 0) -> dict[str, Tensor]:
         pieces = {
-            r["rank"]: (r if at == "final" else r["steps"][step]["observed"])[at]["parameters"]
+            r.rank: (r.final if at == "final" else r.steps[step].observed[at])["parameters"]
             for r in records
         }
         return assemble(pieces).first()
@@ -91,5 +93,5 @@ def _compare(case: Case, workload: Workload, records: list[dict[str, Any]]) -> d
         "errors": errors,
         "stale": max(event.order - event.version for event in events),
         "if_fresh": worst(server("final"), replay(workload, case.optimizer, shares, fresh)[-1]),
-        "losses": [r["steps"][0]["loss"] for r in records],
+        "losses": [r.steps[0].loss for r in records],
     }

@@ -163,7 +163,7 @@ def test_what_ends_with_the_root_is_reduced_as_late() -> None:
         for last in (MODEL[2], tensor("b.1.w", 3, first_use=None))
     ]
     # With the root, which ``b.1`` is left to, ``head``, whose inputs may need no gradient.
-    assert [found.late if found else -1 for found in late] == [0, 2]
+    assert [found.late_when_computing if found else -1 for found in late] == [0, 2]
 
 
 def test_what_is_late_over_replicas() -> None:
@@ -277,7 +277,7 @@ def test_precision_narrows_what_travels_and_adds_masters() -> None:
         ("shard", "all_gather"): (2, 32),
     }
     assert cost_model.resident(0, 0, 0)["masters"] == 4 * 8
-    assert accounting_of(cost_model.plan).id == "M18"
+    assert accounting_of(cost_model.facts).id == "M18"
     whole = COST_MODELS["zero3"](plan(options=policy))
     assert whole.resident(0, 0, 0)["masters"] == 0
     assert whole.resident(0, 0, 0)["parameters"] == 36
@@ -320,8 +320,8 @@ def test_whole_copies_are_counted_under_the_same_accounting() -> None:
     policy = {"precision": {"parameters": "bfloat16"}}
     cost_model = COST_MODELS["zero3"](plan(options=policy, optimizer="sgd", momentum=0.0))
     whole = (
-        memory_ratio(COST_MODELS["zero1"](cost_model.plan))
-        * COST_MODELS["zero1"](cost_model.plan).total()
+        memory_ratio(COST_MODELS["zero1"](cost_model.facts))
+        * COST_MODELS["zero1"](cost_model.facts).total()
     )
     assert whole == (2 + 2 + 4) * 15
 

@@ -159,7 +159,7 @@ def case(**more: Any) -> Case:
 
 
 def test_a_plan_knows_which_units_have_a_tensor_and_what_goes_between_them() -> None:
-    found = facts_of(case()).plan
+    found = facts_of(case()).model_facts
     homes = {t.name: t.units for t in found.parameters}
     assert homes["embed.token.weight"] == (0,)
     assert homes["blocks.1.mlp.up.bias"] == (1,)
@@ -168,11 +168,11 @@ def test_a_plan_knows_which_units_have_a_tensor_and_what_goes_between_them() -> 
     assert found.hidden == {"3x16": (3 * 16 * 32,) * 2, "2x16": (2 * 16 * 32,) * 2}
     assert ModelFacts.from_dict(found.to_dict()) == found
     tied = WorkloadSpec("charnames_gpt", ("tied_over_units",))
-    assert facts_of(case(workload=tied)).plan.parameters[0].units == (0, 2)
+    assert facts_of(case(workload=tied)).model_facts.parameters[0].units == (0, 2)
 
 
 def test_without_a_pipe_axis_nothing_of_it_is_asked() -> None:
-    found = facts_of(case(mesh={"replicate": 2})).plan
+    found = facts_of(case(mesh={"replicate": 2})).model_facts
     assert (found.inputs, found.hidden) == ((), {})
     assert not any(t.units for t in found.parameters)
 

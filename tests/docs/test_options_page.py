@@ -27,6 +27,7 @@ from shardproof.impls.reference import ddp, pipeline, tensor, zero1, zero2, zero
 from shardproof.impls.reference import hybrid as reference_hybrid
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
+from shardproof.impls.reference.pipeline import schedule_option
 from shardproof.impls.reference.units.plan import Wrap
 
 PAGE = (Path(__file__).parents[2] / "docs/options.md").read_text()
@@ -102,7 +103,7 @@ def test_keys_of_deepspeed_and_their_stages() -> None:
     [
         ("precision", Precision),
         ("wrap", Wrap),
-        ("schedule", pipeline.Chosen),
+        ("schedule", schedule_option.ScheduleOption),
         ("scaler", ScalerSpec),
     ],
 )

@@ -45,7 +45,7 @@ def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
 
 
 def test_the_proof_from_python_holds(tmp_path: Path) -> None:
-    """Both lines as they stand there, beside the class of the example."""
+    """The lines as they stand there, beside the class of the example."""
     found = re.search(
         r"^    from shardproof import prove\n    (verdicts = .*)$", README, re.MULTILINE
     )

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.contract import Piece
 from shardproof.evidence.assembled import assemble
 
 FULL = torch.arange(12.0).reshape(4, 3)
 
 
-def piece(tensor: torch.Tensor, **where: Any) -> dict[str, Any]:
-    base = {"name": "w", "global_shape": [4, 3], "slices": None, "flat_range": None, "replica": 0}
-    return {**base, **where, "tensor": tensor}
+def piece(tensor: torch.Tensor, **where: Any) -> Piece:
+    return Piece(**{"name": "w", "global_shape": (4, 3), **where, "tensor": tensor})
 
 
-def rows(start: int, stop: int, **more: Any) -> dict[str, Any]:
-    return piece(FULL[start:stop], slices=[[start, stop], [0, 3]], **more)
+def rows(start: int, stop: int, **more: Any) -> Piece:
+    return piece(FULL[start:stop], slices=((start, stop), (0, 3)), **more)
 
 
 def test_slices_and_flat_ranges_make_the_whole_again() -> None:

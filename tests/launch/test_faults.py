@@ -75,4 +75,4 @@ def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str, bac
 
 def test_nothing_is_left(results: dict[str, dict[str, Any]]) -> None:
     children = psutil.Process().children(recursive=True)
-    assert not [c for c in children if "nursery" in " ".join(c.cmdline())]
+    assert not [c for c in children if "fork_server_main" in " ".join(c.cmdline())]

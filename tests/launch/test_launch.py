@@ -11,14 +11,16 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import launch_programs
 import psutil
 import pytest
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.launch import heartbeat
 from shardproof.launch.fork_server import ForkServer, ForkServerError
@@ -64,7 +66,7 @@ def attempt(
 ) -> dict[str, Any]:
     """Run a program of three ranks in a leader; what :func:`launch_programs.trial` found."""
     payload = {"backend": backend, "fault": fault, "world": 3, "deadline": 30.0, **more}
-    ticket = fork_server.submit("launch_programs:trial", {**payload, "workdir": str(workdir)})
+    ticket = fork_server.submit(launch_programs.trial, {**payload, "workdir": str(workdir)})
     ended = await_end(fork_server, ticket)
     assert (ended.exit_code, ended.signal) == (0, None), ended.output
     found: dict[str, Any] = json.loads((workdir / "result.json").read_text())
@@ -86,12 +88,24 @@ def test_ranks_that_end_well_leave_records(
     assert found["cause"] is None
     for rank, outcome in enumerate(found["outcomes"]):
         assert (outcome["rank"], outcome["status"]) == (rank, "ok")
-        record = pack.load(Path(outcome["record"]))
+        record = tensor_bytes.load(Path(outcome["record"]))
         # The second all-reduce sums what the first one gave to every rank.
         assert record["rank"] == rank
         assert record["total"].item() == world * world * (world + 1) / 2
         assert outcome["output"] == f"hello from rank {rank}\n"
         assert "all_reduce" in outcome["last_call"] and outcome["calls"] == 2
+
+
+def test_ranks_compute_with_the_kernels_that_the_environment_chooses(
+    importable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    with ForkServer(["launch_programs"]) as fork_server:
+        for backend in BACKENDS:
+            (tmp_path / backend).mkdir()
+            found = attempt(fork_server, tmp_path / backend, backend, "kernels")
+            assert [o["output"] for o in found["outcomes"]] == ["DEFAULT COMPATIBLE\n"] * 3
 
 
 FAST = {
@@ -327,17 +341,17 @@ def test_long_tracebacks_are_cut() -> None:
 
 
 def test_heartbeat(tmp_path: Path) -> None:
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     heartbeat.create(path, 3)
-    pulse = heartbeat.attach(path, 1, thread=True)
+    writer = heartbeat.attach(path, 1, thread=True)
     for i in range(20):
         heartbeat.note(f"call {i}")
-    pulse.last_words("first")
-    pulse.last_words("second")
+    writer.announce_exit("first")
+    writer.announce_exit("second")
     zero, one, two = heartbeat.read(path)
     assert zero.state == heartbeat.NEW and not zero.calls and two.sequence == 0
     assert one.sequence == 20 and one.calls == tuple(f"call {i}" for i in range(12, 20))
-    assert one.last_call == "call 19" and one.last_words == "first"
+    assert one.last_call == "call 19" and one.exit_notice == "first"
     assert one.thread == threading.get_ident() and one.state == heartbeat.RUNNING
     heartbeat.note("ä" * 500)
     assert heartbeat.read(path)[1].last_call == "ä" * 111
@@ -346,7 +360,7 @@ def test_heartbeat(tmp_path: Path) -> None:
     other.start()
     other.join()
     assert seen == [None]
-    heartbeat._thread.pulse = None
+    heartbeat._thread.writer = None
 
 
 # ------------------------------------------------------------------------- fork server, pool
@@ -355,25 +369,50 @@ def test_heartbeat(tmp_path: Path) -> None:
 def test_leaders_are_single_threaded_and_have_the_lazy_modules(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    ticket = fork_server.submit("launch_programs:threads", {"file": str(tmp_path / "x")})
+    ticket = fork_server.submit(launch_programs.threads, {"file": str(tmp_path / "x")})
     assert await_end(fork_server, ticket).exit_code == 0
     found = json.loads((tmp_path / "x").read_text())
     assert found["threads"] == 1
     assert set(LAZY_MODULES) <= set(found["modules"])
 
 
-def test_a_task_that_raises_or_crashes_or_does_not_exist(fork_server: ForkServer) -> None:
-    ended = await_end(fork_server, fork_server.submit("launch_programs:fail", {}))
+def test_a_task_that_raises_or_crashes(fork_server: ForkServer) -> None:
+    ended = await_end(fork_server, fork_server.submit(launch_programs.fail, {}))
     assert ended.exit_code == TASK_RAISED and "ValueError: the task's own error" in ended.output
-    ended = await_end(fork_server, fork_server.submit("launch_programs:crash", {}))
+    ended = await_end(fork_server, fork_server.submit(launch_programs.crash, {}))
     assert ended.signal == signal.SIGSEGV and "Segmentation fault" in ended.output
-    ended = await_end(fork_server, fork_server.submit("no_such_module:x", {}))
-    assert ended.exit_code == TASK_RAISED and "No module named 'no_such_module'" in ended.output
     assert not psutil.Process(fork_server.pid).children(recursive=True)
 
 
+def test_a_task_whose_module_a_leader_cannot_import(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("only_here")
+    exec("def task(payload): ...", vars(module))
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    ended = await_end(fork_server, fork_server.submit(module.task, {}))
+    assert ended.exit_code == TASK_RAISED and "No module named 'only_here'" in ended.output
+
+
+def test_a_task_is_a_function_of_a_module(fork_server: ForkServer) -> None:
+    def local(payload: dict[str, Any]) -> None: ...
+
+    for task in (local, lambda payload: None, Pool.run):
+        with pytest.raises(ValueError, match="a task is a module's function"):
+            fork_server.submit(task, {})
+
+
+def test_what_a_task_returns_comes_back(importable: None) -> None:
+    with Pool(2, [launch_programs.double]) as pool:
+        items = [(str(n), {"number": n}, 30.0) for n in range(3)]
+        values = {end.key: end.value for end in pool.run(launch_programs.double, items)}
+        assert values == {"0": [0], "1": [2], "2": [4]}
+        assert list(pool.folder.glob("value*")) == []
+    assert not pool.folder.exists()
+
+
 def test_kill_ends_a_leader_and_what_left_its_group(fork_server: ForkServer) -> None:
-    ticket = fork_server.submit("launch_programs:endless", {})
+    ticket = fork_server.submit(launch_programs.endless, {})
     deadline = time.monotonic() + 20
     while len(psutil.Process(fork_server.pid).children(recursive=True)) < 2:
         assert time.monotonic() < deadline
@@ -392,10 +431,10 @@ def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> Non
             yield f"short{i}", {"seconds": 0.3}, 30.0
         yield "late", {"seconds": 1000}, 0.5
 
-    with Pool(2, ["launch_programs"]) as pool:
+    with Pool(2, [launch_programs.sleep]) as pool:
         pool.fork_server.wait_ready()
         begin = time.monotonic()
-        ends = list(pool.run("launch_programs:sleep", items()))
+        ends = list(pool.run(launch_programs.sleep, items()))
         seconds = time.monotonic() - begin
         assert not psutil.Process(pool.fork_server.pid).children(recursive=True)
     assert {e.key for e in ends} == {"late", *(f"short{i}" for i in range(6))}
@@ -413,8 +452,8 @@ def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:
         while True:
             yield "long", {"seconds": 1000}, 2000.0
 
-    with Pool(3, ["launch_programs"]) as pool:
-        ends = pool.run("launch_programs:sleep", items())
+    with Pool(3, [launch_programs.sleep]) as pool:
+        ends = pool.run(launch_programs.sleep, items())
         assert next(ends).key == "short"
         begin = time.monotonic()
         ends.close()  # type: ignore[attr-defined]
@@ -422,16 +461,16 @@ def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:
         assert not psutil.Process(pool.fork_server.pid).children(recursive=True)
 
 
-def test_a_killed_zygote_is_replaced_and_its_cases_are_told(importable: None) -> None:
-    with Pool(1, ["launch_programs"]) as pool:
-        lost = list(pool.run("launch_programs:kill_zygote", [("a", {}, 30.0)]))
+def test_a_killed_fork_server_is_replaced_and_its_cases_are_reported(importable: None) -> None:
+    with Pool(1, [launch_programs.sleep]) as pool:
+        lost = list(pool.run(launch_programs.kill_fork_server, [("a", {}, 30.0)]))
         assert [(e.key, e.exit_code, e.signal) for e in lost] == [("a", None, None)]
         assert "the fork server is gone" in lost[0].output
-        well = list(pool.run("launch_programs:sleep", [("b", {"seconds": 0.0}, 30.0)]))
+        well = list(pool.run(launch_programs.sleep, [("b", {"seconds": 0.0}, 30.0)]))
         assert [(e.key, e.exit_code) for e in well] == [("b", 0)]
 
 
-def test_a_zygote_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with ForkServer() as fork_server, pytest.raises(ForkServerError, match="exit code 1"):
         fork_server.wait_ready()
@@ -446,7 +485,7 @@ def test_a_preloaded_module_must_not_start_threads(
     monkeypatch.syspath_prepend(str(tmp_path))
     said = "2 threads after importing starts_a_thread"
     with ForkServer(["starts_a_thread"]) as fork_server, pytest.raises(ForkServerError, match=said):
-        await_end(fork_server, fork_server.submit("starts_a_thread:x", {}))
+        await_end(fork_server, fork_server.submit(launch_programs.fail, {}))
 
 
 def test_no_jobs() -> None:
@@ -458,11 +497,12 @@ PARENT = """
     import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     sys.path.insert(0, {here!r})
+    import launch_programs
     from shardproof.launch.pool import Pool
-    with Pool(2, ["launch_programs"]) as pool:
+    with Pool(2, [launch_programs.sleep]) as pool:
         print(pool.fork_server.pid, flush=True)
         items = [(str(i), {{}}, 1000.0) for i in range(2)]
-        for ended in pool.run("launch_programs:endless", items):
+        for ended in pool.run(launch_programs.endless, items):
             raise SystemExit("ended")
 """
 
@@ -496,7 +536,7 @@ def test_nothing_outlives_the_parent(signum: int) -> None:
         parent.communicate()
 
 
-def test_a_zygote_survives_the_thread_that_started_it(importable: None) -> None:
+def test_a_fork_server_survives_the_thread_that_started_it(importable: None) -> None:
     fork_server = ForkServer(["launch_programs"])
     starter = threading.Thread(target=fork_server.__enter__)
     starter.start()
@@ -504,7 +544,7 @@ def test_a_zygote_survives_the_thread_that_started_it(importable: None) -> None:
     try:
         fork_server.wait_ready()
         time.sleep(0.2)
-        ticket = fork_server.submit("launch_programs:sleep", {"seconds": 0.0})
+        ticket = fork_server.submit(launch_programs.sleep, {"seconds": 0.0})
         assert await_end(fork_server, ticket).exit_code == 0
     finally:
         fork_server.close()

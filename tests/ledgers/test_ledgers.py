@@ -20,13 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.ledgers import program_order, traffic
 from shardproof.schedules import Action
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=["in_memory", "gloo"])

@@ -369,12 +369,12 @@ def test_communication_buffers_and_activations_that_travel(run: Run) -> None:
 
 
 def test_the_log_survives_packing(run: Run, tmp_path: Any) -> None:
-    from shardproof import pack
+    from shardproof import tensor_bytes
 
     model = mlp()
     run.train(model, adamw(model), lambda: torch.randn(3, 16))
-    pack.dump(tmp_path / "log", run.ledger.to_dict())
-    again = MemoryLog.from_dict(pack.load(tmp_path / "log"))
+    tensor_bytes.dump(tmp_path / "log", run.ledger.to_dict())
+    again = MemoryLog.from_dict(tensor_bytes.load(tmp_path / "log"))
     assert again.peaks() == run.ledger.log.peaks()
     assert again.bytes("after_update") == run.ledger.bytes("after_update")
     assert MemoryLog.from_dict(MemoryLog().to_dict()).peaks() == {}

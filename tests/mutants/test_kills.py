@@ -5,15 +5,31 @@ Here one fault a file and a killer is planted; ``make mutants`` plants all of th
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases import runner
-from shardproof.cases.kills import CHECKS, VERDICT_KILLERS, Kill, judge_kill, pair
-from shardproof.cases.runner import run_mutants
+from shardproof.cases import kills as kill_matrix
+from shardproof.cases.kills import (
+    VERDICT_KILLERS,
+    Kill,
+    judge_kill,
+    pair,
+    run_mutants,
+)
+from shardproof.checks import GENERAL
+
+#: Other kernels than those that torch and MKL choose for a machine.
+KERNELS = (
+    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
+)
 
 
 def representatives() -> list[Any]:
@@ -34,9 +50,27 @@ def test_planted_faults_are_killed_beside_passing_parents() -> None:
     assert not {kill.name: kill.why_not for kill in kills if not kill.killed}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [{}, *KERNELS], ids=lambda told: "-".join(told.values()))
+def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
+    tmp_path: Path, kernels: dict[str, str]
+) -> None:
+    command = ["mutants", "-j", "1", "--results", str(tmp_path / "run")]
+    for fault in ("zero1_makes_contiguous", "zero1_averages_then_multiplies"):
+        command += ["--impl", fault]
+    done = subprocess.run(
+        [sys.executable, "-m", "suite", *command],
+        env={**os.environ, **kernels},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "2 faults judged (2 killed, 0 survive)" in done.stdout, done.stdout + done.stderr
+
+
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for mutant in representatives() for name in mutant.killed_by}
-    assert killers == {*CHECKS, *VERDICT_KILLERS, "relations"}
+    assert killers == {*GENERAL, *VERDICT_KILLERS, "relations"}
 
 
 def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:
@@ -119,7 +153,7 @@ def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: 
         orders.append([case.implementation for case in cases])
         return [], cases
 
-    monkeypatch.setattr(runner, "run_cases", run)
+    monkeypatch.setattr(kill_matrix, "run_cases", run)
     mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
     files = {mutant.implementation.__module__ for mutant in mutants}
     for stop_after in (None, 60.0):

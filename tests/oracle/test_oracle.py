@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof import pack
+from shardproof import tensor_bytes
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import BufferRule, OptimizerSpec, ScalerSpec
 from shardproof.oracle import training
@@ -324,7 +324,7 @@ def test_a_damaged_cache_file_is_trained_anew(tmp_path: Path) -> None:
     for content in (b"", b"nonsense", file.read_bytes()[:-100]):
         file.write_bytes(content)
         assert same(load_or_train(case(), "rank0", tmp_path), first)
-        assert same(pack.load(file), first)
+        assert same(tensor_bytes.load(file), first)
 
 
 @pytest.mark.parametrize("rule", ["rank0", "per_rank", "synced"])

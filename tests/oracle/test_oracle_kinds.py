@@ -32,9 +32,9 @@ def case(system: str, world: int, **values: object) -> Case:
 
 def test_losses_are_judged_by_their_emulation() -> None:
     cases = [
-        case("tests.oracle_systems:HalfDDP", 3),
-        case("tests.oracle_systems:ForgetfulHalfDDP", 3),
-        case("tests.oracle_systems:HonestPlainHalfDDP", 3),
+        case("tests.support.oracle_systems:HalfDDP", 3),
+        case("tests.support.oracle_systems:ForgetfulHalfDDP", 3),
+        case("tests.support.oracle_systems:HonestPlainHalfDDP", 3),
     ]
     results, _ = run_cases(cases, 2, lambda result: None)
     verdicts = {r["case"]["implementation"].split(":")[1]: r for r in results}
@@ -95,11 +95,5 @@ def test_events_that_are_no_history_are_named(wrong: list[Event]) -> None:
 
 
 def test_a_history_with_holes_is_a_problem() -> None:
-    told = [
-        {"order": e.order, "worker": e.worker, "step": e.step, "version": e.version}
-        for e in events()[:3]
-    ]
-    records = [{"history": told, "steps": [{"share": s}]} for s in (None,)]
-    records += [{"history": [], "steps": [{"share": s}]} for s in (0, 1)]
-    found = truth(make(SMALL), OptimizerSpec(), 2, records)
-    assert found["problem"] == "3 updates are told, 4 batches were fed"
+    found = truth(make(SMALL), OptimizerSpec(), 2, 2, events()[:3])
+    assert found["problem"] == "3 updates are reported, 4 batches were fed"

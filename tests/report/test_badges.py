@@ -26,7 +26,7 @@ from shardproof.report.badges import (
     width,
     write,
 )
-from shardproof.report.capability_matrix import CAPABILITIES, STATES, Cell, overall
+from shardproof.report.capability_matrix import CAPABILITIES, STATES, CapabilityCell, overall
 from shardproof.runs.run_folder import Run, RunFolder, read
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_badge_is_labelled_and_loads_nothing() -> None:
-    cell = Cell("reference/zero3", "gloo", "memory")
+    cell = CapabilityCell("reference/zero3", "gloo", "memory")
     cell._add(line()["case"], "pass")
     svg = of_cell(cell)
     top = ElementTree.fromstring(svg)
@@ -178,7 +178,7 @@ def test_widths_are_those_of_the_letters() -> None:
 
 def test_names_of_systems_cannot_break_out() -> None:
     nasty = '"><script>alert(1)</script>&\x00\n]('
-    cell = Cell(nasty, "gloo", "memory")
+    cell = CapabilityCell(nasty, "gloo", "memory")
     top = ElementTree.fromstring(of_cell(cell))
     assert {element.tag.removeprefix(SVG) for element in top.iter()} == {
         *("svg", "title", "path", "g", "text")
@@ -188,7 +188,9 @@ def test_names_of_systems_cannot_break_out() -> None:
 
 
 def test_systems_with_similar_names_do_not_share_a_file() -> None:
-    found = [Cell(name, "gloo", "memory") for name in ("a/b_c", "a-b/c", "a:b-c", "a/b/c")]
+    found = [
+        CapabilityCell(name, "gloo", "memory") for name in ("a/b_c", "a-b/c", "a:b-c", "a/b/c")
+    ]
     assert list(file_names(found).values()) == found
 
 
@@ -258,7 +260,12 @@ def test_states_are_told_apart_under_every_colour_blindness(eyes: str) -> None:
 def test_nothing_that_was_not_judged_is_green() -> None:
     assert overall([line("skip")]).state == "skip"
     green = COLOURS["pass"][0]
-    for cell in (overall([]), overall([line("skip")]), overall([], [line()]), Cell("a", "b", "c")):
+    for cell in (
+        overall([]),
+        overall([line("skip")]),
+        overall([], [line()]),
+        CapabilityCell("a", "b", "c"),
+    ):
         assert green not in of_cell(cell)
 
 

@@ -15,7 +15,7 @@ from shardproof.report.capability_matrix import (
     BY_TRAIT,
     CAPABILITIES,
     STATES,
-    Cell,
+    CapabilityCell,
     capabilities,
     cells,
     columns,
@@ -48,7 +48,7 @@ def line(
     return {"id": told.id, "case": told.to_dict(), "verdict": verdict, "checks": found}
 
 
-def cell(*lines: dict[str, Any], capability: str = "numbers") -> Cell:
+def cell(*lines: dict[str, Any], capability: str = "numbers") -> CapabilityCell:
     [found] = [c for c in cells(lines) if c.capability == capability]
     return found
 

@@ -6,11 +6,14 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from shardproof import report, verdicts
@@ -18,8 +21,17 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.report import bubbles, kills, tables
+from shardproof.report.environment import environment
 from shardproof.report.text import BEGIN, END
-from shardproof.runs.run_folder import Durations, RunFolder, find_run, fingerprint, read
+from shardproof.runs.run_folder import (
+    KERNEL_VARIABLES,
+    Durations,
+    Run,
+    RunFolder,
+    find_run,
+    fingerprint,
+    read,
+)
 from shardproof.scenarios.budget import plan
 
 
@@ -187,7 +199,34 @@ def test_nothing_of_the_environment_is_recorded(
     for file in path.iterdir():
         assert "hunter2" not in file.read_text()
         assert os.uname().nodename not in file.read_text() or len(os.uname().nodename) < 5
-    assert set(fingerprint()) == {"cpu", "cores", "memory_bytes", "system", "machine", "gpus"}
+    allowed = {"cpu", "cores", "memory_bytes", "system", "machine", "gpus", "kernels"}
+    assert set(fingerprint()) == allowed
+
+
+def test_a_run_tells_which_kernels_ran(tmp_path: Path) -> None:
+    told = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+    code = (
+        "import json; from shardproof.runs.run_folder import fingerprint; "
+        "print(json.dumps(fingerprint()))"
+    )
+    kept = {name: text for name, text in os.environ.items() if name not in KERNEL_VARIABLES}
+    for chosen in (told, {}):
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=kept | chosen, capture_output=True, check=True
+        )
+        kernels = json.loads(found.stdout)["kernels"]
+        assert kernels.pop("torch") == "DEFAULT" or not chosen
+        assert kernels == chosen
+    path = fill(tmp_path / "run")
+    header = json.loads((path / "run.json").read_text())
+    row = "fingerprint kernels torch"
+    assert dict(environment(Run(path, header))[1])[row] == [torch.backends.cpu.get_cpu_capability()]
+    older = header["invocations"][0]
+    header["invocations"].append(json.loads(json.dumps(older)))
+    del older["fingerprint"]["kernels"]  # as runs were written before they told
+    (path / "run.json").write_text(json.dumps(header))
+    assert dict(environment(read(path))[1])[row][0] == "-"
+    assert "fingerprint kernels torch" in report.html(read(path))
 
 
 def test_runs_are_found_by_folder_id_and_age(tmp_path: Path) -> None:
@@ -424,20 +463,20 @@ def pipeline_results(cores: int) -> list[dict[str, Any]]:
 def test_bubbles_are_told_by_processes_and_bytes_by_threads() -> None:
     [timed, held] = bubbles.tables(pipeline_results(cores=2))
     name = "reference/pipeline+1f1b"
-    assert timed[2] == [
+    assert timed.rows == [
         (
             *(name, "2 x 8", "10.1 20.0 (B+W)", "0.125 / -", "0.125 / 0.125"),
             *("0.126 / 0.127", "0.200 / 0.210", "0.250 / 0.300"),
         )
     ]
-    assert held[2] == [(name, "2 x 8", "2 1", "2 1", "2,000", "1,900", "2,100")]
-    assert timed[3] == [bubbles.NOTE]
+    assert held.rows == [(name, "2 x 8", "2 1", "2 1", "2,000", "1,900", "2,100")]
+    assert timed.notes == [bubbles.NOTE]
 
 
 def test_more_ranks_than_cores_are_marked() -> None:
     [timed, _] = bubbles.tables(pipeline_results(cores=1))
-    assert timed[2][0][-1] == "0.250 / 0.300*"
-    assert "2 ranks, 1 core" in timed[3][1]
+    assert timed.rows[0][-1] == "0.250 / 0.300*"
+    assert "2 ranks, 1 core" in timed.notes[1]
 
 
 def test_a_scenario_of_bubbles_alone_has_these_tables(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from test_report import case, fill, result
 
 from shardproof import report
 from shardproof.bench.scaling import judge
-from shardproof.report import limits, summary
+from shardproof.report import limits, looks, summary
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
@@ -168,7 +168,7 @@ def test_timings_that_decide_nothing_are_among_what_was_not_checked(tmp_path: Pa
     wanted = {
         line["id"]
         for line in [*found.benches, *found.scalings]
-        if summary.verdicts_head(line["verdict"]) in (*summary.OPEN, "oversubscribed")
+        if looks.head(line["verdict"]) in (*summary.OPEN, "oversubscribed")
     }
     assert wanted and wanted <= {row[0] for row in told.rows}
     assert "oversubscribed" in {row[1] for row in told.rows}
@@ -184,7 +184,7 @@ def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     lines[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
     family = {lines[0]["id"]: {"verdict": "inconclusive"}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits.stats, "family", lambda told: family)
+        patch.setattr("shardproof.bench.stats.family", lambda lines: family)
         [told] = limits.limits(Run(Path("run"), {"invocations": []}, benches=lines))
     assert told.rows == (
         (lines[0]["id"], "inconclusive", "small difference alone, not beside 1 comparisons (Holm)"),
@@ -225,9 +225,9 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     assert image.count('class="m-plain"') == image.count('class="m-wrapped"') == 2
     assert image.count('class="m-modelled"') == 5
     assert "1024 ranks: modelled 35.0% (oversubscribed)." in image
-    rows = curves.rows(scaling_lines())
+    rows = curves.table(scaling_lines()).texts
     assert len(rows) == 20 and all(len(row) == len(curves.HEADINGS) for row in rows)
-    assert rows[0][5:9] == ("88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%")
+    assert rows[0][5:9] == ["88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%"]
 
 
 def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:
@@ -252,7 +252,7 @@ def test_efficiencies_beyond_one_stay_inside() -> None:
 
 def test_comparisons_share_one_axis(full: Path) -> None:
     lines = read(full).benches
-    found = forest.comparisons(lines)
+    found = forest.rows(lines)
     assert [told.verdict for told in found][:3] == ["faster", "same", "slower"]
     assert all(len(told.cells) == len(forest.HEADINGS) for told in found)
     centre = {re.search(r'x1="([0-9.]+)"[^>]*class="one"', str(told.image))[1] for told in found}  # type: ignore[index]
@@ -261,7 +261,7 @@ def test_comparisons_share_one_axis(full: Path) -> None:
     broken = {**lines[0], "verdict": "crash", "reason": "it fell"}
     for key in ("ratio", "low", "high", "aa", "log"):
         del broken[key]
-    assert forest.comparisons([broken])[0].image is None
+    assert forest.rows([broken])[0].image is None
     assert forest.axis([broken]) is None
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 from archives import Part, forge
 
-from shardproof import report
+from shardproof import VERSION, report
 from shardproof.bench import evidence, session
 from shardproof.bench.sides import Pair, Side
 from shardproof.case import WorkloadSpec
 from shardproof.cases.kills import pair
-from shardproof.commands import execution, verify
+from shardproof.commands import run as run_command
+from shardproof.commands import verify
 from shardproof.commands.main import main
 from shardproof.commands.verify import verify_archive
 from shardproof.contract import OptimizerSpec
@@ -41,7 +42,6 @@ from shardproof.runs.bundle import (
 )
 from shardproof.runs.run_folder import Durations, RunFolder, read
 from shardproof.scenarios.budget import plan
-from shardproof.version import VERSION
 
 pytestmark = pytest.mark.usefixtures("temporary")
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
         cases = plan([fault.parent, fault.case], durations, 1, None)
-        assert execution.execute(folder, cases, 1, None, durations) == 1
+        assert run_command.execute(folder, cases, 1, None, durations) == 1
         side = Side("reference/ddp")
         workload = WorkloadSpec("charnames_gpt")
         sides = Pair("speed", side, side, "gloo", 2, workload, OptimizerSpec())

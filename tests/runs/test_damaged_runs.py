@@ -15,7 +15,8 @@ import pytest
 
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands import execution
+from shardproof.commands import run as run_command
+from shardproof.commands import supervision
 from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.errors import SelectionError
@@ -41,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
         assert (
-            execution.execute(folder, plan(_cases(), durations, 1, None), 1, None, durations) == 1
+            run_command.execute(folder, plan(_cases(), durations, 1, None), 1, None, durations) == 1
         )
     assert json.loads((path / "cases.jsonl").read_text().splitlines()[-1])["verdict"] == "fail"
     return path
@@ -183,7 +184,7 @@ def test_a_new_invocation_refuses_a_damaged_manifest_before_it_writes(
         assert code == 2
         assert f"{run / Manifest.NAME}: line 2 is damaged - choose another --results folder" in err
     with pytest.raises(SelectionError, match=r"manifest\.jsonl: line 2 is damaged"):
-        execution.open_folder(run)
+        supervision.open_folder(run)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

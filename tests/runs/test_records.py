@@ -14,7 +14,8 @@ from test_report import kill
 
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands import execution
+from shardproof.commands import mutants
+from shardproof.commands import run as run_command
 from shardproof.commands.verify import verify
 from shardproof.evidence.account import Account, restore
 from shardproof.impls.reference.pipeline.schedules import one_f_one_b
@@ -24,7 +25,7 @@ from shardproof.runs import records
 from shardproof.runs.records import Manifest
 from shardproof.runs.resume import split
 from shardproof.runs.run_folder import Durations, RunFolder, find_run, read
-from shardproof.scenarios.budget import Plan, plan
+from shardproof.scenarios.budget import CaseSchedule, plan
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "run"
     with RunFolder(path, ["test"]) as folder:
         chosen = plan(_cases(), Durations(path.parent / "durations.json"), 2, None)
-        code = execution.execute(folder, chosen, 2, None, Durations(path.parent / "durations.json"))
+        code = run_command.execute(
+            folder, chosen, 2, None, Durations(path.parent / "durations.json")
+        )
     assert code == 1
     return path
 
@@ -168,7 +171,7 @@ def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> Non
     assert [case.id for case in left] == [json.loads(lines[-1])["id"]]
     durations = Durations(run.parent / "durations.json")
     with RunFolder(run, ["test", "--resume"]) as folder:
-        code = execution.execute(folder, plan(left, durations, 1, None), 1, None, durations, kept)
+        code = run_command.execute(folder, plan(left, durations, 1, None), 1, None, durations, kept)
     assert code == 1
     assert verify(run).problems == []
     assert len(read(run).cases) == 4
@@ -181,9 +184,9 @@ def test_a_budget_hides_no_failure_of_before(
     """Neither where the plan has no room for it, nor where the budget is used up on the way."""
     again, kept = split(run, None, failed=True)
     durations = Durations(run.parent / "none.json")
-    chosen = Plan([], again, 0.0) if planned else Plan(again, [], 0.0)
+    chosen = CaseSchedule([], again, 0.0) if planned else CaseSchedule(again, [], 0.0)
     with RunFolder(run, ["test", "--rerun-failed"]) as folder:
-        code = execution.execute(folder, chosen, 1, 1e-5, durations, kept)
+        code = run_command.execute(folder, chosen, 1, 1e-5, durations, kept)
     assert code == 1
     told = capsys.readouterr().out
     assert "not run again, results of before stay (2): no room in a budget of" in told
@@ -197,7 +200,7 @@ def test_a_budget_hides_no_survivor_of_before(
     mutant = load_mutant("ddp_never_reduces")
     with RunFolder(tmp_path / "run", ["test"]) as folder:
         folder.add(kill(mutant.name, killed=False), "kill")
-        assert execution.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
+        assert mutants.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
     told = capsys.readouterr().out
     assert "1 faults judged (0 killed, 1 survive), 0 left out" in told
     assert [line["killed"] for line in read(tmp_path / "run").kills] == [False]

@@ -336,14 +336,14 @@ SCALARS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=200))
 def test_any_text_is_a_scenario_or_a_scenario_error(text: str) -> None:
     with contextlib.suppress(ScenarioError):
         assert isinstance(load_text(text), ScenarioFile)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_edit_of_a_good_file_is_a_scenario_or_a_scenario_error(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(GOOD)))
@@ -353,7 +353,7 @@ def test_any_edit_of_a_good_file_is_a_scenario_or_a_scenario_error(data: st.Data
         cases(GOOD[:start] + middle + GOOD[stop:])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_scenario_or_a_scenario_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
@@ -364,7 +364,7 @@ def test_any_bytes_are_a_scenario_or_a_scenario_error(
         load(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(["name", "matrix", "steps", "exclude", "quick"]), SCALARS))
 def test_any_value_at_any_key_is_understood_or_refused(values: dict[str, object]) -> None:
     import yaml

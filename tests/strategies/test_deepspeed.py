@@ -17,7 +17,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
 from shardproof.costs import COST_MODELS
-from shardproof.costs.expression import facts_of, plan_in
+from shardproof.costs.expression import facts_of, model_facts_in
 from shardproof.costs.upstream.deepspeed import DeepSpeedZero1, DeepSpeedZero3
 from shardproof.costs.upstream.pipelines import DeepSpeedPipeline
 from shardproof.impls.deepspeed.json_form import parse, section
@@ -142,8 +142,8 @@ def test_ranks_as_threads_are_not_asked_of_it() -> None:
 def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
     hidden = (
         "import sys, json; sys.modules['deepspeed'] = None\n"
-        "from shardproof.cases.runner import conduct\n"
-        "conduct(json.loads(sys.argv[1]))"
+        "from shardproof.cases.leader import conduct\n"
+        "print(json.dumps(conduct(json.loads(sys.argv[1]))['result']))"
     )
     told_case = case("deepspeed/zero2", {"shard": 2}, backend="gloo", dtype="float32")
     payload = {
@@ -152,8 +152,9 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
         "cache": str(tmp_path / "oracles"),
     }
     command = [sys.executable, "-c", hidden, json.dumps(payload)]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
-    result = json.loads((tmp_path / "case" / "result.json").read_text())
+    place = Path(__file__).parents[2]
+    done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)
+    result = json.loads(done.stdout)
     assert result["verdict"] == "skip"
     assert "'deepspeed' is not installed" in result["reason"]
     assert "docs/install-extras.md" in result["reason"]
@@ -165,8 +166,8 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
 )
 def test_traffic_is_told_beside_the_textbook(options: dict[str, Any], factor: float) -> None:
     facts = facts_of(case("deepspeed/zero1", {"shard": 2}, options=options, dtype="float32"))
-    textbook = COST_MODELS[DeepSpeedZero1.textbook](facts.plan)
-    sent = DeepSpeedZero1(facts.plan).payload()
+    textbook = COST_MODELS[DeepSpeedZero1.textbook](facts.model_facts)
+    sent = DeepSpeedZero1(facts.model_facts).payload()
     assert sent / textbook.payload() == pytest.approx(factor, rel=0.01)
 
 
@@ -176,7 +177,7 @@ def test_what_is_not_weighed_is_named_with_its_reason() -> None:
         ({"zero_optimization": ALL_SHARDED}, {"masters"}),
     ):
         facts = facts_of(case("deepspeed/zero3", {"shard": 2}, options=options, dtype="float32"))
-        unjudged = DeepSpeedZero3(facts.plan).unjudged()
+        unjudged = DeepSpeedZero3(facts.model_facts).unjudged()
         assert set(unjudged) == classes and all(unjudged.values())
 
 
@@ -247,7 +248,7 @@ def test_what_a_pipeline_sends_against_a_hand_count() -> None:
     told_case = case(PIPELINE, {"pipe": 2}, workload=spec, optimizer=clipped, dtype="float32")
     sent = {
         (f.operation, f.bytes, f.calls)
-        for f in DeepSpeedPipeline(plan_in(facts_of(told_case))).flows()
+        for f in DeepSpeedPipeline(model_facts_in(facts_of(told_case))).flows()
     }
     tied = 2 * 96 * 16 * 4
     assert sent == {

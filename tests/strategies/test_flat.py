@@ -89,8 +89,8 @@ def test_a_single_shard_is_everything_without_padding(shapes: list[tuple[int, ..
 def test_the_picture_of_the_docstring() -> None:
     named = {"a": torch.zeros(5), "b": torch.zeros(2), "c": torch.zeros(4)}
     layout = FlatLayout(named, 3)
-    found = [[(p.name, p.start, p.stop, p.offset) for p in layout.parts(r)] for r in range(3)]
-    assert found == [
+    parts = [[(p.name, p.start, p.stop, p.offset) for p in layout.parts(r)] for r in range(3)]
+    assert parts == [
         [("a", 0, 4, 0)],
         [("a", 4, 5, 0), ("b", 0, 2, 1), ("c", 0, 1, 3)],
         [("c", 1, 4, 0)],

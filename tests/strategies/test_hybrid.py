@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from local_ranks import succeed, threads
+from pieces import assembled
 
 from shardproof import workloads
 from shardproof.case import Case, WorkloadSpec
@@ -19,25 +19,18 @@ from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, Bound, CostModel, NoCostModel
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.hybrid import Options, ReferenceHybrid
 from shardproof.impls.reference.pipeline.stages import Stages
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
 BOUND = 1e-12
 SIZES = {"width": 12, "heads": 6, "seq": 6, "vocab": 97}
 Axes = dict[str, int]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def work(*traits: str, layers: int = 2, **values: Any) -> Workload:
@@ -102,7 +95,7 @@ def worst(ranks: list[list[dict[str, Any]]], truth: dict[str, Any]) -> float:
             ("gradients_final", true["gradients"]),
             ("after_update", true["parameters"]),
         ):
-            state = assemble({rank: told[step][point] for rank, told in enumerate(ranks)})
+            state = assembled({rank: told[step][point] for rank, told in enumerate(ranks)})
             assert not state.problems, state.problems
             assert set(state.tensors) == set(wanted)
             for name, copies in state.tensors.items():
@@ -306,7 +299,7 @@ def promised(axes: Axes, **options: Any) -> CostModel:
         checks=("memory",),
         options=options,
     )
-    return COST_MODELS["hybrid"](facts_of(case).plan)
+    return COST_MODELS["hybrid"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
@@ -327,11 +320,11 @@ def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
         peak = padded // 2 + padded  # a shard, and all stages of the rank gathered
         assert shards.peaks(rank, "forward", 0)["parameters"] == Bound(peak, peak)
         assert not whole.peaks(rank, "forward", 0)
-        assert (whole.left_over(rank, 0) or 0) < 400  # not even one layer
+        assert (whole.unclassified_limit(rank, 0) or 0) < 400  # not even one layer
     counters = sum(len(whole.local(rank).optimizer) for rank in (0, 2)) * 4
     state = sum(whole.resident(rank, 0, 0)["optimizer_state"] for rank in (0, 2))
     assert state == 2 * 8 * elements[0] + counters
-    apart = whole.apart(0)
+    apart = whole.by_layout(0)
     assert sum(apart["replicated"].values()) == 4 * 12 + 2 * 12 + 6 * 12
     assert set(apart["split"]) | set(apart["replicated"]) == set(whole.local(0).parameters)
 
@@ -419,7 +412,7 @@ def test_state_is_gathered_under_its_names_and_a_fresh_instance_goes_on(
                 )
                 assert torch.equal(one.tensor, two.tensor), one.name
         whole = first.full_state("parameters")
-        state = assemble({0: rows(first.local_state("parameters"))})
+        state = assembled({0: rows(first.local_state("parameters"))})
         assert set(state.tensors) <= set(whole)
         return whole
 
@@ -469,7 +462,7 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
         checks=("traffic",),
         options=options,
     )
-    flows = COST_MODELS[strategy](facts_of(case).plan).flows()
+    flows = COST_MODELS[strategy](facts_of(case).model_facts).flows()
     found = (flow.bytes for flow in flows if flow.axis == "tensor")
     return sum(found, start=Fraction(0))
 

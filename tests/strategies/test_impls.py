@@ -33,9 +33,11 @@ from shardproof.impls.reference.ddp import DDP, Options
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
-from shardproof.impls.reference.parts.buckets import Bucket, plan_buckets
+from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.oracle import training
 from shardproof.workloads import Workload, suggested_groups
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {"bucket_bytes": 6_000, "first_bucket_bytes": 1_500}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -58,14 +60,6 @@ MIXED = (
 )
 CLIPPED = OptimizerSpec(weight_decay=0.01, clip_norm=0.05, warmup_steps=2)
 BOUND = 1e-12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, name: str = "charnames_gpt", **knobs: Any) -> Workload:
@@ -214,15 +208,15 @@ def error_over_gloo(rank: int, size: int) -> float:
     work, spec = workload(*MIXED), CLIPPED
     truth = training.train(work, spec, size, 3)
     record = drive("reference/ddp", work, spec, rank, size)
-    found = 0.0
+    worst = 0.0
     for seen, true in zip(record["steps"], truth["steps"], strict=True):
         for moment, wanted in (
             ("gradients_final gradients", true["gradients"]),
             ("after_update parameters", true["parameters"]),
         ):
             assert set(seen[moment]) == set(wanted)
-            found = max(found, *(error(seen[moment][n], t) for n, t in wanted.items()))
-    return found
+            worst = max(worst, *(error(seen[moment][n], t) for n, t in wanted.items()))
+    return worst
 
 
 def test_processes_over_gloo(tmp_path: Path) -> None:
@@ -296,7 +290,7 @@ def test_unused_parameters_share_a_last_bucket() -> None:
 def test_late_parameters_stay_late_on_all_ranks() -> None:
     seen = seen_layouts(workload("conditional_by_rank", "conditional_late_step"), 2, steps=4)
     branches = [[name for name in late if "conditional" in name] for _, late in seen]
-    assert len(branches[0]) == 4 and all(found == branches[0] for found in branches)
+    assert len(branches[0]) == 4 and all(branch == branches[0] for branch in branches)
     assert all(set(late) == set(buckets[-1]) for buckets, late in seen)
 
 
@@ -408,7 +402,7 @@ def test_buffers_may_stay_local(name: str) -> None:
 # ------------------------------------------------------------------------------------------- parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=14),
     first=st.integers(1, 60),
@@ -442,7 +436,7 @@ def test_the_first_bucket_has_its_own_limit() -> None:
 
 def test_packing() -> None:
     parameters = [torch.zeros(2, 2), torch.zeros(()), torch.zeros(0)]
-    bucket = Bucket([1, 0, 2], parameters)
+    bucket = GradientBucket([1, 0, 2], ["a", "b", "c"], parameters)
     bucket.flat.fill_(9.0)
     bucket.pack([None, torch.arange(4.0).view(2, 2).t(), None])
     assert bucket.flat.tolist() == [0.0, 0.0, 2.0, 1.0, 3.0]
@@ -471,11 +465,15 @@ def test_norm_and_clip_are_torchs() -> None:
 def test_norm_adds_parts_over_their_axes() -> None:
     def body(rank: int, size: int) -> float:
         mesh = Mesh({"replicate": size})
-        own = power_sum(torch.full((2,), float(rank + 1)))
-        whole = power_sum(torch.tensor([2.0]))
+        # Roots of squares: every sum is exact on any CPU.
+        own = power_sum(torch.full((4,), float(rank + 1)))
+        whole = power_sum(torch.tensor([5.0]))
         return float(total_norm([(own, ("replicate",)), (whole, ())], mesh.comm))
 
-    assert succeed(body, 3) == [math.sqrt(2 * (1 + 4 + 9) + 4)] * 3
+    found = succeed(body, 3)
+    assert len(set(found)) == 1
+    # The last root is taken as a power, which some kernels round to the neighbour.
+    assert abs(found[0] - math.sqrt(4 * (1 + 4 + 9) + 25)) <= math.ulp(9.0)
 
 
 def test_norm_of_small_fp32_gradients() -> None:
@@ -518,7 +516,7 @@ def test_weights_are_taken_as_they_are() -> None:
 
     def body(rank: int, size: int) -> Tensor:
         work = workload()
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         for scale in (1.0, 4.0):
             it = registry.load("reference/ddp")()
             state = work.state() if rank == 0 else None
@@ -532,10 +530,10 @@ def test_weights_are_taken_as_they_are() -> None:
 
             def observe(point: Point, it: Implementation = it) -> None:
                 if point == "gradients_final":
-                    found.append(it.local_state("gradients")[0].tensor.clone())
+                    gradients.append(it.local_state("gradients")[0].tensor.clone())
 
             it.step(Batch(0, windows), observe)
-        return found[1] / found[0]
+        return gradients[1] / gradients[0]
 
     for ratio in succeed(body, 2):
         assert ratio[ratio.isfinite()].eq(4.0).all()

@@ -1,4 +1,4 @@
-"""The host tier: real files without names, moves that are seen and counted, formulas."""
+"""Host memory: real files without names, moves that are seen and counted, formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.contract import OptimizerSpec, Refused
 from shardproof.costs import ModelFacts, cost_model_of
 from shardproof.costs.model_facts import TensorFacts
 from shardproof.impls.reference.engine.masters import Masters
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import build_optimizer, seed_state
 from shardproof.impls.reference.zero1 import ReferenceZero1
 from shardproof.impls.reference.zero2 import ReferenceZero2
@@ -22,12 +22,12 @@ from shardproof.ledgers.memory import MemoryLedger, MemoryLog
 
 
 def test_files_without_names(tmp_path: Path) -> None:
-    tier = HostTier("cpu", tmp_path)
-    first = tier.place(torch.arange(6.0).view(2, 3))
-    empty, number = tier.zeros((0, 3), torch.float32), tier.zeros((), torch.float64)
+    host = HostMemory("cpu", tmp_path)
+    first = host.place(torch.arange(6.0).view(2, 3))
+    empty, number = host.zeros((0, 3), torch.float32), host.zeros((), torch.float64)
     assert first.tolist() == [[0, 1, 2], [3, 4, 5]] and number.item() == 0
-    assert tier.holds(first) and tier.holds(number) and tier.holds(empty)
-    assert not tier.holds(torch.ones(1))
+    assert host.holds(first) and host.holds(number) and host.holds(empty)
+    assert not host.holds(torch.ones(1))
     assert first.untyped_storage().nbytes() == 24
     assert not list(tmp_path.iterdir()), "nothing is left behind, whatever happens"
 
@@ -38,7 +38,7 @@ def test_the_ledger_sees_every_file_and_every_move(tmp_path: Path) -> None:
     with ledger, tempfile.NamedTemporaryFile(dir=tmp_path) as file:
         file.truncate(400)
         device = torch.ones(100)
-        host = HostTier("cpu", tmp_path).zeros((100,), torch.float32)
+        host = HostMemory("cpu", tmp_path).zeros((100,), torch.float32)
         other = torch.empty(0).set_(torch.UntypedStorage.from_file(file.name, True, 400))
         ledger.mark("born")
         phase, ledger.step = "update", 0
@@ -60,23 +60,23 @@ def test_the_ledger_sees_every_file_and_every_move(tmp_path: Path) -> None:
 def test_an_update_on_the_host_is_the_same_update(name: Any, dtype: torch.dtype) -> None:
     spec = OptimizerSpec(name=name, lr=0.1, weight_decay=0.1)
     found = {}
-    for tier in (None, HostTier("cpu")):
+    for host in (None, HostMemory("cpu")):
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(40, generator=generator).to(dtype)
         idle = torch.ones(3, dtype=dtype)
         groups: list[Mapping[str, Any]] = [{"params": [("w", weight), ("idle", idle)]}]
-        masters = Masters(groups, {"w": torch.float32, "idle": torch.float32}, tier)
+        masters = Masters(groups, {"w": torch.float32, "idle": torch.float32}, host)
         optimizer = build_optimizer(spec, [{"lr_scale": 1.0, **g} for g in masters.groups])
         for _ in range(3):
             weight.grad = torch.randn(40, generator=generator).to(dtype)
             masters.copy_down()
-            if tier:
-                seed_state(optimizer, spec, tier.zeros)
+            if host:
+                seed_state(optimizer, spec, host.zeros)
             optimizer.step()
             masters.copy_up()
         state = [v for slots in optimizer.state.values() for v in slots.values()]
-        assert tier is None or all(tier.holds(value) for value in state)
-        found[tier is None] = [weight, idle, *state]
+        assert host is None or all(host.holds(value) for value in state)
+        found[host is None] = [weight, idle, *state]
     assert len(found[True]) == len(found[False])
     for here, there in zip(*found.values(), strict=True):
         assert torch.equal(here, there)
@@ -104,21 +104,21 @@ def test_formulas_by_hand() -> None:
     assert zero1.resident(0, 0, 0)["optimizer_state"] == zero1.resident(0, 0, 0)["masters"] == 0
     assert sum(zero1.host(rank, 0, 0)["masters"] for rank in (0, 1)) == 4 * 19
     assert zero1.host(0, 0, -1)["optimizer_state"] == 0
-    moved = [zero1.moved(rank, 0, 0) for rank in (0, 1)]
+    moved = [zero1.host_traffic(rank, 0, 0) for rank in (0, 1)]
     assert [sum(m[way] for m in moved) for way in ("down", "up")] == [4 * 19, 4 * 19]
-    assert zero1.moved(0, 1, 0) == {"down": 0, "up": 0}, "a skipped update moves nothing"
+    assert zero1.host_traffic(0, 1, 0) == {"down": 0, "up": 0}, "a skipped update moves nothing"
     narrow = plan("zero2", "optimizer", precision={"parameters": "bfloat16", "reduce": "float32"})
-    moved = [narrow.moved(rank, 0, 0) for rank in (0, 1)]
+    moved = [narrow.host_traffic(rank, 0, 0) for rank in (0, 1)]
     assert [sum(m[way] for m in moved) for way in ("down", "up")] == [4 * 19, 2 * 19]
     zero3 = plan("zero3", "parameters")
     assert set(zero3.resident(0, 0, 0).values()) == {0}
     assert zero3.host(0, 0, 0)["parameters"] == 40
     # Two rounds, each gathers twice.
-    assert zero3.moved(0, 0, 0) == {"down": 40, "up": 4 * 40}
+    assert zero3.host_traffic(0, 0, 0) == {"down": 40, "up": 4 * 40}
     # The root of FSDP stays whole until backward is over; a unit does so if it is kept.
     unit = {"wrap": {"units": ["b"]}}
     moved = [
-        plan("fsdp", "parameters", **unit, **options).moved(0, 0, 0)["up"]
+        plan("fsdp", "parameters", **unit, **options).host_traffic(0, 0, 0)["up"]
         for options in (
             {},
             {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -133,8 +133,8 @@ def test_formulas_by_hand() -> None:
     for ranks, times in ((2, 4), (4, 2)):
         cut = plan("fsdp", "parameters", ranks, **unit, reshard_after_forward=2)
         root, block = (4 * -(-n // ranks) for n in (15, 4))
-        assert cut.moved(0, 0, 0)["up"] == 2 * root + times * block
-    assert plan("zero3", "none").moved(0, 0, 0) == {"down": 0, "up": 0}
+        assert cut.host_traffic(0, 0, 0)["up"] == 2 * root + times * block
+    assert plan("zero3", "none").host_traffic(0, 0, 0) == {"down": 0, "up": 0}
     assert plan("zero3", "none").payload() == zero3.payload()
 
 

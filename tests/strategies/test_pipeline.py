@@ -26,17 +26,11 @@ from shardproof.oracle import training
 from shardproof.schedules import Action, problems
 from shardproof.workloads import TRAITS, Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEDULES: tuple[Any, ...] = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 SGD, CLIPPED = OptimizerSpec(), OptimizerSpec(clip_norm=0.05)
 BOUND = 1e-12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def work(*traits: str, layers: int = 4, **values: Any) -> Workload:

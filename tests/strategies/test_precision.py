@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import working_precision
 from shardproof.contract import OptimizerSpec, Piece, Refused
-from shardproof.evidence.assembled import StoredFigures
 from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.oracle.training import train
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import make
 
 HERE = Path(__file__).parents[1] / "support"
@@ -41,9 +42,9 @@ def case(name: str, **changes: Any) -> Case:
         "steps": 3,
     } | changes
     values["options"] = {"precision": dict(values["precision"])}
-    told = "::".join(str(value) for value in changes.values())
+    label = "::".join(str(value) for value in changes.values())
     return Case(
-        id=f"precision::{name}::{told}",
+        id=f"precision::{name}::{label}",
         scenario="precision",
         implementation=name,
         backend="in_memory",
@@ -53,12 +54,12 @@ def case(name: str, **changes: Any) -> Case:
 
 def verdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Results in the order of ``cases``."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", str(HERE))
-        run_cases(list(cases), 2, lambda result: found.update({result["id"]: result}))
-    return [found[item.id] for item in cases]
+        run_cases(list(cases), 2, lambda result: results.update({result["id"]: result}))
+    return [results[item.id] for item in cases]
 
 
 # -------------------------------------------------------------------------------------- the policy
@@ -186,11 +187,11 @@ def test_loaded_parameters_restart_only_masters_that_do_not_round_to_them() -> N
     assert master.tolist() == [1 + 2.0**-12, 3.0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the tiers are one where no GPU is")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="host and device are one without a GPU")
 def test_masters_on_the_host_restart_from_parameters_on_the_gpu() -> None:
     working = torch.ones(2, dtype=BF16, device="cuda")
     groups = [{"params": [("w", working)], "lr": 1.0}]
-    masters = Masters(groups, {"w": FP32}, HostTier("cuda"))
+    masters = Masters(groups, {"w": FP32}, HostMemory("cuda"))
     _, master = masters.pairs["w"]
     master.copy_(torch.tensor([1 + 2.0**-12, 1 + 2.0**-12]))
     working[1] = 3.0
@@ -221,10 +222,12 @@ def test_one_device_follows_the_policy() -> None:
         assert not torch.equal(kept.to(BF16).to(FP32), kept)
         assert not torch.equal(kept, second["parameters"]["head.weight"])
     name = "head.weight"
-    found = {key: run["steps"][0]["gradients"][name] for key, run in runs.items()}
-    assert torch.equal(found["a16"], found["a16"].to(BF16).to(FP32))
-    assert not torch.equal(found["m18"], found["m18"].to(BF16).to(FP32))
-    error = {k: float((g - plain["steps"][0]["gradients"][name]).norm()) for k, g in found.items()}
+    gradients = {key: run["steps"][0]["gradients"][name] for key, run in runs.items()}
+    assert torch.equal(gradients["a16"], gradients["a16"].to(BF16).to(FP32))
+    assert not torch.equal(gradients["m18"], gradients["m18"].to(BF16).to(FP32))
+    error = {
+        k: float((g - plain["steps"][0]["gradients"][name]).norm()) for k, g in gradients.items()
+    }
     assert 0 < error["m18"] < error["a16"]
 
 
@@ -239,9 +242,8 @@ def test_one_device_follows_the_policy() -> None:
     ],
 )
 def test_the_coarsest_dtype_sets_the_bound(policy: dict[str, str], bound: float) -> None:
-    records = [{"capabilities": {"features": ()}}]
-    told = StoredFigures(case("plain", precision=policy), records, {}, {}, {}, tensors=[])
-    assert working_precision.factor(told) == bound
+    figures = SimpleNamespace(case=case("plain", precision=policy), declaration=Declaration())
+    assert working_precision.factor(figures) == bound  # type: ignore[arg-type]
 
 
 def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
@@ -273,8 +275,8 @@ def test_the_errors_of_small_tensors_are_judged_together() -> None:
     truth = {"weight": large, "bias": small, "scale": 3 * small}
     one = {name: value * (1 + 1e-7) for name, value in truth.items()}
     chance = one | {"bias": small * (1 + 5e-7)}
-    told = working_precision.ratios(chance, one, truth)
-    assert told["bias"] == told["scale"] < 3, "by chance five times the error of one device"
+    ratios = working_precision.ratios(chance, one, truth)
+    assert ratios["bias"] == ratios["scale"] < 3, "by chance five times the error of one device"
     wrong = one | {"bias": small * (1 + 1e-4)}
     assert working_precision.ratios(wrong, one, truth)["bias"] > 100
     swapped = one | {"bias": small.flip(0)}

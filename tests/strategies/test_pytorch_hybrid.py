@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 
 from shardproof import registry, workloads
 from shardproof.case import Case, WorkloadSpec
@@ -15,21 +16,14 @@ from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Kind, OptimizerSpec, Piece, Refused, ScalerSpec
 from shardproof.costs.expression import facts_of
 from shardproof.costs.upstream.torch_hybrid import TorchHybrid
-from shardproof.evidence.assembled import assemble
 from shardproof.workloads import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAME = "pytorch/hybrid"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
 SIZES = {"width": 8, "heads": 4, "seq": 4, "layers": 2, "vocab": 97}
 BOTH: dict[str, Any] = {"sequence_parallel": True, "loss_parallel": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **params: Any) -> Workload:
@@ -118,7 +112,7 @@ def test_pieces_cover_all_that_there_is(
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
         if kind == "parameters":
@@ -174,7 +168,7 @@ def cost_model(clip: float | None = 1.0, **options: Any) -> TorchHybrid:
         steps=1,
         options=options,
     )
-    return TorchHybrid(facts_of(case).plan)
+    return TorchHybrid(facts_of(case).model_facts)
 
 
 def by_axis(told: TorchHybrid) -> dict[tuple[str, str], tuple[int, int]]:

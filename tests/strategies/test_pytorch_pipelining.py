@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from local_ranks import succeed
 
 from shardproof import registry, workloads
@@ -29,6 +28,8 @@ from shardproof.workloads import Workload
 sys.path.append(str(Path(__file__).parents[1] / "contract_trial"))
 from trial_cases import case, compared, judged, told
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "pytorch/pipelining"
 SIZES = {"layers": 4, "width": 8, "heads": 2, "seq": 8, "vocab": 96}
 
@@ -45,14 +46,6 @@ def make(work: Workload, rank: int, ranks: int, **options: Any) -> Implementatio
     spec = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
     system.setup(work.build_for(rank), work.state(), spec, Mesh({"pipe": ranks}), options)
     return system
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -------------------------------------------------------------------------------------- as data
@@ -126,7 +119,7 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
     def cost_model(name: str, **changes: Any) -> TorchPipelining:
         options = {"schedule": name}
         return TorchPipelining(
-            facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).plan
+            facts_of(case(NAME, {"pipe": 2}, options=options, workload=spec, **changes)).model_facts
         )
 
     v = cost_model("zb_v", optimizer=OptimizerSpec("adamw", clip_norm=1.0, scaler=ScalerSpec()))
@@ -143,7 +136,8 @@ def test_what_is_sent_and_kept_against_hand_counts() -> None:
     assert between == [4 * 3 * 2048] * 2
     assert within == [0, 4 * 3 * 2048]
     for rank in (0, 1):  # losses and norms beside, and nothing counted twice
-        assert v.at_rest(rank, 0) + v.left_over(rank, 0) < between[rank] + within[rank] + 200
+        rest = v.communication_at_rest(rank, 0) + v.unclassified_limit(rank, 0)
+        assert rest < between[rank] + within[rank] + 200
     loop = cost_model("interleaved")
     assert loop.payload() == 3 * 2 * 4 * 2048
     assert v.textbook == "pipeline"

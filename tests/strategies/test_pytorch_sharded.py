@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,21 +25,14 @@ from shardproof.contract import (
     Refused,
     ScalerSpec,
 )
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.pytorch import fsdp2
 from shardproof.workloads import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FSDP1, FSDP2 = "pytorch/fsdp1", "pytorch/fsdp2"
 ZRO = "pytorch/zero_redundancy_optimizer"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str) -> Workload:
@@ -201,7 +195,7 @@ def test_pieces_cover_all_that_there_is(
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
 

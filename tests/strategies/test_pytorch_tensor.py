@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardproof import registry, workloads
@@ -28,7 +29,6 @@ from shardproof.contract import (
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.pytorch.tensor_parallel import SharedContext
 from shardproof.impls.pytorch.tensor_styles import (
     dtensor_pieces,
@@ -40,18 +40,12 @@ from shardproof.impls.pytorch.tensor_styles import (
 )
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "pytorch/tensor_parallel"
 ADAMW = OptimizerSpec("adamw", lr=1e-2, clip_norm=0.05)
 SIZES = {"width": 12, "heads": 6, "seq": 6, "layers": 2, "vocab": 96}
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **params: Any) -> Workload:
@@ -178,7 +172,7 @@ def test_pieces_cover_all_that_there_is(options: dict[str, Any], traits: tuple[s
         "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
     }
     for kind, expected in wanted.items():
-        whole = assemble(dict(enumerate(rank[kind] for rank in found)))
+        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
         assert whole.problems == []
         assert set(whole.tensors) == expected
     blocks = [p for p in found[1]["parameters"] if p["name"] == "blocks.0.attention.qkv.weight"]
@@ -193,7 +187,7 @@ def test_initial_parameters_are_those_of_rank_0() -> None:
         return rows(system.local_state("parameters")), system.full_state("parameters")
 
     found = succeed(body, 3)
-    whole = assemble({rank: pieces for rank, (pieces, _) in enumerate(found)})
+    whole = assembled({rank: pieces for rank, (pieces, _) in enumerate(found)})
     for name, tensor in work.state().items():
         assert torch.equal(whole.replica(name), tensor)
         for _, full in found:
@@ -240,10 +234,10 @@ def test_a_rank_may_hold_several_blocks_of_one_name() -> None:
             for start, stop in rows
         ]
 
-    found = assemble({0: blocks(0), 1: blocks(1)})
+    found = assembled({0: blocks(0), 1: blocks(1)})
     assert not found.problems
     assert torch.equal(found.replica("qkv"), full)
-    assert assemble({0: blocks(0), 1: blocks(0)}).problems
+    assert assembled({0: blocks(0), 1: blocks(0)}).problems
 
 
 def test_a_partial_sum_is_no_piece() -> None:
@@ -259,7 +253,7 @@ def test_a_partial_sum_is_no_piece() -> None:
 # ------------------------------------------------------------------------------------- promises
 
 
-def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
+def model_facts_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
     """2 ranks: 4 samples of 4 positions in 2 parts; one block of width 8."""
     sizes = {"width": 8, "heads": 2, "seq": 4, "layers": 1, "vocab": 97}
     values: dict[str, Any] = {"optimizer": OptimizerSpec(clip_norm=1.0), **fields}
@@ -277,13 +271,13 @@ def plan_of(traits: tuple[str, ...] = (), **fields: Any) -> ModelFacts:
         steps=1,
         **values,
     )
-    return facts_of(case).plan
+    return facts_of(case).model_facts
 
 
 def promised(traits: tuple[str, ...] = (), **options: Any) -> dict[str, tuple[int, int]]:
     """Bytes and calls of a step by operation."""
     found: dict[str, tuple[int, int]] = {}
-    for flow in TorchTensorParallel(plan_of(traits, options=options)).flows():
+    for flow in TorchTensorParallel(model_facts_of(traits, options=options)).flows():
         total, calls = found.get(flow.operation, (0, 0))
         assert isinstance(flow.calls, int)
         found[flow.operation] = (total + int(flow.bytes), calls + flow.calls)
@@ -329,7 +323,8 @@ def test_bytes_by_hand() -> None:
 def test_numbers_left_behind_are_counted_one_by_one(
     dtype: str, spec: OptimizerSpec, wanted: int
 ) -> None:
-    assert TorchTensorParallel(plan_of(dtype=dtype, optimizer=spec)).left_over(0, 0) == wanted
+    cost_model = TorchTensorParallel(model_facts_of(dtype=dtype, optimizer=spec))
+    assert cost_model.unclassified_limit(0, 0) == wanted
 
 
 def test_modules_without_a_style_gather_twice_and_are_no_dtensors() -> None:

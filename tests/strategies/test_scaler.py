@@ -106,8 +106,8 @@ def test_clean_scaling_passes_and_faults_in_it_do_not() -> None:
         assert result["verdict"].startswith("pass"), result["reason"]
     for result, words in zip(results[len(clean) :], FAULTS.values(), strict=True):
         assert result["verdict"] == "fail", (result["id"], result["verdict"], result["reason"])
-        told = " ".join(check["message"] for check in result["checks"])
-        assert any(word in told for word in words), told
+        messages = " ".join(check["message"] for check in result["checks"])
+        assert any(word in messages for word in words), messages
 
 
 def test_the_overflow_needs_a_scaler() -> None:

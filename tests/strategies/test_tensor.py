@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ranks import succeed
+from pieces import assembled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,24 +21,17 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, CostModel
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import tensor
 from shardproof.impls.reference.tensor import layers, operators
-from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Whole
+from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Uncut
 from shardproof.impls.reference.tensor.loss import cross_entropy
 from shardproof.oracle import training
 from shardproof.workloads import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLIPPED = OptimizerSpec("adamw", 0.01, weight_decay=0.1, clip_norm=0.05)
 WIDE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 0.02}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, name: str = "charnames_gpt", **params: Any) -> Workload:
@@ -161,13 +155,13 @@ def test_split_cross_entropy_of_huge_logits_is_finite() -> None:
 
 def merged(per_rank: list[list[Piece]]) -> dict[int, Tensor]:
     """Copies of the one name in ``per_rank``, every element once."""
-    state = assemble({rank: [vars(p) for p in found] for rank, found in enumerate(per_rank)})
+    state = assembled({rank: [vars(p) for p in found] for rank, found in enumerate(per_rank)})
     assert not state.problems, state.problems
     (copies,) = state.tensors.values()
     return copies
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> None:
     """A data-parallel strategy cuts what tensor parallelism left into flat ranges.
@@ -202,7 +196,7 @@ def test_flat_parts_of_a_local_tensor_make_the_whole(data: st.DataObject) -> Non
 
 def test_copies_are_numbered_over_both_axes() -> None:
     piece = Piece.whole("w", torch.ones(2, 3), replica=2)
-    assert [p.replica for p in Whole((2, 3), 1, 4).place(piece)] == [9]
+    assert [p.replica for p in Uncut((2, 3), 1, 4).place(piece)] == [9]
     cut = Split((4, 3), 0, (Block(0, 1), Block(2, 3, 1, 2)), (2, 4))
     assert [(p.slices, p.replica, p.incomplete) for p in cut.place(piece)] == [
         (((0, 1), (0, 3)), 2, False),
@@ -263,7 +257,7 @@ def worst(ranks: list[list[dict[str, Any]]], truth: dict[str, Any]) -> float:
             ("gradients_final gradients", true["gradients"]),
             ("after_update parameters", true["parameters"]),
         ):
-            state = assemble({rank: told[step][moment] for rank, told in enumerate(ranks)})
+            state = assembled({rank: told[step][moment] for rank, told in enumerate(ranks)})
             assert not state.problems, state.problems
             assert set(state.tensors) == set(wanted)
             for name, copies in state.tensors.items():
@@ -438,7 +432,7 @@ def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
         checks=("traffic",),
         options=options,
     )
-    return COST_MODELS["tensor"](facts_of(case).plan)
+    return COST_MODELS["tensor"](facts_of(case).model_facts)
 
 
 def test_bytes_of_a_step_are_those_counted_by_hand() -> None:
@@ -472,6 +466,6 @@ def test_elements_of_a_rank_are_those_counted_by_hand() -> None:
     assert (first["head.weight"], last["head.weight"]) == (25 * 24, 22 * 24)
     assert first["blocks.0.attention.qkv.weight"] == (6 + 2 + 2) * 24
     assert first["blocks.0.mlp.down.bias"] == 24
-    apart = cost_model.apart(0)
+    apart = cost_model.by_layout(0)
     assert sum(apart["replicated"].values()) == 16 * 24 + 3 * 2 * 24 + 2 * 24
     assert set(apart["split"]) | set(apart["replicated"]) == set(first)

@@ -13,10 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
-from shardproof.comm import Mesh
+from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.reference import fsdp, zero3
 from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Context
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
+from shardproof.impls.reference.units import step_shards
 
 SHARDED = pytest.mark.parametrize("strategy", [zero3, fsdp])
 
@@ -50,6 +53,54 @@ def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, bus
     assert whole == {"0.weight": 8.0 * busy, "1.weight": 8.0 * busy}
 
 
+class Noting(Reducer):
+    """Sums like its base, and notes which parameters of which step it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, int]] = []
+
+    def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        self.calls.append(("all_reduce", " ".join(bucket.names), bucket.step))
+        return super().all_reduce(bucket, comm)
+
+    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
+        assert bucket.flat.numel() == comm.size * shard.numel()
+        self.calls.append(("reduce_scatter", " ".join(bucket.names), bucket.step))
+        return super().reduce_scatter(bucket, comm, shard)
+
+
+@pytest.mark.parametrize("strategy", [zero3, fsdp, step_shards])
+def test_every_gradient_goes_through_the_reducer_over_shards_and_replicas(strategy: Any) -> None:
+    """Two rounds of two units: a reduce-scatter a round; one sum over the replicas at the end."""
+    has_replicas = strategy is not zero3
+    axes = {"replicate": 2, "shard": 2} if has_replicas else {"shard": 2}
+    hybrid_shard = fsdp.Options(sharding_strategy="HYBRID_SHARD")
+    options: Any = hybrid_shard if strategy is fsdp else zero3.Options()
+
+    def body(rank: int, size: int) -> list[tuple[str, str, int]]:
+        mesh, reducer = Mesh(axes), Noting()
+        comms = {axis: mesh.comm(axis) for axis in axes}
+        context = Context(reducer, blocks=["0", "1"])
+        handle = strategy.apply(stack(), comms, options, context)
+        handle.begin_step(7)
+        handle.before_step(2)
+        for number in range(2):
+            handle.accumulate(is_last=number == 1)
+            handle.module(torch.ones(1, 2)).sum().backward()
+        handle.finish()
+        return reducer.calls
+
+    for calls in succeed(body, 4 if has_replicas else 2):
+        assert {step for *_, step in calls} == {7}
+        scattered = [names for call, names, _ in calls if call == "reduce_scatter"]
+        over_replicas = [names for call, names, _ in calls if call == "all_reduce"]
+        if strategy is step_shards:  # one unit, reduced once a step
+            assert scattered == ["0.weight 1.weight"] and len(over_replicas) == 1
+        else:
+            assert scattered == ["1.weight", "0.weight"] * 2
+            assert over_replicas == (["1.weight", "0.weight"] if has_replicas else [])
+
+
 class Reentrant(nn.Sequential):
     def forward(self, hidden: Tensor) -> Tensor:
         first, second = self
@@ -60,7 +111,7 @@ class Reentrant(nn.Sequential):
 def test_gradients_of_a_unit_that_has_no_backward_are_an_error(strategy: Any) -> None:
     def apply(module: nn.Module) -> Any:
         comms = {"shard": Mesh({"shard": 1}).comm("shard")}
-        handle = strategy.apply(module, comms, strategy.Options(), ["0", "1"])
+        handle = strategy.apply(module, comms, strategy.Options(), Context(blocks=["0", "1"]))
         handle.before_step(1)
         handle.accumulate(is_last=True)
         return handle

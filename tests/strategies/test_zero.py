@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from pieces import assembled
 from torch import Tensor, nn
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Batch, MicroBatch, OptimizerSpec, Piece, Point, Refused
-from shardproof.evidence.assembled import assemble
 from shardproof.impls.reference import zero1, zero2
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.parts.sharded import ShardedUpdate
+from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 from shardproof.ledgers import program_order, traffic
 from shardproof.workloads import Workload, suggested_groups
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {"bucket_bytes": 2_000}
 AXES = {"reference/ddp": "replicate", "reference/zero1": "shard", "reference/zero2": "shard"}
@@ -36,14 +38,6 @@ MIXED = (
 )
 ZEROS = ("reference/zero1", "reference/zero2")
 Rank = dict[str, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(*traits: str, **knobs: Any) -> Workload:
@@ -65,14 +59,14 @@ def make(
     return system
 
 
-def pieces(found: list[Piece]) -> list[dict[str, Any]]:
+def pieces(held: list[Piece]) -> list[dict[str, Any]]:
     """Copies, as the judge makes them."""
-    return [vars(piece) | {"tensor": piece.tensor.clone()} for piece in found]
+    return [vars(piece) | {"tensor": piece.tensor.clone()} for piece in held]
 
 
 def drive(system: Engine, batches: list[Batch]) -> list[dict[str, Any]]:
     """Steps over ``batches``; what the rank held at every point."""
-    told = []
+    moments = []
     for batch in batches:
         seen: dict[str, Any] = {}
 
@@ -82,13 +76,13 @@ def drive(system: Engine, batches: list[Batch]) -> list[dict[str, Any]]:
 
         system.step(batch, observe)
         assert not system.local_state("gradients"), "gradients must be cleared"
-        told.append(seen)
-    return told
+        moments.append(seen)
+    return moments
 
 
 def whole(ranks: list[list[dict[str, Any]]], step: int, moment: str) -> dict[str, Tensor]:
     """What the ranks held, put together; every element once."""
-    state = assemble({rank: told[step][moment] for rank, told in enumerate(ranks)})
+    state = assembled({rank: moments[step][moment] for rank, moments in enumerate(ranks)})
     assert not state.problems, state.problems
     return state.first()
 
@@ -104,9 +98,9 @@ def test_zero1_is_ddp_bit_for_bit(world: int, optimizer: Any) -> None:
     def body(name: str) -> Callable[[int, int], Any]:
         def run(rank: int, size: int) -> Any:
             system = make(name, work, spec, rank, size)
-            told = drive(system, [work.batch(step, size)[rank] for step in range(3)])
+            moments = drive(system, [work.batch(step, size)[rank] for step in range(3)])
             system.close()
-            return told
+            return moments
 
         return run
 
@@ -133,10 +127,10 @@ def test_state_is_sharded(name: str) -> None:
         padded = sum(b.layout.padded for b in buckets)
         return sum(p.tensor.numel() for p in slots), full, padded
 
-    told = succeed(body, world)
+    sizes = succeed(body, world)
     total = sum(p.numel() for p in work.model("meta").parameters())
-    assert sum(own for own, _, _ in told) == total
-    for own, full, padded in told:
+    assert sum(own for own, _, _ in sizes) == total
+    for own, full, padded in sizes:
         assert own <= padded // world
         assert full == (padded if name == "reference/zero1" else 0)
 
@@ -173,9 +167,9 @@ def test_state_can_be_gathered_and_put_back(name: str) -> None:
         new = make(name, work, spec, rank, size)
         for kind in ("parameters", "buffers", "optimizer"):
             new.load_pieces(kind, old.local_state(kind))  # type: ignore[arg-type]
-        loss, told = old.evaluate(batches[1]), old.full_state("optimizer")
+        loss, gathered = old.evaluate(batches[1]), old.full_state("optimizer")
         assert torch.equal(loss, new.evaluate(batches[1]))
-        assert {n: t.shape for n, t in told.items()} == {
+        assert {n: t.shape for n, t in gathered.items()} == {
             f"{n}.{slot}": () if slot == "step" else p.shape
             for n, p in work.model("meta").named_parameters()
             if p.requires_grad
@@ -184,7 +178,7 @@ def test_state_can_be_gathered_and_put_back(name: str) -> None:
         mine = {p.name: p for p in old.local_state("optimizer")}
         for slot, piece in mine.items():
             start, stop = piece.flat_range or (0, 1)
-            assert torch.equal(told[slot].view(-1)[start:stop], piece.tensor.view(-1))
+            assert torch.equal(gathered[slot].view(-1)[start:stop], piece.tensor.view(-1))
         drive(old, batches[1:])
         drive(new, batches[1:])
         for kind in ("parameters", "optimizer"):
@@ -242,9 +236,9 @@ def test_late_buckets_are_the_same_everywhere() -> None:
         assert isinstance(handle, zero1.Zero1)
         return handle.late, [bucket.layout.names[0] for bucket in handle.queue]
 
-    told = succeed(body, 3)
-    assert told[0][0]
-    assert all(one == told[0] for one in told)
+    queues = succeed(body, 3)
+    assert queues[0][0]
+    assert all(one == queues[0] for one in queues)
 
 
 def test_several_dtypes_in_one_model() -> None:
@@ -347,12 +341,12 @@ def test_micro_batches_may_be_of_any_number() -> None:
     shares = [micros[:0], micros[:1], micros[1:]]
 
     def body(rank: int, size: int) -> Any:
-        found = {}
+        moments = {}
         for name in ZEROS:
             system = make(name, work, OptimizerSpec("sgd", 0.1), rank, size)
-            found[name] = drive(system, [Batch(0, (tuple(shares[rank]),))])
-        return found
+            moments[name] = drive(system, [Batch(0, (tuple(shares[rank]),))])
+        return moments
 
-    told = succeed(body, 3)
-    one, two = (whole([t[n] for t in told], 0, MOMENTS[0]) for n in ZEROS)
+    ranks = succeed(body, 3)
+    one, two = (whole([t[n] for t in ranks], 0, MOMENTS[0]) for n in ZEROS)
     assert all(torch.allclose(one[n], two[n], rtol=1e-12, atol=1e-15) for n in one)

@@ -11,11 +11,10 @@ import pytest
 
 from shardproof import registry, workloads
 from shardproof.case import Case
-from shardproof.cases.rank_program import describe
-from shardproof.cases.verdict import declared_away, outside_profile
 from shardproof.errors import SelectionError
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.units.plan import Wrap, plan_units
+from shardproof.registry.declaration import Declaration
 from shardproof.studies import campaign
 from shardproof.studies.campaign import fits
 
@@ -25,16 +24,15 @@ def drawn() -> list[Case]:
     return campaign.first_cases(600, 11)
 
 
-def _claims(case: Case) -> dict[str, object]:
-    implementation = registry.load(case.implementation)
-    return describe(implementation, implementation.capabilities(case.options))
+def _declared(case: Case) -> Declaration:
+    return Declaration.of(registry.load(case.implementation), case.options)
 
 
 def test_every_drawn_case_can_be_run(drawn: list[Case]) -> None:
     for case in drawn:
-        claims = _claims(case)
-        assert not outside_profile(claims), case.id
-        assert not declared_away(case, claims, ""), case.id
+        declaration = _declared(case)
+        assert not declaration.outside_profile(), case.id
+        assert not declaration.excludes_case(case, ""), case.id
         workloads.check(case.workload)
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
@@ -106,7 +104,7 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
     case = next(c for c in drawn if c.implementation == "pytorch/fsdp1" and c.data_coordinates > 1)
     most = case.data_coordinates * sum(case.workload.window_sizes(0))
     small = dataclasses.replace(case.workload, traits=(), global_batch=most - 1)
-    reason = declared_away(dataclasses.replace(case, workload=small), _claims(case), "")
+    reason = _declared(case).excludes_case(dataclasses.replace(case, workload=small), "")
     assert ("samples do not suffice" in reason) == (small.micro_batches * small.windows > 1)
 
 

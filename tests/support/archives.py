@@ -10,8 +10,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from shardproof import VERSION
 from shardproof.runs.bundle import LISTING, Listing, Member
-from shardproof.version import VERSION
 
 #: A file's name, or its whole header, and its content.
 Part = tuple[str | tarfile.TarInfo, bytes]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import RankFailed
 from shardproof.launch import heartbeat, process_control
-from shardproof.launch.rank_process import Plan
+from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import root_cause, run_ranks
 
 GUILTY = 1
@@ -54,7 +54,7 @@ class FakeLink:
         """Shared by all ranks."""
         return FakeHub(world, timeout_s)
 
-    def join(self, rank: int, plan: Plan, hub: FakeHub) -> None:
+    def join(self, rank: int, launch: RankLaunch, hub: FakeHub) -> None:
         """Remember where this rank meets the others."""
         self._here.hub = hub
 
@@ -167,12 +167,19 @@ def empty(rank: int, world: int) -> dict[str, Any]:
     return {}
 
 
+def kernels(rank: int, world: int) -> dict[str, Any]:
+    """What this rank computes with."""
+    print(torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR"))
+    return {}
+
+
 def trial(payload: dict[str, Any]) -> None:
     """Leader's task: run the ranks and write what became of them."""
     workdir = Path(payload["workdir"])
     backend: Any = payload["backend"]
     fault = payload["fault"]
-    chosen = {"mismatch": mismatched, "meeting": meeting, "empty": empty}.get(fault)
+    programs = {"mismatch": mismatched, "meeting": meeting, "empty": empty, "kernels": kernels}
+    chosen = programs.get(fault)
     began = time.monotonic()
     seen: list[int] = []
     outcomes = run_ranks(
@@ -226,12 +233,17 @@ def crash(payload: dict[str, Any]) -> None:
     ctypes.string_at(1)
 
 
+def double(payload: dict[str, Any]) -> list[int]:
+    """Leader's task: return something."""
+    return [2 * payload["number"]]
+
+
 def fail(payload: dict[str, Any]) -> None:
     """Leader's task: raise."""
     raise ValueError("the task's own error")
 
 
-def kill_zygote(payload: dict[str, Any]) -> None:
+def kill_fork_server(payload: dict[str, Any]) -> None:
     """Leader's task: take the fork server along."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)

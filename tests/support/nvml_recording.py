@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench.telemetry import nvml
+from shardproof.files import write_whole
 
 FORMAT = 1
 _INVALID_ARGUMENT, _NOT_SUPPORTED = 2, 3
@@ -79,9 +80,7 @@ def record(
         told["torch"] = _torch()
     finally:
         nvml.stop(api)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(_text(told), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, _text(told))
     return told
 
 

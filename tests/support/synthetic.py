@@ -14,12 +14,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.runs import records
 from shardproof.runs.run_folder import fingerprint
 from shardproof.schedules import Action, Schedule, simulate, with_messages
-from shardproof.version import VERSION
 
 IMPLEMENTATIONS = (
     *("reference/ddp", "reference/zero1", "reference/zero2", "reference/zero3", "reference/fsdp"),

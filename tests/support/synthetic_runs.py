@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
 from shardproof.compare import baseline
 from shardproof.compare.snapshot import Snapshot
 from shardproof.contract import OptimizerSpec
 from shardproof.runs.records import Manifest
-from shardproof.version import VERSION
 
 Line = dict[str, Any]
 

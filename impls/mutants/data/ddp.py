@@ -18,7 +18,7 @@ from shardproof.contract import Batch, OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.reducers import Work
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
@@ -56,6 +56,7 @@ class Nothing:
 )
 class LastBackwardOnly(DDP):
     def contribution(self, index: int) -> Tensor | None:
+        # Arrivals are those of the last backward; an earlier one has left a gradient without one.
         return super().contribution(index) if index in self.arrivals else None
 
 
@@ -67,7 +68,8 @@ class LastBackwardOnly(DDP):
     workload=gpt("unused"),
 )
 class DropsIncompleteBucket(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
+        # Something is missing only from buckets that ``finish`` sends.
         return Nothing() if bucket.missing else super().reduce(bucket)
 
 
@@ -80,15 +82,16 @@ class DropsIncompleteBucket(DDP):
 class MissesReplacedParameter(DDP):
     local: Tensor | None = None
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         if 0 in bucket.members:
             own = self.parameters[0].grad
             self.local = None if own is None else own.clone()
         super().launch(bucket)
 
-    def land(self, bucket: Bucket) -> None:
-        super().land(bucket)
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
+        super().wait_and_publish(bucket)
         if 0 in bucket.members:
+            # The model goes on with the tensor that replaced the reduced one.
             self.parameters[0].grad = self.local
 
 
@@ -100,10 +103,11 @@ class MissesReplacedParameter(DDP):
 )
 class LatchesSyncFlag(DDP):
     def accumulate(self, is_last: bool) -> None:
+        # ``computed`` is still False in the first forward of a step.
         self.decided = self.decided if self.computed else is_last
         super().accumulate(is_last)
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         return super().reduce(bucket) if self.decided else Nothing()
 
     decided = True
@@ -125,6 +129,7 @@ class RebuildLosesGradients(DDP):
     def accumulate(self, is_last: bool) -> None:
         super().accumulate(is_last)
         if self.rebuilt and is_last:
+            # Once: from the next step on gradients are views of the new buckets.
             self.rebuilt = False
             super().after_step()
 
@@ -137,10 +142,10 @@ class RebuildLosesGradients(DDP):
     workload=gpt("late_results"),
 )
 class SkipsLastWait(DDP):
-    def land(self, bucket: Bucket) -> None:
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.work = Nothing()
-        super().land(bucket)
+        super().wait_and_publish(bucket)
 
 
 @mutant(
@@ -150,7 +155,7 @@ class SkipsLastWait(DDP):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class NeverReduces(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         return Nothing()
 
 
@@ -160,9 +165,11 @@ class NeverReduces(DDP):
     killed_by=("equivalence", "traffic"),
 )
 class ReducesInFp32(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
+        # The case is in fp64, so fp32 shows in the sums and in the bytes.
         narrow = bucket.flat.float()
-        self.reducer.reduce(narrow, self.comm).wait()
+        outgoing = replace(bucket.outgoing(self.step), flat=narrow)
+        self.reducer.all_reduce(outgoing, self.comm).wait()
         bucket.flat.copy_(narrow)
         return Nothing()
 
@@ -177,8 +184,8 @@ class ReducesInFp32(DDP):
     mesh={"replicate": 3},
 )
 class DividesByWorld(DDP):
-    def land(self, bucket: Bucket) -> None:
-        super().land(bucket)
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
+        super().wait_and_publish(bucket)
         bucket.flat.div_(self.comm.size)
 
 
@@ -201,6 +208,7 @@ class DividesByWorldClipped(DividesByWorld):
 )
 class MeanOfMeans(ReferenceDDP):
     def backward(self, batch: Batch) -> Tensor | None:
+        # Weights of a micro-batch sum to its share of the tokens; here to an equal share.
         share = 1 / (len(batch.micro_batches) * self.mesh.world)
         equal = [
             replace(micro, weights=share * micro.weights / micro.weights.sum())
@@ -269,11 +277,11 @@ class KeepsLocalBuffers(DDP):
     workload=gpt("rebound_buffer"),
 )
 class BroadcastsStaleBuffers(DDP):
-    found: dict[str, Tensor] | None = None
+    first_bound: dict[str, Tensor] | None = None
 
     def buffers(self) -> dict[str, Tensor]:
-        self.found = self.found or super().buffers()
-        return self.found
+        self.first_bound = self.first_bound or super().buffers()
+        return self.first_bound
 
 
 @mutant(
@@ -286,9 +294,9 @@ class BroadcastsStaleBuffers(DDP):
 )
 class BufferOrderByRank(DDP):
     def buffers(self) -> dict[str, Tensor]:
-        found = list(super().buffers().items())
+        named = list(super().buffers().items())
         layer = 3 * min(self.comm.rank, 1)  # a layer has three buffers
-        return dict(found[layer:] + found[:layer])
+        return dict(named[layer:] + named[:layer])
 
 
 # --------------------------------------------------------------------------------- cost and order
@@ -301,6 +309,7 @@ class BufferOrderByRank(DDP):
 )
 class CommunicatesEveryMicroBatch(DDP):
     def accumulate(self, is_last: bool) -> None:
+        # An earlier micro-batch has left gradients that only the last one should send.
         if self.computed:
             for bucket in self.buckets:
                 bucket.pack(self.contribution(index) for index in bucket.members)
@@ -314,7 +323,7 @@ class CommunicatesEveryMicroBatch(DDP):
     killed_by=("overlap",),
 )
 class WaitsAfterEachLaunch(DDP):
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
         work = super().reduce(bucket)
         work.wait()
         return work
@@ -337,7 +346,8 @@ class ReducesAfterBackward(DDP):
     workload=gpt("unused"),
 )
 class UnusedParameterBlocksAll(DDP):
-    def count(self, use: Tensor) -> None:
-        super().count(use)
-        self.fresh_late = set()
+    def count(self, votes: Tensor) -> None:
+        super().count(votes)
+        # Forgets both reasons for which buckets are laid out again.
+        self.newly_late = set()
         self.root_computed = False

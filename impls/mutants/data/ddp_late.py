@@ -12,7 +12,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
 from shardproof.impls.mutants.data.ddp import CLIP, CNN_BUCKETS, Nothing, gpt, mutant
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.reducers import Work
 
 CNN = WorkloadSpec("digits_cnn")
@@ -35,7 +35,8 @@ class LastBucketLostAfterStep3(DDP):
         super().after_step()
         self.done += 1
 
-    def reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: GradientBucket) -> Work:
+        # Runs that end after three steps cannot see it: the case has five.
         lost = self.done >= 3 and bucket is self.buckets[-1]
         return Nothing() if lost else super().reduce(bucket)
 
@@ -60,6 +61,7 @@ class FourthRankLeftOut(DDP):
 )
 class SkipsUpdateWithoutTokens(ReferenceDDP):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
+        # For this step only: the rank takes part again in the next one.
         kept = self.optimizer.step
         if not sum(float(m.weights.sum()) for m in batch.micro_batches):
             self.optimizer.step = lambda *_: None  # type: ignore[method-assign,assignment]
@@ -121,7 +123,8 @@ class KeepsGradientsWhenClipped(DDP):
     workload=gpt("conditional_by_rank"),
 )
 class StaleBucketContent(DDP):
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
+        # In place of ``pack``, which sets to zero what has no gradient.
         for index, view in bucket.views.items():
             own = self.contribution(index)
             if own is not None:
@@ -137,9 +140,9 @@ class StaleBucketContent(DDP):
     workload=gpt("unused"),
 )
 class UnusedGetZeroGradients(DDP):
-    def count(self, use: Tensor) -> None:
+    def count(self, votes: Tensor) -> None:
         kept = [p.grad for p in self.parameters]
-        super().count(use)
+        super().count(votes)
         for parameter, gradient in zip(self.parameters, kept, strict=True):
             parameter.grad = gradient
 
@@ -165,6 +168,7 @@ class GradientsAsIntegers(DDP):
     def finish(self) -> None:
         super().finish()
         for bucket in self.buckets:
+            # Integers are control traffic to a ledger that goes by dtype alone.
             self.comm.all_reduce(bucket.flat.view(torch.int64).clone())
 
 
@@ -177,6 +181,7 @@ class GradientsAsIntegers(DDP):
 class MomentumReset(ReferenceDDP):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         if batch.step == 3:
+            # With plain SGD there would be nothing to lose.
             self.optimizer.state.clear()
         return super().step(batch, observe)
 
@@ -233,6 +238,7 @@ class EvaluatesMean(ReferenceDDP):
     def evaluate(self, batch: Batch) -> Tensor | None:
         loss = super().evaluate(batch)
         assert loss is not None
+        # A sum of one micro-batch would be its mean: the case has several.
         return loss / max(1, len(batch.micro_batches))
 
 
@@ -254,6 +260,7 @@ class FullStateOnRank0Only(ReferenceDDP):
 class FullStateOfTheStart(ReferenceDDP):
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
+        # Copies, or they would follow the update.
         self.start = super().full_state("parameters")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:

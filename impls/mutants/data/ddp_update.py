@@ -11,12 +11,12 @@ from shardproof.contract import Batch, GroupSpec, Observe, OptimizerSpec, StepRe
 from shardproof.impls.mutants.data.ddp import BETWEEN, CLIP, gpt, mutant
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.parts.buckets import Bucket
+from shardproof.impls.reference.parts.buckets import GradientBucket
 
 # -------------------------------------------------------------------------------- norm and update
 
 
-def local_parts(handle: DDP, bucket: Bucket) -> list[NormPart]:
+def local_parts(handle: DDP, bucket: GradientBucket) -> list[NormPart]:
     """Sums of squares of what the members of ``bucket`` have for a gradient now."""
     gradients = (handle.parameters[index].grad for index in bucket.members)
     return [(power_sum(gradient), ()) for gradient in gradients if gradient is not None]
@@ -34,7 +34,8 @@ class NormOfLocalGradients(DDP):
         super().start_step()
         self.own: list[NormPart] = []
 
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
+        # Before the launch: from then on the gradients are being summed.
         self.own += local_parts(self, bucket)
         super().launch(bucket)
 
@@ -50,11 +51,12 @@ class NormOfLocalGradients(DDP):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(DDP):
-    def launch(self, bucket: Bucket) -> None:
+    def launch(self, bucket: GradientBucket) -> None:
         self.early = local_parts(self, bucket)  # the last one stays
         super().launch(bucket)
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        # All but the last are summed; of the last one there is what it was at launch.
         landed = self.buckets[:-1]
         return [part for bucket in landed for part in local_parts(self, bucket)] + self.early
 
@@ -118,6 +120,7 @@ class DummyFirstStep(ReferenceDDP):
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        # Too late: the step has counted and decayed.
         optimizer.zero_grad()
         return optimizer
 
@@ -136,6 +139,7 @@ class BucketOrderByRank(DDP):
     def lay_out(self) -> None:
         super().lay_out()
         if self.comm.rank == 1:
+            # Sizes differ, so the backend can tell: a crash and not wrong sums.
             self.buckets.reverse()
 
 
@@ -149,6 +153,7 @@ class ExchangesEqualBuckets(DDP):
     def lay_out(self) -> None:
         super().lay_out()
         sizes = [bucket.flat.numel() for bucket in self.buckets]
+        # Equal sizes, so that no backend can tell the exchange.
         twins = [i for i, size in enumerate(sizes) if sizes.count(size) > 1]
         if self.comm.rank == 1 and twins:
             first, second = twins[0], sizes.index(sizes[twins[0]], twins[0] + 1)

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from shardproof.case import WorkloadSpec
-from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
-from shardproof.impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 from shardproof.impls.reference.zero3 import ReferenceZero3
 
@@ -37,8 +37,8 @@ def mutant(name: str, parent: Any, **fields: Any) -> Callable[[declare.C], decla
         "optimizer": OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
         "killed_by": ("relations",),
     }
-    told = usual | fields
-    return declare.mutant(name, parent=parent, parent_name=f"reference/{parent.strategy}", **told)
+    given = usual | fields
+    return declare.mutant(name, parent=parent, parent_name=f"reference/{parent.strategy}", **given)
 
 
 @mutant(
@@ -66,6 +66,7 @@ class ReloadRestartsCounter(ReferenceZero1):
 )
 class ReloadDropsNewSlots(ReferenceZero3):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        # Drops what has no place yet, where the parent makes one.
         copy_pieces(self.local_state(kind), pieces)
 
 
@@ -94,6 +95,7 @@ class ReloadDropsMasters(ReferenceZero2):
 )
 class ReloadKeepsMasters(ReferenceZero1):
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
+        # Without masters the parent loads parameters only, and starts nothing again from them.
         masters, self.masters = self.masters, None
         super().load_pieces(kind, pieces)
         self.masters = masters
@@ -114,19 +116,22 @@ class ReloadLeavesBuckets(Zero2):
 
 
 @mutant(
-    "zero1_makes_contiguous",
+    "zero1_averages_then_multiplies",
     ReferenceZero1,
-    summary="a transposed parameter loses its strides: its products are rounded otherwise",
+    summary="gradients are divided by the ranks before the sum and multiplied after it",
     expect=AS_DDP,
-    workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",), params={"width": 20}),
+    mesh={"shard": 3},
     lane="bitwise",
     dtype="float32",
 )
-class MakesContiguous(Zero1):
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.contiguous()
-        super().__init__(module, comm, options)
+class AveragesThenMultiplies(Zero1):
+    # A third of a number is rounded on every CPU, element by element: no order of sums decides.
+    def send(self, bucket: OwnedBucket) -> None:
+        bucket.complete().div_(self.comm.size)
+        super().send(bucket)
+
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
+        return super().gradient(bucket).mul_(self.comm.size)
 
 
 @mutant(
@@ -143,5 +148,6 @@ class KeptParametersOutliveUpdate(ReferenceFSDP):
         handle: Any = self.handle
         if handle.options.keeps_parameters:
             handle.gather(handle.units[-1])
+            # Whole before the update, so that nobody gathers it afterwards.
             handle.units[-1].wait()
         super().update()

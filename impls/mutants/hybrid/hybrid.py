@@ -24,7 +24,7 @@ from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.hybrid import ReferenceHybrid
-from shardproof.impls.reference.parts.reducers import AllReduce
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 from shardproof.impls.reference.pipeline.stages import Stages, Tied
 from shardproof.impls.reference.units.step_shards import StepShards
 
@@ -47,8 +47,8 @@ mutant = partial(
 )
 
 
-class _NoReduction(AllReduce):
-    def reduce(self, bucket: Tensor, comm: Comm) -> Nothing:
+class _NoReduction(Reducer):
+    def all_reduce(self, bucket: Bucket, comm: Comm) -> Nothing:
         return Nothing()
 
 

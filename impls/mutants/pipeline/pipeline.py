@@ -95,8 +95,8 @@ class RescalesAccumulatedGradients(Executor):
     killed_by=("equivalence",),
 )
 class DividesTheMetricOnly(Executor):
-    def leaving(self, action: Action, held: Held) -> Tensor:
-        gradient = super().leaving(action, held)
+    def output_gradient(self, action: Action, held: Held) -> Tensor:
+        gradient = super().output_gradient(action, held)
         return gradient * len(self.window) if action.stage == self.last else gradient
 
 
@@ -179,8 +179,8 @@ class OneFormForAllLengths(Executor):
     options={"schedule": "gpipe"},
 )
 class GradientOfAnotherMicroBatch(Executor):
-    def leaving(self, action: Action, held: Held) -> Tensor:
-        gradient = super().leaving(action, held)
+    def output_gradient(self, action: Action, held: Held) -> Tensor:
+        gradient = super().output_gradient(action, held)
         self.before, own = getattr(self, "before", gradient), gradient
         gradient, self.before = self.before, own
         return gradient

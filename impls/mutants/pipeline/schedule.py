@@ -380,8 +380,8 @@ class KeepsActivations(Executor):
         self.kept.clear()
         return losses
 
-    def leaving(self, action: Action, held: Held) -> Tensor:
-        gradient = super().leaving(action, held)
+    def output_gradient(self, action: Action, held: Held) -> Tensor:
+        gradient = super().output_gradient(action, held)
         with torch.enable_grad():
             self.kept.append(replace(held, output=self.stages[action.stage].module(held.entered)))
         return gradient
@@ -398,12 +398,12 @@ class KeepsInputsOnly(Executor):
         if isinstance(held, Held):
             held.output = held.output.detach()
 
-    def leaving(self, action: Action, held: Held) -> Tensor:
+    def output_gradient(self, action: Action, held: Held) -> Tensor:
         _, stage, micro = action
         held.output = self.stages[stage].module(held.entered)
         if stage == self.last:
             held.output = self.loss(held.output, self.window[micro])
-        return super().leaving(action, held)
+        return super().output_gradient(action, held)
 
 
 @mutant(

@@ -24,7 +24,9 @@ from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import named_state
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.fsdp.schedule import FSDP
-from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.units.gradients import GradientState
+from shardproof.impls.reference.units.parameters import ParameterState
+from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
 ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
@@ -70,11 +72,11 @@ class KeepsOwnInitialShard(Zero3):
     killed_by=("equivalence", "traffic", "memory"),
 )
 class ComputesWithLastWeights(Zero3):
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         unit.free() if unit is not self.units[-1] else None
         self.reduce(unit)
 
-    def rest(self) -> None:
+    def free_all(self) -> None:
         for unit in self.units[:-1]:
             unit.free()
 
@@ -87,9 +89,9 @@ class ComputesWithLastWeights(Zero3):
     workload=gpt("poisoned_buffers"),
 )
 class DoesNotWaitForPrefetch(Zero3):
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         for flat in unit.flats if unit.is_whole else ():
-            flat.gathering = None
+            flat.parameters.work, flat.parameters.state = None, ParameterState.WHOLE
         super().before_forward(unit, again)
 
 
@@ -132,12 +134,12 @@ class IdleRanksCountOtherwise(Zero3):
     options=CHUNKS,
 )
 class ChunksOfWrongNeighbours(FSDP):
-    def after_forward(self, unit: Unit, again: bool) -> None:
-        whole = [flat.whole.clone() for flat in unit.flats]
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
+        whole = [flat.parameters.whole.clone() for flat in unit.flats]
         super().after_forward(unit, again)
         for flat, old in zip(unit.flats, whole, strict=True):
-            if flat.kept is not None and self.chunks is not None:
-                flat.kept.copy_(old.view(2, -1)[1 - self.chunks.rank])
+            if flat.parameters.chunk is not None and self.chunks is not None:
+                flat.parameters.chunk.copy_(old.view(2, -1)[1 - self.chunks.rank])
 
 
 @mutant(
@@ -149,14 +151,14 @@ class ChunksOfWrongNeighbours(FSDP):
     options=CHUNKS,
 )
 class KeepsFirstChunks(FSDP):
-    first: Mapping[Unit, list[Tensor | None]] = {}
+    first: Mapping[ShardedUnit, list[Tensor | None]] = {}
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         super().after_forward(unit, again)
         if unit.is_chunked:
-            self.first = {unit: [flat.kept for flat in unit.flats], **self.first}
+            self.first = {unit: [flat.parameters.chunk for flat in unit.flats], **self.first}
             for flat, kept in zip(unit.flats, self.first[unit], strict=True):
-                flat.kept = kept
+                flat.parameters.chunk = kept
 
 
 @mutant(
@@ -219,8 +221,13 @@ class NoGradientAlone(Zero3):
 )
 class ClearsNothingAlone(FSDP):
     def after_step(self) -> None:
-        if self.shards is not None and self.shards.size > 1:
-            super().after_step()
+        assert self.shards is not None
+        totals = [flat.gradients.total for flat in self.trained]
+        super().after_step()
+        for flat, total in zip(self.trained, totals, strict=True):
+            if self.shards.size == 1 and total is not None:
+                flat.gradients.total = total
+                flat.gradients.state = GradientState.ACCUMULATED
 
 
 @mutant(
@@ -246,13 +253,13 @@ class GradientByOwnUse(Zero3):
     killed_by=("equivalence", "traffic"),
 )
 class DropsUnitOfLastForward(Zero3):
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: ShardedUnit) -> None:
         if unit is not self.root or self.rounds.is_last:
             super().reduce(unit)
         else:
             for flat in unit.trained:
-                flat.full = None
-                flat.fresh.clear()
+                flat.gradients.packed = None
+                flat.gradients.arrived.clear()
 
 
 @mutant(
@@ -263,11 +270,11 @@ class DropsUnitOfLastForward(Zero3):
     workload=gpt(micro_batches=3),
 )
 class ReducesReducedGradients(FSDP):
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         super().before_backward(unit)
         for flat in unit.trained if unit is self.root else ():
-            if flat.total is not None:
-                flat.total.mul_(2)
+            if flat.gradients.total is not None:
+                flat.gradients.total.mul_(2)
 
 
 @mutant(
@@ -282,11 +289,11 @@ class ReducesReducedGradients(FSDP):
     },
 )
 class CountsModuleTwice(FSDP):
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: ShardedUnit) -> None:
         unit.pack()
         for flat in unit.trained:
-            if self.order.count(unit) > 1 and flat.full is not None:
-                flat.full.mul_(2)
+            if self.order.forward.count(unit) > 1 and flat.gradients.packed is not None:
+                flat.gradients.packed.mul_(2)
         super().reduce(unit)
 
 
@@ -298,9 +305,10 @@ class CountsModuleTwice(FSDP):
     workload=gpt("late_results"),
 )
 class UsesGradientsEarly(Zero3):
-    def start_reduction(self, unit: Unit) -> None:
+    def start_reduction(self, unit: ShardedUnit) -> None:
         super().start_reduction(unit)
-        self.flying = [(unit, [], last) for unit, _, last in self.flying]
+        for flat in unit.trained:
+            flat.gradients.work = None
 
 
 @mutant(

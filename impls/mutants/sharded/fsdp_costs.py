@@ -17,8 +17,9 @@ from shardproof.impls.mutants.data.ddp import gpt
 from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, SILENT, mutant
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.gradients import GradientState
 from shardproof.impls.reference.units.plan import UnitPlan
-from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.zero3 import Zero3
 
 # ------------------------------------------------------------------------------- what is freed
@@ -31,13 +32,13 @@ from shardproof.impls.reference.zero3 import Zero3
     killed_by=("memory",),
 )
 class FreesLate(Zero3):
-    left: frozenset[Unit] = frozenset()
+    left: frozenset[ShardedUnit] = frozenset()
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.left |= {unit}
-        self.way_back.append(unit)
+        self.order.forward_ends(unit)
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         if unit in self.left:
             self.left -= {unit}
             unit.free()
@@ -51,9 +52,8 @@ class FreesLate(Zero3):
     killed_by=("traffic", "memory"),
 )
 class NeverReshards(FSDP):
-    def after_forward(self, unit: Unit, again: bool) -> None:
-        if unit not in self.way_back:
-            self.way_back.append(unit)
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
+        self.order.forward_ends(unit)
 
 
 @mutant(
@@ -62,7 +62,7 @@ class NeverReshards(FSDP):
     killed_by=("traffic",),
 )
 class KeepsRoot(Zero3):
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         if unit is not self.root:
             super().after_forward(unit, again)
 
@@ -73,7 +73,7 @@ class KeepsRoot(Zero3):
     killed_by=("memory",),
 )
 class KeepsUnitsOfBackward(Zero3):
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         self.reduce(unit)
 
 
@@ -85,10 +85,10 @@ class KeepsUnitsOfBackward(Zero3):
     options=CHUNKS,
 )
 class IgnoresChunks(FSDP):
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         super().after_forward(unit, again)
         for flat in unit.flats:
-            flat.kept = None
+            flat.parameters.free()
 
 
 @mutant(
@@ -102,8 +102,8 @@ class FrozenStayWhole(Zero3):
         super().__init__(*args)
         for flat in self.flats:
             if not flat.trained:
-                flat.gather()
-                flat.is_resident = True
+                flat.parameters.gather()
+                flat.parameters.is_resident = True
 
 
 @mutant(
@@ -152,7 +152,12 @@ class DefersUnasked(FSDP):
 )
 class LatchesNoSync(FSDP):
     def leave_round(self) -> None:
-        self.owed.clear()
+        for unit in self.unreduced if self.rounds.is_last else ():
+            for flat in unit.trained:
+                flat.gradients.packed = None
+                flat.gradients.filled.clear()
+                flat.gradients.state = GradientState.ABSENT
+        self.unreduced.clear()
 
     @property
     def is_silent(self) -> bool:
@@ -198,8 +203,8 @@ class ReplicatesOptimizerState(ReferenceFSDP):
     killed_by=("overlap",),
 )
 class NoPrefetchInForward(Zero3):
-    def before_forward(self, unit: Unit, again: bool) -> None:
-        self.last_order = []
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
+        self.order.last_forward = []
         super().before_forward(unit, again)
 
 
@@ -210,8 +215,8 @@ class NoPrefetchInForward(Zero3):
     killed_by=("overlap",),
 )
 class NoPrefetchInBackward(FSDP):
-    def before_backward(self, unit: Unit) -> None:
-        self.way_back = []
+    def before_backward(self, unit: ShardedUnit) -> None:
+        self.order.backward = []
         super().before_backward(unit)
 
 
@@ -222,7 +227,7 @@ class NoPrefetchInBackward(FSDP):
     killed_by=("overlap",),
 )
 class WaitsAfterEachGather(Zero3):
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         super().gather(unit)
         unit.wait()
 
@@ -234,9 +239,9 @@ class WaitsAfterEachGather(Zero3):
     killed_by=("overlap",),
 )
 class WaitsAfterEachReduction(FSDP):
-    def start_reduction(self, unit: Unit) -> None:
+    def start_reduction(self, unit: ShardedUnit) -> None:
         super().start_reduction(unit)
-        self.land()
+        self.wait_and_accumulate()
 
 
 @mutant(
@@ -247,10 +252,10 @@ class WaitsAfterEachReduction(FSDP):
     workload=replace(gpt(), params={"layers": 5}),
 )
 class PrefetchesWrongEnd(Zero3):
-    def before_backward(self, unit: Unit) -> None:
-        first, self.way_back = self.way_back[:1], []
+    def before_backward(self, unit: ShardedUnit) -> None:
+        first, self.order.backward = self.order.backward[:1], []
         super().before_backward(unit)
-        self.way_back = first
+        self.order.backward = first
         for late in first:
             self.gather(late)
 
@@ -261,9 +266,9 @@ class PrefetchesWrongEnd(Zero3):
     killed_by=("overlap",),
 )
 class ReducesAfterBackward(Zero3):
-    waiting: tuple[Unit, ...] = ()
+    waiting: tuple[ShardedUnit, ...] = ()
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         unit.free()
         self.waiting += (unit,)
 
@@ -282,10 +287,10 @@ class ReducesAfterBackward(Zero3):
     killed_by=("traffic", "memory"),
 )
 class EvaluationLeavesUnits(Zero3):
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         if torch.is_grad_enabled():
             super().after_forward(unit, again)
 
-    def rest(self) -> None:
+    def free_all(self) -> None:
         if torch.is_grad_enabled():
-            super().rest()
+            super().free_all()

@@ -12,7 +12,8 @@ from typing import Any
 from shardproof.impls.mutants.data.ddp import gpt
 from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, mutant
 from shardproof.impls.reference.fsdp.schedule import FSDP
-from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.units.parameters import ParameterState
+from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.zero3 import Zero3
 
 
@@ -26,11 +27,12 @@ from shardproof.impls.reference.zero3 import Zero3
     workload=gpt("unequal_micro_batches"),
 )
 class ChunksOutliveRound(FSDP):
-    def rest(self) -> None:
-        kept = [flat.kept for flat in self.flats]
-        super().rest()
+    def free_all(self) -> None:
+        kept = [flat.parameters.chunk for flat in self.flats]
+        super().free_all()
         for flat, chunk in zip(self.flats, kept, strict=True):
-            flat.kept = chunk
+            if chunk is not None:
+                flat.parameters.chunk, flat.parameters.state = chunk, ParameterState.CHUNKED
 
 
 @mutant(
@@ -40,9 +42,9 @@ class ChunksOutliveRound(FSDP):
     options={"prefetch_backward": 0},
 )
 class PrefetchesAllForNone(FSDP):
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         super().before_backward(unit)
-        for preceding in self.way_back[-self.options.prefetch_backward :]:
+        for preceding in self.order.backward[-self.options.prefetch_backward :]:
             self.gather(preceding)
 
 
@@ -53,10 +55,10 @@ class PrefetchesAllForNone(FSDP):
     killed_by=("memory",),
 )
 class LandsWithRoot(Zero3):
-    def start_reduction(self, unit: Unit) -> None:
-        before, self.flying = self.flying, []
+    def start_reduction(self, unit: ShardedUnit) -> None:
+        before, self.in_flight = self.in_flight, []
         super().start_reduction(unit)
-        self.flying = before + self.flying
+        self.in_flight = before + self.in_flight
 
 
 @mutant(
@@ -71,7 +73,7 @@ class PrefetchesOneForTwo(FSDP):
         super().__init__(*args)
         self.options = replace(self.options, prefetch_forward=1)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         given = self.options
         self.options = replace(given, prefetch_backward=1)
         super().before_backward(unit)
@@ -90,7 +92,7 @@ class PrefetchesOneForTwo(FSDP):
 class ForgetsReplicasOfEarlyUnits(FSDP):
     def finish(self) -> None:
         self.idle_rounds()
-        self.land()
+        self.wait_and_accumulate()
         replicas, self.replicas = self.replicas, None
         super().finish()
         self.replicas = replicas

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP, Nothing, gpt
+from shardproof.impls.mutants.data.ddp import CLIP, gpt
 from shardproof.impls.mutants.sharded.precision import SCALED
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
@@ -24,7 +24,8 @@ from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.fsdp.schedule import FSDP
-from shardproof.impls.reference.units.shard import FlatShard, Unit
+from shardproof.impls.reference.units.gradients import GradientState
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 mutant = partial(
     declare.mutant,
@@ -42,7 +43,7 @@ mutant = partial(
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class NeverCrosses(FSDP):
-    def cross(self, flat: FlatShard) -> None:
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
         pass
 
 
@@ -54,9 +55,9 @@ class NeverCrosses(FSDP):
     mesh={"replicate": 2, "shard": 1},
 )
 class AloneInItsShardGroup(FSDP):
-    def cross(self, flat: FlatShard) -> None:
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
         if flat.comm is not None:
-            super().cross(flat)
+            super().reduce_over_replicas(flat)
 
 
 @mutant(
@@ -66,9 +67,9 @@ class AloneInItsShardGroup(FSDP):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class CrossesOverShards(FSDP):
-    def cross(self, flat: FlatShard) -> None:
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
         assert self.shards is not None
-        flat.cross(self.shards)
+        flat.gradients.reduce_over_replicas(self.shards, self.reducer, self.step)
 
 
 @mutant(
@@ -77,16 +78,17 @@ class CrossesOverShards(FSDP):
     killed_by=("equivalence", "replicas"),
 )
 class CrossesLastMicroBatch(FSDP):
-    def land(self) -> None:
-        ending = [flat for unit, _, last in self.flying if last for flat in unit.trained]
-        early = [flat.total for flat in ending]
-        for flat in ending:
-            flat.total = None
-        super().land()
-        for flat, total in zip(ending, early, strict=True):
-            flat.settle()
-            flat.crossing = Nothing()
-            flat.total.add_(total) if flat.total is not None and total is not None else None
+    def wait_and_accumulate(self) -> None:
+        ending = [flat.gradients for unit, last in self.in_flight if last for flat in unit.trained]
+        early = [gradients.total for gradients in ending]
+        for gradients in ending:
+            gradients.total = None
+        super().wait_and_accumulate()
+        for gradients, total in zip(ending, early, strict=True):
+            gradients.finalize()
+            gradients.state = GradientState.OVER_REPLICAS
+            if gradients.total is not None and total is not None:
+                gradients.total.add_(total)
 
 
 @mutant(
@@ -96,13 +98,14 @@ class CrossesLastMicroBatch(FSDP):
     killed_by=("traffic",),
 )
 class CrossesEveryMicroBatch(FSDP):
-    def land(self) -> None:
-        early = [flat for unit, _, last in self.flying if not last for flat in unit.trained]
-        super().land()
+    def wait_and_accumulate(self) -> None:
+        early = [flat for unit, last in self.in_flight if not last for flat in unit.trained]
+        super().wait_and_accumulate()
         for flat in early:
-            self.cross(flat)
-            flat.settle()
-            flat.total.div_(2) if flat.total is not None else None
+            self.reduce_over_replicas(flat)
+            flat.gradients.finalize()
+            flat.gradients.state = GradientState.ACCUMULATED
+            flat.gradients.total.div_(2) if flat.gradients.total is not None else None
 
 
 @mutant(
@@ -112,12 +115,13 @@ class CrossesEveryMicroBatch(FSDP):
     killed_by=("equivalence", "traffic"),
 )
 class CrossesBeforeAccumulation(FSDP):
-    def land(self) -> None:
-        early = [flat for unit, _, last in self.flying if not last for flat in unit.trained]
-        super().land()
+    def wait_and_accumulate(self) -> None:
+        early = [flat for unit, last in self.in_flight if not last for flat in unit.trained]
+        super().wait_and_accumulate()
         for flat in early:
-            self.cross(flat)
-            flat.settle()
+            self.reduce_over_replicas(flat)
+            flat.gradients.finalize()
+            flat.gradients.state = GradientState.ACCUMULATED
 
 
 @mutant(
@@ -127,14 +131,14 @@ class CrossesBeforeAccumulation(FSDP):
     options={"sharding_strategy": "HYBRID_SHARD", "accumulate_without_communication": True},
 )
 class CrossesWholeGradients(FSDP):
-    def start_reduction(self, unit: Unit) -> None:
+    def start_reduction(self, unit: ShardedUnit) -> None:
         unit.pack()
         for flat in unit.trained:
-            if flat.full is not None and self.replicas is not None:
-                self.replicas.all_reduce(flat.full)
+            if flat.gradients.packed is not None and self.replicas is not None:
+                self.replicas.all_reduce(flat.gradients.packed)
         super().start_reduction(unit)
 
-    def cross(self, flat: FlatShard) -> None:
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
         pass
 
 
@@ -229,10 +233,10 @@ class NormOverWrongAxis(FSDP):
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
 class CrossesInBf16(FSDP):
-    def cross(self, flat: FlatShard) -> None:
-        flat.reduced_in = torch.bfloat16
-        super().cross(flat)
-        flat.reduced_in = torch.float32
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
+        flat.gradients.reduced_in = torch.bfloat16
+        super().reduce_over_replicas(flat)
+        flat.gradients.reduced_in = torch.float32
 
 
 @mutant(
@@ -246,11 +250,11 @@ class CrossesInBf16(FSDP):
     precision={"reduce": "float32"},
 )
 class NarrowPartialSums(FSDP):
-    def land(self) -> None:
-        super().land()
+    def wait_and_accumulate(self) -> None:
+        super().wait_and_accumulate()
         for flat in self.trained:
-            if flat.total is not None:
-                flat.total.copy_(flat.total.bfloat16())
+            if flat.gradients.total is not None:
+                flat.gradients.total.copy_(flat.gradients.total.bfloat16())
 
 
 @mutant(

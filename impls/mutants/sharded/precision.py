@@ -21,7 +21,7 @@ from shardproof.impls.mutants.sharded.zero import mutant
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.scaler import LossScaler
-from shardproof.impls.reference.parts.sharded import Bucket
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -60,6 +60,7 @@ class _Truncating(Masters):
     @torch.no_grad()
     def copy_up(self) -> None:
         for working, master in self.pairs.values():
+            # bf16 is the upper half of fp32: cutting the lower one rounds towards zero.
             working.copy_(master.view(torch.int32).bitwise_and(-65536).view(torch.float32))
             master.grad = None
 
@@ -88,6 +89,7 @@ class MastersFromWorkingCopies(ReferenceZero1):
     @torch.no_grad()
     def update(self) -> None:
         for working, master in self.masters.pairs.values():  # type: ignore[union-attr]
+            # The master forgets what the rounded parameter cannot hold.
             master.copy_(working)
         with torch.enable_grad():
             super().update()
@@ -130,9 +132,10 @@ class KeepsWideGradients(ReferenceZero1):
     **{**WIDE, "precision": {"reduce": "float32"}},
 )
 class AccumulatesInBf16(Zero2):
-    def land(self) -> None:
-        super().land()
+    def wait_and_accumulate(self) -> None:
+        super().wait_and_accumulate()
         for kept in self.kept.values():
+            # After every wait, hence once for each micro-batch and bucket.
             kept.copy_(kept.bfloat16())
 
 
@@ -144,11 +147,12 @@ class AccumulatesInBf16(Zero2):
     **WIDE,
 )
 class ReducesNarrow(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
+        # By hand, past the reducer: half of the bytes that the policy promises.
         narrow = bucket.complete().bfloat16()
         shard = bucket.layout.shard(narrow, self.comm.rank)
         self.comm.reduce_scatter(shard, narrow)
-        bucket.layout.shard(bucket.flat(), self.comm.rank).copy_(shard)
+        bucket.own_gradients().copy_(shard)
 
 
 @mutant(
@@ -159,7 +163,8 @@ class ReducesNarrow(Zero1):
     **WIDE,
 )
 class ReducesOtherCopy(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
+        # Taken before the reduction and put back after it.
         wide = bucket.complete().clone()
         super().send(bucket)
         bucket.work.wait()  # type: ignore[union-attr]
@@ -175,10 +180,11 @@ class ReducesOtherCopy(Zero1):
 class GathersWide(Zero1):
     def after_update(self) -> None:
         for bucket in self.buckets:
-            own = bucket.layout.shard(bucket.values, self.comm.rank).float()
-            wide = torch.empty_like(bucket.values, dtype=own.dtype)
+            own = bucket.parameters.shard.float()
+            # What is gathered is rounded afterwards, so the numbers are right.
+            wide = torch.empty_like(bucket.parameters.flat, dtype=own.dtype)
             self.comm.all_gather(wide, own)
-            bucket.values.copy_(wide)
+            bucket.parameters.flat.copy_(wide)
 
 
 #: Every part of a policy, with a buffer of floating point.
@@ -197,6 +203,7 @@ POLICY: Mapping[str, Any] = {
 )
 class BuffersAsBuilt(ReferenceZero1):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        # The parent has cast them already: back to what was built.
         replace(self.precision, buffers=torch.float32).cast_buffers(module)
         return super().transform(module, mesh, options)
 
@@ -209,6 +216,7 @@ class BuffersAsBuilt(ReferenceZero1):
 )
 class OutputsAsComputed(ReferenceZero1):
     def loss(self, micro: MicroBatch) -> Tensor:
+        # Forward still computes in bf16; only the cast of its result is gone.
         self.precision = replace(self.precision, output=None)
         return super().loss(micro)
 
@@ -254,6 +262,7 @@ class _Impatient(LossScaler):
 )
 class OverflowOfOwnShard(ReferenceZero1):
     def unscale(self) -> dict[str, float]:
+        # No agreement: other ranks go on where this one skips.
         self.scaler.__class__ = _Deaf
         return super().unscale()
 
@@ -270,6 +279,7 @@ class ScaleOfOwnShard(ReferenceZero2):
         own = _Deaf.overflowed(self.scaler, (t.grad for t in self.updated))  # type: ignore[arg-type]
         scale, good = self.scaler.scale, self.scaler.good  # type: ignore[union-attr]
         metrics = super().unscale()
+        # Who saw nothing takes back what adapting has done to its scale.
         if metrics["skipped"] and not own:
             self.scaler.scale, self.scaler.good = scale, good  # type: ignore[union-attr]
         return metrics
@@ -333,6 +343,7 @@ class SkippedStepCounts(ReferenceZero1):
     def unscale(self) -> dict[str, float]:
         metrics = super().unscale()
         for state in self.optimizer.state.values():
+            # 1 for a skipped step, 0 otherwise.
             state["step"] += metrics["skipped"]
         return metrics
 
@@ -348,6 +359,7 @@ class SkippedStepDecaysMoments(ReferenceZero1):
         metrics = super().unscale()
         if metrics["skipped"]:
             for tensor in self.updated:
+                # A gradient of zero is not the same as none: moments decay.
                 tensor.grad = torch.zeros_like(tensor)
             self.update()
         return metrics

@@ -1,4 +1,4 @@
-"""Faults of recomputation and of the host tier, planted around ``reference/zero3``.
+"""Faults of recomputation and of host memory, planted around ``reference/zero3``.
 
 A group of units that is computed again must draw, read and gather what it did the first time, and
 leave no trace; what rests on the host must come back, once, to every shard.
@@ -20,7 +20,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.data.ddp import gpt
 from shardproof.impls.reference.engine.recompute import Call
-from shardproof.impls.reference.units.shard import FlatShard, Unit
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
 AGAIN: Mapping[str, Any] = {"recompute_every": 1}
@@ -58,6 +58,7 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
 )
 class DrawsFreshMasks(Call):
     def repeat(self) -> None:
+        # The same foreign state for every call: other masks, but no two runs differ.
         self.draws = [Generator().manual_seed(7).get_state() for _ in self.group.generators]
         super().repeat()
 
@@ -74,6 +75,7 @@ class KeepsSavedTensors(Call):
         forget, self.hoard = hooks.pack_hook, list[Tensor]()
 
         def pack(tensor: Tensor) -> int:
+            # Numbers stay right; only the bytes of activations can tell.
             self.hoard.append(tensor.detach())
             return int(forget(tensor))
 
@@ -91,6 +93,7 @@ class RewindsGenerators(Call):
     def repeat(self) -> None:
         super().repeat()
         for generator, state in zip(self.group.generators, self.draws, strict=True):
+            # To where the forward began, so that the next one draws its masks again.
             generator.set_state(state)
 
 
@@ -115,6 +118,7 @@ class UpdatesBuffersTwice(Call):
 class TakesBuffersBack(Call):
     def repeat(self) -> None:
         super().repeat()
+        # Undoes the running statistics of every forward since.
         self.buffers.bind(self.buffers.copies)
 
 
@@ -126,6 +130,7 @@ class TakesBuffersBack(Call):
 class FromChangedInput(Call):
     def repeat(self) -> None:
         for value in self.args:
+            # fp64 has digits to lose; where fp32 is computed with this would change nothing.
             if isinstance(value, Tensor):
                 value.data = value.data.float().double()
         super().repeat()
@@ -138,7 +143,7 @@ class FromChangedInput(Call):
     killed_by=("traffic",),
 )
 class GathersTwice(Zero3):
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         if again:
             unit.free()
         super().before_forward(unit, again)
@@ -152,13 +157,13 @@ class GathersTwice(Zero3):
     workload=replace(gpt(), params={"layers": 5}),
 )
 class KeepsGatheredWeights(Zero3):
-    again: frozenset[Unit] = frozenset()
+    again: frozenset[ShardedUnit] = frozenset()
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.again = self.again | {unit} if again else frozenset()
         super().after_forward(unit, again)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         super().after_backward(unit) if unit not in self.again else self.reduce(unit)
 
 
@@ -169,8 +174,8 @@ class KeepsGatheredWeights(Zero3):
     killed_by=("overlap",),
 )
 class GathersLate(Zero3):
-    def before_backward(self, unit: Unit) -> None:
-        self.way_back = []
+    def before_backward(self, unit: ShardedUnit) -> None:
+        self.order.backward = []
         super().before_backward(unit)
 
 
@@ -198,6 +203,7 @@ class ForgetsOneShard(ReferenceZero3):
         working = self.updated[0]
         before = working.detach().clone()
         super().update()
+        # One parameter of all: the norms of the update hardly differ.
         with torch.no_grad():
             working.copy_(before)
 
@@ -212,11 +218,12 @@ class ForgetsOneShard(ReferenceZero3):
 class GathersStaleCopy(Zero3):
     copies: Mapping[FlatShard, Tensor] = {}
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         own = {flat: flat.shard for flat in unit.flats}
+        # The first copy wins: it is what the shard held before any update.
         self.copies = {flat: shard.clone() for flat, shard in own.items()} | {**self.copies}
         for flat in own:
-            flat.shard = self.copies[flat]
+            flat.parameters.shard = self.copies[flat]
         super().gather(unit)
         for flat, shard in own.items():
-            flat.shard = shard
+            flat.parameters.shard = shard

@@ -19,8 +19,8 @@ from shardproof.impls.mutants.data.ddp import CLIP, gpt
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.parts.sharded import Bucket
-from shardproof.impls.reference.zero1 import Options, ReferenceZero1, Zero1
+from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
+from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024}
@@ -52,7 +52,7 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
     workload=gpt("unused"),
 )
 class LeavesPartlyFullBucket(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         if not bucket.missing:
             super().send(bucket)
 
@@ -65,8 +65,9 @@ class LeavesPartlyFullBucket(Zero1):
     workload=LATE,
 )
 class UsesLastBucketEarly(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
+        # ``finish`` waits for the works that it finds, and finds none here.
         if bucket is self.queue[-1]:
             bucket.work = None
 
@@ -79,7 +80,7 @@ class UsesLastBucketEarly(Zero1):
     workload=LATE,
 )
 class RewritesBufferInFlight(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
         bucket.flat().zero_()
 
@@ -92,12 +93,13 @@ class RewritesBufferInFlight(Zero2):
     workload=LATE,
 )
 class AddsBeforeLanding(Zero2):
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:
+        # What the sums held before the wait is put back after it.
         early = {bucket: sums.clone() for bucket, sums in self.sums.items()}
         for bucket, sums in self.sums.items():
             bucket.work.wait()  # type: ignore[union-attr]
             sums.copy_(early[bucket])
-        super().land()
+        super().wait_and_accumulate()
 
 
 @mutant(
@@ -107,9 +109,10 @@ class AddsBeforeLanding(Zero2):
     killed_by=("equivalence",),
 )
 class LastMicroBatchLeaks(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
+        # In the last round alone: all other sums are right.
         if self.begun == self.rounds:
             bucket.work.wait()  # type: ignore[union-attr]
             self.sums[bucket].copy_(own)
@@ -122,7 +125,7 @@ class LastMicroBatchLeaks(Zero2):
     killed_by=("equivalence",),
 )
 class ReducesSumsAgain(Zero2):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept[bucket])
         super().send(bucket)
 
@@ -135,7 +138,7 @@ class ReducesSumsAgain(Zero2):
     mesh={"shard": 4},
 )
 class FourthRankLeftOut(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         if self.comm.rank == 3:
             bucket.flat().zero_()
         super().send(bucket)
@@ -149,9 +152,9 @@ class FourthRankLeftOut(Zero1):
     mesh={"shard": 1},
 )
 class OneRankIsNoGroup(Zero1):
-    def hand_over(self) -> None:
+    def publish_gradients(self) -> None:
         if self.comm.size > 1:
-            super().hand_over()
+            super().publish_gradients()
 
 
 @mutant(
@@ -161,8 +164,9 @@ class OneRankIsNoGroup(Zero1):
     killed_by=("equivalence",),
 )
 class ExchangesEqualBuckets(Zero2):
-    def __init__(self, module: nn.Module, comm: Comm, options: Any) -> None:
-        super().__init__(module, comm, options)
+    def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
+        super().__init__(module, comm, *rest)
+        # Equal sizes, so that no backend can tell the exchange.
         sizes = [bucket.layout.padded for bucket in self.buckets]
         first = next(i for i, size in enumerate(sizes) if sizes.count(size) > 1)
         twin = sizes.index(sizes[first], first + 1)
@@ -182,6 +186,7 @@ class ExchangesEqualBuckets(Zero2):
 class IdleRankStaysAway(Zero2):
     def before_step(self, micro_batches: int) -> None:
         super().before_step(micro_batches)
+        # Its own number in place of the agreed one.
         self.rounds = micro_batches
 
 
@@ -198,6 +203,7 @@ class OptimizerOnOldTensors(Zero1):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
         for group in groups:
+            # Clones take the update, and nobody looks at them again.
             group["params"] = [(name, tensor.clone()) for name, tensor in group["params"]]
         return groups
 
@@ -212,8 +218,8 @@ class OptimizerOnOldTensors(Zero1):
     options={"bucket_bytes": 1},
 )
 class FirstPartOfEmptyShard(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         self.firsts = [list(bucket.parts.values())[0] for bucket in self.buckets]  # noqa: RUF015
 
 
@@ -224,12 +230,13 @@ class FirstPartOfEmptyShard(Zero1):
     killed_by=("equivalence",),
 )
 class DropsTailOfLastShard(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for bucket in self.buckets:
+            # Only where there is padding: a division that rounds down loses the tail just there.
             if bucket.layout.padding and self.comm.rank == self.comm.size - 1:
                 name = list(bucket.parts)[-1]
-                bucket.targets[name].grad[-1:] = 0  # type: ignore[index]
+                self.targets[name].grad[-1:] = 0  # type: ignore[index]
 
 
 @mutant(
@@ -240,8 +247,8 @@ class DropsTailOfLastShard(Zero1):
     workload=gpt("conditional_by_rank"),
 )
 class GradientWhereUsedOnly(Zero2):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for name, target in self.targets.items():
             if name not in self.used:
                 target.grad = None
@@ -255,8 +262,8 @@ class GradientWhereUsedOnly(Zero2):
     optimizer=ADAMW,
 )
 class UnusedParameterDecays(Zero1):
-    def hand_over(self) -> None:
-        super().hand_over()
+    def publish_gradients(self) -> None:
+        super().publish_gradients()
         for target in self.targets.values():
             if target.grad is None:
                 target.grad = torch.zeros_like(target)
@@ -271,6 +278,7 @@ class UnusedParameterDecays(Zero1):
 )
 class RemembersUse(Zero1):
     def after_step(self) -> None:
+        # Kept over the clearing at the end of the step.
         used = set(self.used)
         super().after_step()
         self.used |= used
@@ -283,7 +291,7 @@ class RemembersUse(Zero1):
     workload=gpt("tied"),
 )
 class TiedWeightCountsTwice(Zero1):
-    def arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+    def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:
         if ".tied." in name:
             assert parameter.grad is not None
             parameter.grad = 2 * parameter.grad
@@ -303,6 +311,7 @@ class UntiesWeights(ReferenceZero2):
             if name.endswith(".tied"):
                 first, second = owner.get_parameter("first.weight"), owner.get_submodule("second")
                 second.weight = nn.Parameter(first.detach().clone())
+        # Untying gave the second use a name of its own, and dtypes are looked up by name.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         return super().transform(module, mesh, options)
 
@@ -314,11 +323,12 @@ class UntiesWeights(ReferenceZero2):
     workload=gpt("frozen"),
 )
 class ForgetsFrozenParameters(Zero1):
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         values = [parameter.detach().clone() for parameter in frozen]
-        super().__init__(module, comm, options)
+        super().__init__(module, *rest)
         for parameter, value in zip(frozen, values, strict=True):
+            # The broadcast has been made and is undone, so that the calls stay the same.
             parameter.data.copy_(value)
 
 
@@ -350,6 +360,7 @@ class OneShardLosesMomentum(ReferenceZero2):
 class UsesStaleBucket(Zero2):
     def after_update(self) -> None:
         works = [bucket.gather() for bucket in self.buckets]
+        # The first bucket is that of the last layers, which forward needs last; still too early.
         for work in works[1:]:
             work.wait()  # type: ignore[union-attr]
 
@@ -366,6 +377,7 @@ class GathersEveryOtherStep(Zero1):
     def after_update(self) -> None:
         self.updates += 1
         all_buckets = self.buckets
+        # Every other step starts from the second bucket.
         self.buckets = all_buckets[self.updates % 2 :]
         super().after_update()
         self.buckets = all_buckets
@@ -390,7 +402,7 @@ class FallsBackToDDP(ReferenceZero1):
     killed_by=("traffic",),
 )
 class AllReduces(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
         bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
 
 
@@ -403,6 +415,7 @@ class CommunicatesEveryMicroBatch(Zero1):
     def accumulate(self, is_last: bool) -> None:
         for bucket in self.buckets:
             if bucket.filled:
+                # Into memory of its own, so that the sums of the last micro-batch stay right.
                 thrown_away = torch.empty_like(bucket.layout.shard(bucket.flat(), 0))
                 self.comm.reduce_scatter(thrown_away, bucket.complete())
         super().accumulate(is_last)
@@ -426,8 +439,8 @@ class GradientsAsIntegers(Zero1):
     killed_by=("memory",),
 )
 class ReducesCopies(Zero1):
-    def send(self, bucket: Bucket) -> None:
-        shard = bucket.layout.shard(bucket.flat(), self.comm.rank)
+    def send(self, bucket: OwnedBucket) -> None:
+        shard = bucket.own_gradients()
         bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
 
 
@@ -439,10 +452,26 @@ class ReducesCopies(Zero1):
 class GathersBeside(Zero1):
     def after_update(self) -> None:
         for bucket in self.buckets:
-            whole = torch.empty_like(bucket.values)
-            self.comm.all_gather(whole, bucket.layout.shard(bucket.values, self.comm.rank))
-            bucket.values.copy_(whole)
-            bucket.publish()
+            # A second copy of every bucket: right numbers, twice the memory.
+            whole = torch.empty_like(bucket.parameters.flat)
+            self.comm.all_gather(whole, bucket.parameters.shard)
+            bucket.parameters.flat.copy_(whole)
+            bucket.parameters.copy_out()
+
+
+@mutant(
+    "zero1_makes_contiguous",
+    summary="a transposed parameter loses its strides and the memory of its own that keeps them",
+    killed_by=("memory",),
+    workload=gpt("non_contiguous"),
+)
+class MakesContiguous(Zero1):
+    # Planted at its bytes: whether a product over other strides is rounded otherwise is up to the
+    # CPU's kernels.
+    def __init__(self, module: nn.Module, *rest: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+        super().__init__(module, *rest)
 
 
 @mutant(
@@ -452,10 +481,11 @@ class GathersBeside(Zero1):
     killed_by=("memory",),
 )
 class KeepsWholeGradients(Zero2):
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:
         whole = {bucket: bucket.full for bucket in self.sums}
-        super().land()
+        super().wait_and_accumulate()
         for bucket, full in whole.items():
+            # Held again after the release, as if it had not taken place.
             bucket.full = full
             bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]
 
@@ -468,6 +498,7 @@ class KeepsWholeGradients(Zero2):
 )
 class ReducesLastMicroBatchOnly(Zero2):
     def before_step(self, micro_batches: int) -> None:
+        # One round: what earlier micro-batches leave adds up in the buckets until then.
         super().before_step(min(micro_batches, 1))
         for bucket in self.buckets:
             bucket.start_round()
@@ -501,6 +532,7 @@ class NormOfLocalShards(Zero1):
 class NormCountsPadding(Zero1):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         for bucket in self.buckets:
+            # Padding is zero in the parent, which would hide that it is counted.
             bucket.flat()[bucket.layout.numel :] = 1.0
         sums = [power_sum(self.gradient(bucket), order) for bucket in self.buckets]
         return [(torch.stack(sums).sum(), (self.comm.axis,))]
@@ -514,7 +546,8 @@ class NormCountsPadding(Zero1):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(Zero1):
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: OwnedBucket) -> None:
+        # The last bucket that is sent is the one whose own gradients stay here.
         self.early = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
 

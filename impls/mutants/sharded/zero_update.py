@@ -27,6 +27,7 @@ GROUPS = OptimizerSpec(
 def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
     """Give the groups each other's weight decay."""
     decays = [group["weight_decay"] for group in groups]
+    # Groups have no names: nothing but the numbers can show the exchange.
     for group, decay in zip(groups, reversed(decays), strict=True):
         group["weight_decay"] = decay
 
@@ -40,6 +41,7 @@ def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
 )
 class AveragesNorms(ReferenceZero2):
     def norm(self) -> Tensor:
+        # Roots are not additive: the mean of roots is not the root of the sum.
         own = torch.stack([value for value, _ in self.handle.norm_parts()]).sum().sqrt()
         self.mesh.comm("shard").all_reduce(own)
         return own / self.mesh.world
@@ -70,8 +72,9 @@ class ReportsLocalNorm(ReferenceZero1):
 )
 class NormOfNothing(Zero2):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        found = [p.grad for p in self.module.parameters() if p.grad is not None]
-        total = sum((g.double().norm() ** order for g in found), torch.zeros(()).double())
+        # Hooks have taken these gradients into buckets: the list is empty.
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        total = sum((g.double().norm() ** order for g in gradients), torch.zeros(()).double())
         return [(total, (self.comm.axis,))]
 
 
@@ -96,6 +99,7 @@ class ClipsOnRank0Only(ReferenceZero2):
 )
 class ClipsUp(ReferenceZero2):
     def clip(self, norm: Tensor, max_norm: float) -> None:
+        # Without the upper bound of 1.
         self.handle.scale_gradients(max_norm / norm)
 
 
@@ -125,6 +129,7 @@ class DecayToWrongGroup(Zero2):
 class GroupOrderByRank(Zero2):
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
+        # On one rank: the others' shards are right, so two thirds of the elements agree.
         if self.comm.rank == 2:
             exchange_decays(groups)
         return groups
@@ -158,6 +163,7 @@ class UpdatesGatheredValues(ReferenceZero1):
         super().update()
         if self.mesh.rank == 2:
             for tensor, value in zip(self.updated, before, strict=True):
+                # Optimizer state has moved on, parameters have not.
                 tensor.detach().copy_(value)
 
 
@@ -172,11 +178,12 @@ class FullStateOfOwnShard(ReferenceZero1):
         self.start = super().full_state("parameters")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        found = super().full_state(kind)
+        whole = super().full_state(kind)
         if kind == "parameters" and self.mesh.rank > 0:
             name = next(iter(self.start))
-            found[name] = self.start[name]
-        return found
+            # One tensor, and not on rank 0, where most people look.
+            whole[name] = self.start[name]
+        return whole
 
 
 @mutant(
@@ -189,6 +196,7 @@ class EvaluatesBeforeGather(Zero1):
         pass
 
     def before_step(self, micro_batches: int) -> None:
+        # The update of the last step reaches the others only now.
         super().after_update()
         super().before_step(micro_batches)
 
@@ -202,6 +210,8 @@ class EvaluatesBeforeGather(Zero1):
 )
 class IdleRankDoesNotUpdate(ReferenceZero1):
     def update(self) -> None:
+        # ``used`` is what this rank's own backwards touched, though its shards hold everybody's
+        # sums.
         if self.handle.used:  # type: ignore[attr-defined]
             super().update()
 
@@ -217,5 +227,6 @@ class DropsInEvaluation(ReferenceZero2):
     def evaluate(self, batch: Batch) -> Tensor | None:
         for part in self.module.modules():
             if "Dropout" in type(part).__name__:
+                # Set on the instance, where ``eval()`` finds it before the class's own.
                 vars(part)["train"] = lambda mode=True: None
         return super().evaluate(batch)

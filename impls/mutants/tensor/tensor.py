@@ -21,7 +21,7 @@ from shardproof.contract import Build, CrossEntropy, MicroBatch, OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.tensor import Options, ReferenceTensor, TensorParallel, operators
-from shardproof.impls.reference.tensor.cuts import Cut, Split, Whole
+from shardproof.impls.reference.tensor.cuts import Cut, Split, Uncut
 from shardproof.impls.reference.tensor.layers import (
     Classes,
     Column,
@@ -344,7 +344,7 @@ class SmallLayerNotSummed(_Unsummed):
 )
 class SumsWhatIsWhole(TensorParallel):
     def whole(self, parameter: Tensor) -> Cut:
-        return Whole(tuple(parameter.shape), self.comm.rank, self.comm.size, is_partial=True)
+        return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_partial=True)
 
 
 @mutant(
@@ -401,7 +401,7 @@ class SumsRunningTotals(TensorParallel):
 class SumsInHalfTheWidth(TensorParallel):
     def finish(self) -> None:
         for name, parameter in self.trained():
-            if isinstance(self.cuts[name], Whole) and parameter.grad is not None:
+            if isinstance(self.cuts[name], Uncut) and parameter.grad is not None:
                 parameter.grad = parameter.grad.float().to(parameter.dtype)
         super().finish()
 

@@ -32,10 +32,10 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
@@ -43,11 +43,12 @@ from shardproof.impls.reference.engine.optimizer import (
     set_learning_rate,
     slot_pieces,
 )
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
 from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.engine.state import copy_pieces, load_state
+from shardproof.impls.reference.parts.reducers import Reducer
 
 
 class Engine(Implementation):
@@ -76,33 +77,47 @@ class Engine(Implementation):
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
         self.precision.cast_buffers(module)
-        self.tier = HostTier(mesh.device) if options.get("offload", "none") != "none" else None
+        self.host = HostMemory(mesh.device) if options.get("offload", "none") != "none" else None
+        # Before the strategy casts anything: masters have the dtypes as built.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        self.reducer = self.make_reducer()
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
         self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
+        # Over the strategy's tensors, which are not those that the module was built with.
         self.optimizer = self.make_optimizer()
+
+    def context(self, options: Training) -> Context:
+        """What a strategy with ``options`` gets beside them."""
+        host = self.host if options.offload == "parameters" else None
+        return Context(self.reducer, self.build.units, host)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Wrap the units that are computed again in backward."""
         every = options.get("recompute_every", 0)
         return recompute_units(module, self.build.units, every, self.call_type)
 
+    def make_reducer(self) -> Reducer:
+        """How this rank's handles sum gradients over ranks."""
+        return Reducer()
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""
         groups = self.handle.param_groups(self.spec)
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
-        if Masters.wanted(groups, self.built, self.tier):
-            self.masters = Masters(groups, self.built, self.tier)
+        if Masters.wanted(groups, self.built, self.host):
+            self.masters = Masters(groups, self.built, self.host)
             groups = self.masters.groups
         return build_optimizer(self.spec, groups)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """One optimizer step over all micro-batches of all windows."""
+        self.handle.begin_step(batch.step)
         self.handle.before_step(len(batch.micro_batches))
         loss = self.backward(batch)
         self.handle.finish()
+        # Before anybody looks: final gradients are those of the loss, not of the scaled loss.
         metrics = self.unscale() if self.scaler else {}
         observe("gradients_final")
         norm = None
@@ -113,6 +128,7 @@ class Engine(Implementation):
                 observe("after_clip")
             set_learning_rate(self.optimizer, self.spec, batch.step)
             self.update()
+        # After a skipped update as well: collectives must be the same in every step.
         self.handle.after_update()
         observe("after_update")
         self.handle.after_step()
@@ -142,8 +158,8 @@ class Engine(Implementation):
         """One step of the optimizer, on masters where there are any."""
         if self.masters:
             self.masters.copy_down()
-        if self.tier:
-            seed_state(self.optimizer, self.spec, self.tier.zeros)
+        if self.host:
+            seed_state(self.optimizer, self.spec, self.host.zeros)
         self.optimizer.step()
         if self.masters:
             self.masters.copy_up()
@@ -175,7 +191,13 @@ class Engine(Implementation):
         self.scale_gradients(clip_factor(norm, max_norm))
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What this rank holds."""
+        """What this rank holds; state of the reducer counts as the optimizer's."""
+        held = self.held_pieces(kind)
+        # Not placed like the rest: it is this rank's own, wherever its parameters are split.
+        return held + self.reducer.pieces() if kind == "optimizer" else held
+
+    def held_pieces(self, kind: Kind) -> list[Piece]:
+        """Parameters, gradients, buffers, or slots and masters of the optimizer."""
         if kind == "optimizer":
             slots = slot_pieces(self.optimizer, self.handle.place)
             return slots + (self.masters.master_pieces(self.handle.place) if self.masters else [])
@@ -190,14 +212,19 @@ class Engine(Implementation):
 
         Optimizer slots that do not exist yet, before the first step, are made.
         """
-        rest = copy_pieces(self.local_state(kind), pieces)
+        if kind == "optimizer":
+            # The reducer comes first: what it has yet to make must not become an optimizer slot.
+            pieces = self.reducer.load_pieces(pieces)
+        rest = copy_pieces(self.held_pieces(kind), pieces)
         if kind == "parameters":
+            # Buckets first: masters start again from what lies there.
             self.handle.loaded()
             if self.masters:
                 self.masters.restart()
         if rest and kind == "optimizer":
             make_slots(self.optimizer, rest)
-            rest = copy_pieces(self.local_state(kind), rest)
+            # Before the first step there was nothing to copy into.
+            rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             place = rest[0].slices or rest[0].flat_range
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")

@@ -1,14 +1,15 @@
 """The inner contract: what a strategy does to one module along given axes of the mesh.
 
-A strategy file offers ``apply(module, comms, options) -> Handle``; the engine drives the handle.
-Names of parameters survive ``apply``.
+A strategy offers :class:`Apply`, ``apply(module, comms, options, context) -> Handle``; the engine
+drives the handle.  Names of parameters survive ``apply``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.parts.reducers import Reducer
 
 T = TypeVar("T")
 
@@ -25,10 +28,18 @@ class Handle(ABC):
     """A module under a strategy.  Calls come in the order in which they stand here."""
 
     module: nn.Module
+    #: How gradients are summed over ranks; handles of one rank share one.
+    reducer: Reducer
+    #: Number of the optimizer step, from 0.
+    step = 0
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
+
+    def begin_step(self, step: int) -> None:
+        """Optimizer step number ``step`` begins; handles inside of this one are told as well."""
+        self.step = step
 
     def before_step(self, micro_batches: int) -> None:
         """Before the first forward of a step, in which this rank runs ``micro_batches`` (or 0)."""
@@ -78,6 +89,40 @@ class Handle(ABC):
         """Release hooks and buffers."""
 
 
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may need beside its options; it leaves alone what it does not.
+
+    ``reducer`` sums gradients over ranks.  ``blocks`` are the model's repeated modules, by name:
+    units, where the options name none.  ``host`` is where shards rest, if not on the device.
+    """
+
+    reducer: Reducer = field(default_factory=Reducer)
+    blocks: Sequence[str] = ()
+    host: HostMemory | None = None
+
+
+#: The backend's own collectives; units as the options say; shards on the device.
+PLAIN = Context()
+
+
+class Apply(Protocol):
+    """The one signature of all strategies."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        comms: Mapping[str, Comm],
+        options: Any,
+        context: Context = ...,
+        /,
+    ) -> Handle:
+        """Put ``module`` under the strategy, from the values of the first rank.
+
+        ``comms`` maps the axes that the strategy takes; ``options`` are those of its own type.
+        """
+
+
 class Whole(Handle):
     """Base of handles that keep all of ``module`` on this rank, as copy number ``replica``."""
 
@@ -105,15 +150,15 @@ class Whole(Handle):
 
     def pieces(self, kind: Kind) -> list[Piece]:
         """Whole tensors."""
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         if kind == "parameters":
-            found = dict(self.module.named_parameters())
+            whole = dict(self.module.named_parameters())
         elif kind == "buffers":
-            found = dict(self.module.named_buffers())
+            whole = dict(self.module.named_buffers())
         elif kind == "gradients":
             pairs = zip(self.names, self.parameters, strict=True)
-            found = {name: p.grad for name, p in pairs if p.grad is not None}
-        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in found.items()]
+            whole = {name: p.grad for name, p in pairs if p.grad is not None}
+        return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in whole.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """Whole as well."""

@@ -1,12 +1,13 @@
-"""Masters: the optimizer runs on copies of what a strategy hands it, in another dtype or place.
+"""Masters: the optimizer updates copies of what a strategy hands it, in another dtype or place.
 
-Problem.  A bf16 parameter of size 1 cannot take a step below 1/256: updates of a usual learning
-rate round away.  So what is computed with is narrow, what is updated is wide.  The same copies
-serve offloading: an optimizer whose tensors lie on the host tier updates masters there.
+Problem.  A bf16 parameter of size 1 cannot take a step smaller than 1/256, so updates at a usual
+learning rate are rounded away.  Forward and backward therefore compute with narrow tensors, and the
+optimizer updates wide copies of them.  The same copies serve offloading: where the optimizer's
+tensors lie in host memory, it updates masters there.
 
     what                where
     working tensors     what ``Handle.param_groups`` gives: shards or whole parameters
-    masters             beside them, one each; as built, or on the host tier
+    masters             beside them, one each; as built, or in host memory
     optimizer state     with the masters
 
     finish      gradients of the working tensors are final, maybe scaled by a loss scale
@@ -14,10 +15,11 @@ serve offloading: an optimizer whose tensors lie on the host tier updates master
     update      per working tensor: gradient times factor -> master.grad (a copy down), free it;
                 optimizer step; master -> working tensor (a copy up, rounded)
 
-Cost: bytes a parameter that this rank updates: 4 for an fp32 master, and as many again for its
-gradient, from the copy down until the update has used it (none where gradients are summed in the
-masters' dtype and tier; on the host tier it is kept, for that memory is dear to get).  ZeRO (arXiv
-1910.02054, section 3.1): 2 + 2 + 12 = parameter + gradient + (master, two moments).
+Cost: bytes for each parameter that this rank updates: 4 for an fp32 master, and as many again for
+its gradient, from the copy down until the update has used it.  There is no second gradient where
+gradients are summed in the masters' dtype and place; in host memory it is kept, because allocating
+there is slow.  ZeRO (arXiv 1910.02054, section 3.1): 2 + 2 + 12 = parameter + gradient + (master,
+two moments).
 Numbers: a master starts from the working tensor, hence rounded, as in Megatron-LM and DeepSpeed;
 from then on the working tensor is its master, rounded once.
 Left out: stochastic rounding; masters for a working tensor that has its dtype and place already.
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import Piece
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import Place, placed
 
 SLOT = "master"
@@ -48,7 +50,7 @@ class Masters:
     """Stands between a handle's working tensors and the optimizer.
 
     ``groups`` are torch parameter groups of (name, working tensor) pairs, ``built`` the dtype of
-    each name's master.  With ``tier`` masters lie there; a tensor that has the built dtype and lies
+    each name's master.  With ``host`` masters lie there; a tensor that has the built dtype and lies
     where masters do needs none.
     """
 
@@ -56,15 +58,15 @@ class Masters:
         self,
         groups: Sequence[Mapping[str, Any]],
         built: Mapping[str, torch.dtype],
-        tier: HostTier | None = None,
+        host: HostMemory | None = None,
     ) -> None:
-        self.built, self.tier = built, tier
+        self.built, self.host = built, host
         self.working: dict[str, Tensor] = {
             name: tensor for group in groups for name, tensor in group["params"]
         }
         #: name -> (working tensor, master), where these are two.
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        #: name -> gradient of the master on the host tier, kept from step to step.
+        #: name -> gradient of the master in host memory, kept from step to step.
         self.landed: dict[str, Tensor] = {}
         #: What the optimizer is built over.
         self.groups = [
@@ -77,28 +79,28 @@ class Masters:
     def wanted(
         groups: Sequence[Mapping[str, Any]],
         built: Mapping[str, torch.dtype],
-        tier: HostTier | None = None,
+        host: HostMemory | None = None,
     ) -> bool:
         """Whether any tensor of ``groups`` needs a master."""
         named = (pair for group in groups for pair in group["params"])
         return any(
-            tier is not None or {tensor.dtype, gradient_dtype(tensor)} != {built[name]}
+            host is not None or {tensor.dtype, gradient_dtype(tensor)} != {built[name]}
             for name, tensor in named
         )
 
     @torch.no_grad()
     def _master(self, name: str, working: Tensor) -> Tensor:
         dtype = self.built[name]
-        if self.tier is not None and not self.tier.holds(working):
-            self.landed[name] = self.tier.zeros(working.shape, dtype)
-        if working.dtype == dtype and (self.tier is None or self.tier.holds(working)):
+        if self.host is not None and not self.host.holds(working):
+            self.landed[name] = self.host.zeros(working.shape, dtype)
+        if working.dtype == dtype and (self.host is None or self.host.holds(working)):
             if gradient_dtype(working) == dtype:
                 return working
             master = working.detach()  # the same memory, which can have a gradient as built
-        elif self.tier is None:
+        elif self.host is None:
             master = working.detach().to(dtype, copy=True)
         else:
-            master = self.tier.zeros(working.shape, dtype)
+            master = self.host.zeros(working.shape, dtype)
             master.copy_(working)
         self.pairs[name] = working, master
         return master
@@ -116,6 +118,8 @@ class Masters:
             if working.grad is None:
                 master.grad = None
                 continue
+            # The narrow gradient goes before the next one is widened: they are never all held
+            # twice.
             gradient, working.grad = working.grad, None
             master.grad = self._wide(name, gradient, master.dtype)
 
@@ -123,6 +127,7 @@ class Masters:
     def copy_up(self) -> None:
         """Round the masters that were updated into the working tensors; their gradients go."""
         for working, master in self.pairs.values():
+            # Without a gradient nothing was updated; with the same memory nothing is to be copied.
             if master.grad is not None and working.data_ptr() != master.data_ptr():
                 working.copy_(master)
             master.grad = None
@@ -133,8 +138,9 @@ class Masters:
 
     def _wide(self, name: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """``gradient`` times the factor in ``dtype`` where masters live; in place if it is so."""
-        if self.tier is not None and not self.tier.holds(gradient):
+        if self.host is not None and not self.host.holds(gradient):
             gradient = self.landed[name].copy_(gradient)
+        # Widened first: the product with a small factor would be 0 in fp16.
         return gradient.to(dtype).mul_(self.factor.to(dtype))
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor]]:
@@ -167,4 +173,5 @@ class Masters:
         for working, master in self.pairs.values():
             loaded = working.to(master.device)
             rounds = master.to(loaded.dtype) == loaded
+            # A master that rounds to what was loaded knows more digits of the same value.
             master.copy_(torch.where(rounds, master, loaded.to(master.dtype)))

@@ -47,6 +47,7 @@ def seed_state(
     slots = ("exp_avg", "exp_avg_sq") if spec.name == "adamw" else ("momentum_buffer",)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # As torch does: a parameter without a gradient so far has no state either.
             if parameter.grad is None or optimizer.state.get(parameter):
                 continue
             state = optimizer.state[parameter]
@@ -83,6 +84,7 @@ def make_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> Non
         name, _, slot = full.rpartition(".")
         if name not in named:
             raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
+        # A counter is one number even where the parameter is not.
         shape = named[name] if like.dim() else like
         optimizer.state[named[name]][slot] = torch.zeros_like(shape, dtype=like.dtype)
 
@@ -101,5 +103,5 @@ def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:
 
 def placed(place: Place, name: str, slot: str, tensor: Tensor) -> list[Piece]:
     """What ``place`` says, as a list."""
-    found = place(name, slot, tensor)
-    return [found] if isinstance(found, Piece) else found
+    pieces = place(name, slot, tensor)
+    return [pieces] if isinstance(pieces, Piece) else pieces

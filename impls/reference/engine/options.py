@@ -22,7 +22,7 @@ class Training:
     """Options that all sharded strategies share.
 
     ``recompute_every``: every group of so many units keeps its input only and is computed again in
-    backward (0: never).  ``offload``: what rests on the host tier between its uses.
+    backward (0: never).  ``offload``: what rests in host memory between its uses.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -31,6 +31,20 @@ class Training:
 
     def __post_init__(self) -> None:
         at_least("recompute_every", self.recompute_every, 0)
+
+
+@dataclass(frozen=True)
+class WholeParameters(Training):
+    """Options of strategies that keep whole parameters on every rank: these cannot rest in host
+    memory, for every rank computes with them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
+                "on every rank; valid here: none, optimizer"
+            )
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:
@@ -91,14 +105,15 @@ def _value(name: str, hint: Any, value: Any) -> Any:
             if isinstance(value, list):
                 item = get_args(kind)[0]
                 return tuple(_value(f"{name}[{i}]", item, v) for i, v in enumerate(value))
+        # Not isinstance, by which True would be the number 1.
         elif type(value) is kind or (kind is float and type(value) is int):
             return value
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
     choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
     meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
-    told = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
-    raise Refused(told.rstrip("; "))
+    message = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    raise Refused(message.rstrip("; "))
 
 
 def _kind_name(kind: Any) -> str:

@@ -75,7 +75,17 @@ class Precision:
         for owner in module.modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
+                    # Bound anew under its name, so that it stays registered where it was.
                     setattr(owner, name, buffer.to(self.buffers))
+
+    def cast_frozen(self, module: nn.Module) -> None:
+        """Bring the frozen parameters of ``module`` into the dtype that is computed with.
+
+        For those who keep whole parameters and cast the trained ones on their way into buckets.
+        """
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(self.compute(parameter.dtype))
 
     def check_norms(self, module: nn.Module, remedy: str = "") -> None:
         """Raise :class:`Refused` for a batch norm whose weights would be of another dtype than its

@@ -53,8 +53,8 @@ def recompute_units(
     groups = []
     for start in range(0, len(units), every) if every else ():
         names = units[start : start + every]
-        found = [module.get_submodule(name) for name in names]
-        groups.append(Group(names, found, call_type or Call))
+        modules = [module.get_submodule(name) for name in names]
+        groups.append(Group(names, modules, call_type or Call))
     return groups
 
 
@@ -68,8 +68,8 @@ class Group:
         self.modules = [part for unit in units for part in unit.modules()]
         for name, unit in zip(names, units, strict=True):
             _refuse_global_draws(name, unit)
-        found = [value for part in self.modules for value in vars(part).values()]
-        self.generators = [value for value in found if isinstance(value, Generator)]
+        values = [value for part in self.modules for value in vars(part).values()]
+        self.generators = [value for value in values if isinstance(value, Generator)]
         self.call: Call | None = None  # the forward under way
         self.again: Call | None = None  # the one that is being repeated
         self.chained = False  # whether outputs were seen to be the next unit's inputs
@@ -87,6 +87,8 @@ class Group:
     def close(self) -> None:
         """Give the units their forwards back."""
         while self.own:
+            # The last unit first: one that occurs twice gets back the forward that it had before
+            # both.
             own, unit = self.own.pop(), self.units[len(self.own)]
             if own is None:
                 del unit.forward
@@ -95,9 +97,11 @@ class Group:
 
     def forward(self, number: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward of unit ``number``, whose own one is ``compute``."""
+        # The second forward: what it would save is what the first graph asks for.
         if self.again is not None:
             with self.again.collecting():
                 return compute(*args, **kwargs)
+        # Nothing is saved without gradients, so nothing needs to be computed again.
         if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         if number == 0:
@@ -115,6 +119,7 @@ class Group:
             output = compute(*args, **kwargs)
         call.advance(output)
         if call.reached == len(self.units):
+            # One check is enough: it compares whole activations, and calls keep their order.
             self.call, self.chained = None, True
         return output
 
@@ -141,6 +146,7 @@ class Call:
         self.args = tuple(_apart(value) for value in args)
         self.kwargs = {name: _apart(value) for name, value in kwargs.items()}
         inputs = (*self.args, *self.kwargs.values())
+        # A version tells a change in place, after which a repetition would start from other values.
         self.inputs = [(t, t._version) for t in inputs if isinstance(t, Tensor)]
         self.draws = [generator.get_state() for generator in group.generators]
         self.buffers = Buffers(group.modules)
@@ -164,6 +170,7 @@ class Call:
         def unpack(number: int) -> Tensor:
             if not self.collected or self.collected[number] is None:
                 self.repeat()
+            # Handed over once and let go: memory falls as backward goes on.
             tensor, self.collected[number] = self.collected[number], None
             assert tensor is not None
             return tensor
@@ -196,16 +203,17 @@ class Call:
         self.collected = []
         self.group.again = self
         try:
+            # Backward runs without gradients, but the units must save what they saved in forward.
             with torch.enable_grad(), self.as_before():
                 output = first(*self.args, **self.kwargs)
                 for unit in rest:
                     output = unit(output)
         finally:
             self.group.again = None
-        found = [(t.shape, t.dtype) for t in self.collected if t is not None]
-        if found != self.saved:
+        again = [(t.shape, t.dtype) for t in self.collected if t is not None]
+        if again != self.saved:
             raise RuntimeError(
-                f"recomputing {names} saved {len(found)} tensors, its forward {len(self.saved)}, "
+                f"recomputing {names} saved {len(again)} tensors, its forward {len(self.saved)}, "
                 "or others: what it computes must depend on its input, generators and buffers "
                 "only; otherwise set recompute_every to 0"
             )

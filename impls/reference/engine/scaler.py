@@ -40,11 +40,13 @@ class LossScaler:
 
         Over all ranks they must cover every gradient; a collective call.
         """
+        # An integer travels, not the gradients: every rank learns of an overflow that one shard
+        # has.
         own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
-        found = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
+        overflows = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
         for axis in self.mesh.axes:  # a maximum may be taken axis by axis
-            self.mesh.comm(axis).all_reduce(found, "max")
-        return bool(found)
+            self.mesh.comm(axis).all_reduce(overflows, "max")
+        return bool(overflows)
 
     def adapt(self, skipped: bool) -> None:
         """Back off after an overflow, grow after ``interval`` updates in a row."""

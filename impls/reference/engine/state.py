@@ -52,6 +52,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Comm, root: int = 0) -> N
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
+        # Many small tensors in one message, or each would pay a call's latency.
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         comm.broadcast(flat, root)
         pieces = flat.split([tensor.numel() for tensor in same])
@@ -72,6 +73,7 @@ def copy_pieces(held: Sequence[Piece], given: Sequence[Piece]) -> list[Piece]:
     """
     tensors = {place_of(piece): piece.tensor for piece in held}
     for piece in given:
+        # In place: the tensors are views of what the rank works with.
         if place_of(piece) in tensors:
             tensors[place_of(piece)].copy_(piece.tensor)
     return [piece for piece in given if place_of(piece) not in tensors]
@@ -83,21 +85,23 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
     Where a rank holds all of a tensor, its own copy counts.  The rest, single numbers (Adam's step)
     included, travels as objects: this is for saving and looking, not for a step.
     """
-    found = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
+    whole = {p.name: p.tensor.detach().clone() for p in pieces if p.tensor.shape == p.global_shape}
     parts = [
         p for p in pieces if p.flat_range or p.tensor.shape != p.global_shape or not p.global_shape
     ]
     for piece in gather_over(parts, [comm]):
-        put(piece, found)
-    return found
+        put(piece, whole)
+    return whole
 
 
 def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
     """The ``pieces`` of all ranks, gathered as objects along one of ``comms`` after the other."""
-    found = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
+    # Without ``source``, which would travel too, and cloned, or a view would travel with all of its
+    # storage.
+    copies = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
     for comm in comms:
-        found = [piece for told in comm.all_gather_object(found) for piece in told]
-    return found
+        copies = [piece for theirs in comm.all_gather_object(copies) for piece in theirs]
+    return copies
 
 
 def put(piece: Piece, whole: dict[str, Tensor]) -> None:

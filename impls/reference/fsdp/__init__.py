@@ -1,9 +1,10 @@
 """FSDP: ZeRO-3 with a choice of what is sharded, over whom, and for how long.
 
-Problem.  ZeRO-3 pays for its memory with gathers: every unit twice a micro-batch.  Where memory
-allows, less of it is better: keep what was gathered until backward (SHARD_GRAD_OP), shard within a
-few neighbours and replicate over the rest (HYBRID_SHARD), or let parameters stay sharded over k
-neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; names as in torch.)
+Problem.  ZeRO-3 pays for its memory with gathers: two of every unit for each micro-batch.  Where
+there is memory to spare, some can be saved: keep what was gathered until backward (SHARD_GRAD_OP),
+shard within a few neighbours and replicate over the rest (HYBRID_SHARD), or let parameters stay
+sharded over k neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; names
+as in torch.)
 
     sharding_strategy   mesh                  parameters rest as     between forward and backward
     NO_SHARD            replicate             whole                  whole
@@ -30,9 +31,13 @@ neighbours between forward and backward.  (FSDP, arXiv 2304.11277, section 3; na
 Gathers go ``prefetch_forward`` units ahead of forward, in the order of the forward before, and
 ``prefetch_backward`` units ahead of backward, in the reverse order of its own forward.  A unit is
 gathered again before its backward unless it is whole, and freed when its inputs' gradients are
-complete (parts/unit_events.py).  With ``accumulate_without_communication`` gradients stay whole
+complete (units/events.py).  With ``accumulate_without_communication`` gradients stay whole
 and are reduced in the last round only; SHARD_GRAD_OP then keeps parameters whole over the step.
 Evaluation frees every unit right after its forward, whatever the strategy.
+
+The second page is ``schedule.py``: what happens before and after each unit's forward and backward.
+Then ``units/wrapped.py``, which makes the calls, and ``units/parameters.py`` and
+``units/gradients.py``, the states that a unit goes through.
 
 Cost: floating-point bytes sent a step, over all ranks, with m micro-batches on the busiest rank.
 A layout is a unit's parameters of one dtype, all trained or all frozen, padded to a multiple of F
@@ -59,7 +64,7 @@ fit on one rank before they are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,8 +72,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
@@ -87,18 +91,15 @@ def apply(
     module: nn.Module,
     comms: Mapping[str, Comm],
     options: Options,
-    blocks: Sequence[str] = (),
-    tier: HostTier | None = None,
+    context: Context = PLAIN,
 ) -> FSDP:
     """Shard ``module`` over ``comms["shard"]``, replicate it over ``comms["replicate"]``.
 
-    ``comms["chunks"]`` are the k neighbours of an integer ``reshard_after_forward``.  Values are
-    those of the first rank of all; ``blocks`` are the units where ``options`` name none; shards
-    rest on ``tier`` if it is given.
+    ``comms["chunks"]`` are the k neighbours of an integer ``reshard_after_forward``.
     """
     axes = {axis: comms[axis] for axis in AXES[options.sharding_strategy]}
-    plan = plan_units(module, options.wrap, blocks)
-    return FSDP(module, axes, plan, options, tier, comms.get("chunks"))
+    plan = plan_units(module, options.wrap, context.blocks)
+    return FSDP(module, axes, plan, options, context, comms.get("chunks"))
 
 
 class ReferenceFSDP(Engine):
@@ -143,9 +144,8 @@ class ReferenceFSDP(Engine):
         comms = {axis: mesh.comm(axis) for axis in wanted}
         count = chosen.chunk_ranks
         chunks = None if count is None or count == mesh.size("shard") else neighbours(mesh, count)
-        tier = self.tier if chosen.offload == "parameters" else None
         plan = plan_units(module, chosen.wrap, self.build.units)
-        return self.handle_type(module, comms, plan, chosen, tier, chunks)
+        return self.handle_type(module, comms, plan, chosen, self.context(chosen), chunks)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Gathered from the ranks that hold shards."""

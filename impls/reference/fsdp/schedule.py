@@ -11,11 +11,11 @@ from torch import nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Refused
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context
 from shardproof.impls.reference.engine.options import Training, at_least
-from shardproof.impls.reference.units.handle import WrappedHandle
 from shardproof.impls.reference.units.plan import UnitPlan, Wrap
-from shardproof.impls.reference.units.shard import Unit
+from shardproof.impls.reference.units.shard import ShardedUnit
+from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,22 @@ class Options(Training):
         at_least("prefetch_forward", self.prefetch_forward, 0)
         at_least("prefetch_backward", self.prefetch_backward, 0)
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
-        told = f"option 'reshard_after_forward' = {reshard} contradicts sharding_strategy"
+        refusal = f"option 'reshard_after_forward' = {reshard} contradicts sharding_strategy"
         if strategy == "NO_SHARD" and self.offload != "none":
             raise Refused(
                 f"option 'offload' = {self.offload!r} contradicts sharding_strategy NO_SHARD: "
                 "every rank would keep a whole copy on the host; valid here: none"
             )
         if strategy == "NO_SHARD" and reshard is not None:
-            raise Refused(f"{told} NO_SHARD, which has nothing to reshard; valid here: null")
+            raise Refused(f"{refusal} NO_SHARD, which has nothing to reshard; valid here: null")
         if strategy == "SHARD_GRAD_OP" and reshard not in (None, False):
-            raise Refused(f"{told} SHARD_GRAD_OP, which keeps parameters; valid here: false, null")
+            raise Refused(
+                f"{refusal} SHARD_GRAD_OP, which keeps parameters; valid here: false, null"
+            )
         if strategy == "FULL_SHARD" and reshard is False:
-            raise Refused(f"{told} FULL_SHARD: SHARD_GRAD_OP is the strategy that keeps parameters")
+            raise Refused(
+                f"{refusal} FULL_SHARD: SHARD_GRAD_OP is the strategy that keeps parameters"
+            )
         if self.chunk_ranks is not None:
             at_least("reshard_after_forward", self.chunk_ranks, 2)
 
@@ -69,7 +73,7 @@ class Options(Training):
         return self.reshard_after_forward is False
 
 
-class FSDP(WrappedHandle):
+class FSDP(WrappedModel):
     """The handle: the schedule of calls."""
 
     def __init__(
@@ -78,83 +82,72 @@ class FSDP(WrappedHandle):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         options: Options,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
-        super().__init__(module, comms, plan, options.precision, tier, chunks)
+        super().__init__(module, comms, plan, options.precision, context, chunks)
         self.options = options
-        self.order: list[Unit] = []  # that of the forward under way
-        self.last_order: list[Unit] = []  # that of the forward before
-        self.way_back: list[Unit] = []  # units in the order in which their forwards ended
-        self.owed: set[Unit] = set()  # units whose gradients wait for the last round
-
-    def accumulate(self, is_last: bool) -> None:
-        """A new forward begins."""
-        super().accumulate(is_last)
-        self.last_order, self.order, self.way_back = self.order, [], []
+        self.unreduced: set[ShardedUnit] = set()  # their gradients wait for the last round
 
     @property
     def is_silent(self) -> bool:
         """Whether gradients stay where they are in this round."""
         return self.options.accumulate_without_communication and not self.rounds.is_last
 
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Gather the unit, wait for it, start to gather those that came next last time."""
         self.gather(unit)
         unit.wait()
         if again:
-            return
-        self.order.append(unit)
-        count = len(self.order)
-        if self.order == self.last_order[:count]:
-            for following in self.last_order[count : count + self.options.prefetch_forward]:
-                self.gather(following)
+            return  # backward is under way, and gathers ahead by its own order
+        for following in self.order.forward_begins(unit, self.options.prefetch_forward):
+            self.gather(following)
 
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Free the unit, unless its backward follows at once or it is to be kept."""
         if again:
             return
         if not torch.is_grad_enabled():
-            unit.free()
+            unit.free()  # no backward will come that could use what is kept
             return
+        # The root ends last in forward and begins first in backward: freed, it would be gathered
+        # again at once.
         if unit is not self.root and not self.options.keeps_parameters:
             unit.free(self.chunks)
-        if unit in self.way_back:
-            self.way_back.remove(unit)
-        self.way_back.append(unit)
+        self.order.forward_ends(unit)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: ShardedUnit) -> None:
         """Gather the unit, wait for it, start to gather those whose backwards come next."""
         if unit is self.root:
-            self.land()  # what the round before left under way
+            # What the round before left under way: its whole gradients go before new ones come.
+            self.wait_and_accumulate()
         self.gather(unit)
         unit.wait()
-        if unit in self.way_back:
-            del self.way_back[self.way_back.index(unit) :]
-        for preceding in self.way_back[: -1 - self.options.prefetch_backward : -1]:
+        for preceding in self.order.backward_begins(unit, self.options.prefetch_backward):
             self.gather(preceding)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         """Free the parameters, send the gradients or keep them."""
         if not (self.is_silent and self.options.keeps_parameters):
             unit.free()
         if self.is_silent:
-            unit.pack()
-            self.owed.add(unit)
+            unit.pack()  # or the gradients of every round would lie side by side
+            self.unreduced.add(unit)
         else:
-            self.owed.discard(unit)
+            self.unreduced.discard(unit)
             self.reduce(unit)
 
     def leave_round(self) -> None:
-        """In the last round: send what units that it did not call had kept."""
+        """In the last round: reduce units that it did not call, whose gradients were kept."""
         if self.rounds.is_last:
+            # In the order of the list, which is the same on all ranks; that of a set is not.
             for unit in self.units:
-                if unit in self.owed:
+                if unit in self.unreduced:
                     self.reduce(unit)
-            self.owed.clear()
+            self.unreduced.clear()
 
-    def rest(self) -> None:
+    def free_all(self) -> None:
         """After a round: free whatever is whole, unless the next round needs it."""
         keeps = self.is_silent and self.options.keeps_parameters and torch.is_grad_enabled()
         if not keeps:
-            super().rest()
+            super().free_all()

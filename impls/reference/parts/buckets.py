@@ -11,23 +11,28 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardproof.impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.flat import FlatLayout
+from shardproof.impls.reference.parts.reducers import Bucket, Work
 
 
-class Bucket:
-    """The gradients of ``members`` (indices into ``parameters``) in one flat tensor."""
+class GradientBucket:
+    """The gradients of ``members`` (indices into ``parameters``) in one flat tensor.
 
-    def __init__(self, members: Sequence[int], parameters: Sequence[Tensor]) -> None:
+    ``names`` are those of all ``parameters``, in the same order.
+    """
+
+    def __init__(
+        self, members: Sequence[int], names: Sequence[str], parameters: Sequence[Tensor]
+    ) -> None:
         self.members = tuple(members)
-        own = [parameters[index] for index in self.members]
-        total = sum(parameter.numel() for parameter in own)
-        self.flat = torch.zeros(total, dtype=own[0].dtype, device=own[0].device)
-        chunks = self.flat.split([parameter.numel() for parameter in own])
+        # One shard, hence no padding: every rank holds all of it.
+        layout = FlatLayout({names[index]: parameters[index] for index in members}, 1)
+        self.parts = layout.whole
+        first = parameters[self.members[0]]
+        # For good, not for a step: gradients are views of it, so it must stay where it is.
+        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         #: Per member: its part of ``flat``, shaped like the parameter.
-        self.views = {
-            index: chunk.view(parameter.shape)
-            for index, chunk, parameter in zip(self.members, chunks, own, strict=True)
-        }
+        self.views = dict(zip(self.members, layout.views(self.flat).values(), strict=True))
         self.reset()
 
     def reset(self) -> None:
@@ -42,6 +47,10 @@ class Bucket:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient)
+
+    def outgoing(self, step: int) -> Bucket:
+        """What a reducer is given in optimizer step number ``step``."""
+        return Bucket(self.flat, self.parts, step)
 
 
 def plan_buckets(
@@ -65,5 +74,6 @@ def plan_buckets(
             now = filling[dtype] = []
             limits[dtype] = limit
         now.append(index)
+    # A bucket leaves with its last member, so this is the order in which buckets become full.
     position = {index: place for place, index in enumerate(order)}
     return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])

@@ -28,7 +28,8 @@ from shardproof.contract import Piece
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as they lie in a shard.
+    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as they lie in a shard
+    (or in the whole flat tensor, as in the shard of a single rank).
 
     ``shape`` is that of the whole tensor, ``offset`` the place of the first element in the shard.
     """
@@ -80,8 +81,17 @@ class FlatLayout:
         #: First element and the one after the last, in the flat tensor, per name.
         self.spans = dict(zip(self.shapes, itertools.pairwise(starts), strict=True))
         self.numel = starts[-1]
+        # Rounded up: collectives move equal chunks, so the last shard is padded rather than short.
         self.shard_numel = -(-self.numel // shards)
         self.padded = self.shard_numel * shards
+
+    @property
+    def whole(self) -> tuple[Part, ...]:
+        """Every tensor as one part of the whole flat tensor, in order."""
+        return tuple(
+            Part(name, self.shapes[name], 0, stop - start, start)
+            for name, (start, stop) in self.spans.items()
+        )
 
     @property
     def names(self) -> list[str]:
@@ -131,13 +141,14 @@ class FlatLayout:
     def parts(self, rank: int) -> list[Part]:
         """What the shard of ``rank`` holds, in order; tensors with nothing there are left out."""
         low, high = self.shard_range(rank)
-        found = []
+        parts = []
         for name, (start, stop) in self.spans.items():
             first, last = max(start, low), min(stop, high)
+            # A tensor without elements overlaps no shard, yet one rank must answer for its slots.
             if first < last or (start == stop and self._home(start) == rank):
                 part = Part(name, self.shapes[name], first - start, last - start, first - low)
-                found.append(part)
-        return found
+                parts.append(part)
+        return parts
 
     def _home(self, start: int) -> int:
         """The rank of a tensor without elements that stands at ``start``."""

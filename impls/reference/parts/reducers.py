@@ -1,35 +1,96 @@
-"""How a bucket of gradients is summed over the data axis.
+"""How a bucket of gradients is summed over ranks.
 
-This is where compression and hand-written all-reduce algorithms plug in.
+This is where hand-written collectives and lossy compression plug in.  A strategy decides *when* a
+bucket leaves and over which ranks; a :class:`Reducer` decides *how*.
+
+    bucket     names, shapes and element ranges of what lies in one flat tensor; the step
+    reducer    all_reduce(bucket, comm)              the sum replaces the bucket's elements
+               reduce_scatter(bucket, comm, shard)   this rank's equal part of the sum -> shard
+               pieces(), load_pieces(...)            state of its own, e.g. an error carried over
+
+All ranks of ``comm`` reduce the same buckets in the same order.  Until ``wait`` has returned,
+nobody else touches the flat tensor or the shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from shardproof.comm import Comm
+from shardproof.comm import Comm, Mesh
+from shardproof.contract import Piece
+from shardproof.impls.reference.parts.flat import Part
 
 
 class Work(Protocol):
-    """A reduction in flight."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Return when the result is visible in the bucket."""
+        """Return when the result is visible."""
 
 
-class Reducer(Protocol):
-    """Sums buckets over the ranks of a communicator."""
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Gradients of named parameters, end to end in one flat tensor.
 
-    def reduce(self, bucket: Tensor, comm: Comm) -> Work:
-        """Start summing the contiguous, one-dimensional ``bucket`` over ``comm``, in place."""
+    ``flat`` is contiguous and one-dimensional; elements that no part covers are padding and zero.
+    ``parts`` say which elements of which parameter lie where; a part is less than its parameter
+    where ``flat`` is a shard.  ``step`` is the number of the optimizer step, counted from 0; one
+    step may reduce a parameter several times.
+    """
+
+    flat: Tensor
+    parts: tuple[Part, ...]
+    step: int
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in the order in which they lie."""
+        return [part.name for part in self.parts]
+
+    def views(self) -> dict[str, Tensor]:
+        """By name: the one-dimensional view of ``flat`` that holds the parameter's part."""
+        return {part.name: part.of_shard(self.flat) for part in self.parts}
 
 
-class AllReduce:
-    """The backend's own all-reduce, asynchronous."""
+class Reducer:
+    """The backend's own collectives, asynchronous and without state; the base of all others."""
 
-    def reduce(self, bucket: Tensor, comm: Comm) -> Work:
-        """Start one all-reduce."""
-        work: Work = comm.all_reduce(bucket, async_op=True)
+    def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        """Start to sum ``bucket`` over ``comm``, in place."""
+        work: Work = comm.all_reduce(bucket.flat, async_op=True)
         return work
+
+    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
+        """Start to sum ``bucket`` over ``comm``; ``shard`` receives this rank's part of the sum.
+
+        ``bucket.flat`` has ``comm.size`` times the elements of ``shard``, which may be this rank's
+        part of it.  What the rest of ``bucket.flat`` holds afterwards is undefined.
+        """
+        work: Work = comm.reduce_scatter(shard, bucket.flat, async_op=True)
+        return work
+
+    def pieces(self) -> list[Piece]:
+        """State that a checkpoint must keep, as optimizer slots ``<parameter>.<slot>``."""
+        return []
+
+    def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Take over, by copy, those of ``pieces`` that are this reducer's; return the others.
+
+        Pieces may come before the reducer has any state, which is then made from them.
+        """
+        return list(pieces)
+
+
+def rank_piece(name: str, tensor: Tensor, mesh: Mesh) -> Piece:
+    """State that this rank alone has (an error of its own), as a row of a tensor over all ranks.
+
+    ``tensor`` of any shape S becomes row ``mesh.rank`` of a tensor of shape (ranks, *S), of which
+    every element has one owner: it is not mistaken for a copy of what others hold.
+    """
+    row = (mesh.rank, mesh.rank + 1)
+    shape = (mesh.world, *tensor.shape)
+    return Piece(name, shape, tensor[None], slices=(row, *((0, n) for n in tensor.shape)))

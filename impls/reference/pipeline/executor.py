@@ -1,21 +1,16 @@
 """Runs any schedule of a pipeline over this rank's stages.
 
 Problem.  GPipe, 1F1B, interleaving and zero bubble differ in the order in which a rank computes,
-and in nothing else.  So an order is data (``schedules``), and one loop carries it out.
-
-    F           wait for its input; forward; the last stage's loss
-    B, BW       wait for the gradient of its output; backward; B leaves the weights' part for W
-    W           the weights' part
-    SF, SB      start sending what F or B left; to a stage on the same rank nothing is sent
-    RF, RB      post a receive into a fresh buffer
+and in nothing else.  So an order is data (``schedules.py``), and one loop carries it out:
+:meth:`Executor.run`, where the picture of it is.
 
     what                    lives
     input, output, graph    from F to its BW, or B
-    small graphs of owners  from F to W (parts/split_backward.py)
+    small graphs of owners  from F to W (split_backward.py)
     what was sent           until it has arrived
 
-Nothing waits but F, B and BW, each for its own message; sends are waited for at the end of the
-window.  ``accumulate`` of a stage's handle is called right before whatever makes gradients of its
+Only F, B and BW wait, each for its own message; sends are waited for at the end of the window.
+``accumulate`` of a stage's handle is called right before the action that makes gradients of its
 weights, so that a strategy of the data axes can reduce during the last of them.
 
 Cost: an activation and a gradient for each micro-batch and boundary between ranks: 2 m b s h bytes
@@ -48,7 +43,7 @@ Trace = Callable[[Action], AbstractContextManager[Any]]
 
 @dataclass
 class Held:
-    """What a stage keeps of a micro-batch for its backward."""
+    """What a stage keeps of a micro-batch for its backward; ``entered`` is its input."""
 
     entered: Tensor
     output: Tensor
@@ -97,6 +92,24 @@ class Executor:
         Losses are multiplied by ``scale`` for backward.  Returns them as they are, by micro-batch,
         where the last stage lies; nothing on the other ranks.
         """
+        # 1F1B on two ranks, three micro-batches (F2: forward of micro-batch 2), "." being idle:
+        #
+        #     time     0    1    2    3    4    5    6    7
+        #     rank 0   F0   F1   .    BW0  F2   BW1  .    BW2
+        #     rank 1   .    F0   BW0  F1   BW1  F2   BW2  .
+        #
+        # Rank 0's list, with its messages: F0 SF0 F1 SF1 RB0 BW0 F2 SF2 RB1 BW1 RB2 BW2.
+        #
+        #     action   waits for                    does                         leaves
+        #     F        the stage's input            forward; last stage: loss    output, for SF
+        #     BW       the gradient of its output   backward                     gradient of the
+        #                                                                        input, for SB
+        #     B        as BW                        as BW, but for the weights   as BW; W's part
+        #     W        nothing                      gradients of the weights
+        #     SF, SB   nothing                      starts to send
+        #     RF, RB   nothing                      posts into a fresh buffer    what F or BW awaits
+        #
+        # Between two stages of one rank nothing is sent: the second takes what the first leaves.
         self.window: Sequence[MicroBatch] = window
         self.scale = scale
         self.held: dict[tuple[int, int], Held | Deferred] = {}
@@ -104,10 +117,12 @@ class Executor:
         self.losses: dict[int, Tensor] = {}
         order = schedule.orders[self.comm.rank]
         self.apart = {(stage, micro) for op, stage, micro in order if op == "W"}
+        # The last action that makes gradients of a stage's weights: a dictionary keeps the last.
         final = {action.stage: action for action in order if action.op in ("W", "BW")}
         self.final = set(final.values()) if is_last else set()
         for action in order:
             self.do[action.op](action)
+        # Only now: ranks that each wait for their own send to arrive could wait in a circle.
         self.messages.finish()
         self.window = ()
         losses, self.losses = self.losses, {}
@@ -123,7 +138,7 @@ class Executor:
     def forward(self, action: Action) -> None:
         """F: compute, and keep what backward needs."""
         _, stage, micro = action
-        own, entered = self.stages[stage], self.entering(action)
+        own, entered = self.stages[stage], self.stage_input(action)
         with self.trace(action), self.deferring(action) as deferred:
             output = own.module(entered)
             if stage == self.last:
@@ -131,6 +146,7 @@ class Executor:
         if stage == self.last:
             self.losses[micro] = output.detach()
         else:
+            # Detached: the graph must die with what backward holds, not with the message.
             self.ready[Action("RF", stage + 1, micro)] = output.detach()
         if torch.is_grad_enabled():
             self.held[stage, micro] = Held(entered, output, deferred)
@@ -142,16 +158,17 @@ class Executor:
             return nullcontext()
         return split.deferring()
 
-    def entering(self, action: Action) -> Tensor:
+    def stage_input(self, action: Action) -> Tensor:
         """The input of a forward: the micro-batch's, or what the stage before has computed."""
         _, stage, micro = action
         if stage == 0:
             return self.enter(self.window[micro].inputs)
-        found = self.arriving(Action("RF", stage, micro), stage - 1)
-        return found.requires_grad_(torch.is_grad_enabled())
+        activation = self.from_stage(Action("RF", stage, micro), stage - 1)
+        # A leaf: backward ends here, and what it leaves in `grad` goes to the stage before.
+        return activation.requires_grad_(torch.is_grad_enabled())
 
-    def arriving(self, message: Action, source: int) -> Tensor:
-        """What stage ``source`` gives, from this rank or another."""
+    def from_stage(self, message: Action, source: int) -> Tensor:
+        """The output of stage ``source``, or the gradient of its input, from whatever rank."""
         if self.place[source] == self.comm.rank:
             return self.ready.pop(message)
         return self.messages.take(message, self.place[source])
@@ -161,27 +178,30 @@ class Executor:
         op, stage, micro = action
         held = self.held.pop((stage, micro))
         assert isinstance(held, Held)
-        gradient = self.leaving(action, held)
+        gradient = self.output_gradient(action, held)
         if op == "BW":
+            # Before the backward, whose hooks may then send gradients.
             self.stages[stage].handle.accumulate(action in self.final)
         with self.trace(action):
             if held.output.requires_grad:
                 torch.autograd.backward(held.output, gradient)
         if stage:
-            found = held.entered.grad
-            found = torch.zeros_like(held.entered) if found is None else found
-            self.ready[Action("RB", stage - 1, micro)] = found.detach()
+            # The stage before expects a message even where the stage made no use of its input.
+            entered = held.entered.grad
+            entered = torch.zeros_like(held.entered) if entered is None else entered
+            self.ready[Action("RB", stage - 1, micro)] = entered.detach()
         if op == "B":
             assert held.deferred is not None
             self.held[stage, micro] = held.deferred
 
-    def leaving(self, action: Action, held: Held) -> Tensor:
+    def output_gradient(self, action: Action, held: Held) -> Tensor:
         """The gradient of a stage's output: that of the loss, or what the next stage gives."""
         _, stage, micro = action
         if stage == self.last:
             return torch.full_like(held.output, self.scale)
-        gradient = self.arriving(Action("RB", stage, micro), stage + 1)
-        self.messages.arrived(Action("RF", stage + 1, micro))  # or there would be no gradient
+        gradient = self.from_stage(Action("RB", stage, micro), stage + 1)
+        # Its activation has arrived, or there would be no gradient: let go of what was sent.
+        self.messages.arrived(Action("RF", stage + 1, micro))
         return gradient
 
     def weights(self, action: Action) -> None:

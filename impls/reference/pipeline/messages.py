@@ -1,14 +1,15 @@
 """Activations and gradients on their way between the stages of a pipeline.
 
-Receives are posted into fresh buffers, sends keep their tensors until they are over; between two
-ranks messages arrive in the order in which they are sent.  Nobody knows the shape of an activation
-but who has computed it, and it follows from the shape of the micro-batch's inputs.  So before the
-first activation that crosses a boundary for inputs of some shape goes its *form*, a few integers;
-both sides know when that is, because all ranks of a data coordinate have the same micro-batches.  A
-gradient has the form of its activation.
+Receives are posted into fresh buffers; sends keep their tensors until they are over.  Between two
+ranks messages arrive in the order in which they are sent.
 
-A receive whose form is not known yet waits in a queue, and those behind it with it, until somebody
-needs the message: posting never blocks.
+Only the sender knows the shape of an activation, which follows from the shape of the micro-batch's
+inputs.  So its *form*, a few integers, goes ahead of the first activation that crosses a boundary
+for inputs of some shape.  Both sides know when that is, because all ranks of a data coordinate have
+the same micro-batches.  A gradient has the form of its activation.
+
+Posting never blocks: a receive whose form is not known yet waits in a queue, and those behind it
+with it, until somebody needs the message.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Messages:
             self.forms[key] = tuple(tensor.shape), tensor.dtype
             going.insert(0, self._encode(self.forms[key]))
         self.sent[message] = [(self.comm.send(t, peer, async_op=True), t) for t in going]
+        # Nobody waits for sends before the window ends, so what has arrived is let go here.
         for earlier, works in list(self.sent.items()):
             if all(work.is_completed() for work, _ in works):
                 self.arrived(earlier)
@@ -90,6 +92,8 @@ class Messages:
 
     def _advance(self, peer: int, wanted: Action | None = None) -> None:
         """Post what is due from ``peer``; wait for forms as far as ``wanted`` lies behind them."""
+        # In the order of the queue: between two ranks a receive matches the next send, whatever it
+        # was meant for.
         queue = self.due[peer]
         while queue:
             due = queue[0]
@@ -103,6 +107,7 @@ class Messages:
             if due.receive.op == "RF" and due.form is None:
                 buffer = self._blank()
                 due.form = self.comm.recv(buffer, peer, async_op=True), buffer
+            # A gradient's form is known once its activation's is; only a taker may wait for it.
             if wanted is None or due.form is None:
                 return
             work, buffer = due.form
@@ -125,12 +130,12 @@ class Messages:
                 f"a stage gives {dtype} of {len(shape)} dimensions: between stages go tensors of "
                 f"floating point with at most {DIMENSIONS}"
             )
-        told = self._blank()
+        encoded = self._blank()
         values = [DTYPES.index(dtype), len(shape), *shape]
-        told[: len(values)] = torch.tensor(values)
-        return told
+        encoded[: len(values)] = torch.tensor(values)
+        return encoded
 
 
-def _decode(told: Tensor) -> Form:
-    number, dimensions, *sizes = told.tolist()
+def _decode(encoded: Tensor) -> Form:
+    number, dimensions, *sizes = encoded.tolist()
     return tuple(sizes[:dimensions]), DTYPES[number]

@@ -82,12 +82,12 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
     def order(rank: int) -> tuple[Action, ...]:
         warm_up = min(total, 2 * (ranks - 1 - rank) + (chunks - 1) * ranks)
-        found = [Action("F", *turn(rank, number, False)) for number in range(warm_up)]
+        actions = [Action("F", *turn(rank, number, False)) for number in range(warm_up)]
         for number in range(total):
             if warm_up + number < total:
-                found.append(Action("F", *turn(rank, warm_up + number, False)))
-            found.append(Action("BW", *turn(rank, number, True)))
-        return tuple(found)
+                actions.append(Action("F", *turn(rank, warm_up + number, False)))
+            actions.append(Action("BW", *turn(rank, number, True)))
+        return tuple(actions)
 
     place = tuple(stage % ranks for stage in range(ranks * chunks))
     orders = tuple(order(rank) for rank in range(ranks))
@@ -100,14 +100,14 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
     def order(rank: int) -> tuple[Action, ...]:
         stages = (rank, 2 * ranks - 1 - rank)
         done = {(op, chunk): 0 for op in "FBW" for chunk in (0, 1)}
-        found: list[Action] = []
+        actions: list[Action] = []
 
         def do(*turn: tuple[str, int]) -> None:
             """Each of ``turn`` (an operation and a chunk), as far as there is anything to do."""
             for op, chunk in turn:
                 ready = {"F": micro_batches, "B": done["F", chunk], "W": done["B", chunk]}[op]
                 if done[op, chunk] < ready:
-                    found.append(Action(op, stages[chunk], done[op, chunk]))
+                    actions.append(Action(op, stages[chunk], done[op, chunk]))
                     done[op, chunk] += 1
 
         def left(op: str, chunk: int) -> bool:
@@ -122,6 +122,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
             do(*back)
         while left("F", 0) or left("F", 1):
             do(*there, *back)
+        # W is held back as long as a B can go: others wait for what B sends, nobody for W's.
         for _ in range(rank):
             do(("B", 0), ("B", 1))
         for _ in range(ranks - rank):
@@ -129,7 +130,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
         for chunk in (1, 0):
             while left("W", chunk):
                 do(("B", chunk), ("W", chunk))
-        return tuple(found)
+        return tuple(actions)
 
     place = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(2 * ranks))
     orders = tuple(order(rank) for rank in range(ranks))
@@ -150,16 +151,17 @@ def _in_turn(
 
     ``delay``: B and W apart, W so many rounds after B.
     """
+    # Few micro-batches: fewer forwards first, and no steady state.
     warm_up = min(micro_batches, warm_up)
-    found = [Action("F", stage, micro) for micro in range(warm_up)]
+    actions = [Action("F", stage, micro) for micro in range(warm_up)]
     for micro in range(micro_batches):
         if warm_up + micro < micro_batches:
-            found.append(Action("F", stage, warm_up + micro))
-        found.append(Action("BW" if delay is None else "B", stage, micro))
+            actions.append(Action("F", stage, warm_up + micro))
+        actions.append(Action("BW" if delay is None else "B", stage, micro))
         if delay is not None and micro >= delay:
-            found.append(Action("W", stage, micro - delay))
+            actions.append(Action("W", stage, micro - delay))
     rest = range(max(0, micro_batches - delay), micro_batches) if delay is not None else ()
-    return found + [Action("W", stage, micro) for micro in rest]
+    return actions + [Action("W", stage, micro) for micro in rest]
 
 
 #: Name -> (ranks, micro-batches) -> schedule; ``interleaved`` has a third argument, the chunks.

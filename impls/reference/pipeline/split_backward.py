@@ -1,7 +1,7 @@
 """Backward in two parts: the gradient of a stage's input now, those of its weights later.
 
-Problem.  The stage before waits for the gradient of its output, nobody but the optimizer waits for
-those of the weights.  Apart, the second can fill what would be a bubble (Qi et al., arXiv
+Problem.  The stage before waits for the gradient of its output; only the optimizer waits for those
+of the weights.  Computed apart, the second can fill what would be a bubble (Qi et al., arXiv
 2401.10241, section 2).
 
     forward    a module that owns weights runs on its input, cut from the graph: a small graph of
@@ -47,6 +47,7 @@ class Deferred:
 
     def backward(self) -> None:
         """W: accumulate the gradients of the weights, and let the small graphs go."""
+        # Taken out first: a graph lives as long as somebody holds an edge of it.
         outputs, gradients = self.outputs, self.gradients
         self.outputs, self.gradients = [], []
         if outputs:
@@ -81,6 +82,7 @@ class SplitBackward:
         """Forward of an owner of class ``kind``, whose own one is ``compute``."""
         if self.deferred is None or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
+        # By identity: an input that is given twice must be cut once, for its gradients add up.
         given = {id(v): v for v in (*args, *kwargs.values()) if _differentiable(v)}
         anchor = self.deferred.anchor
         inner = {key: _Cut.apply(None, tensor.detach(), anchor) for key, tensor in given.items()}
@@ -124,6 +126,7 @@ class _Link:
         self.deferred.gradients.append(gradient)
         if not self.inputs:
             return ()
+        # Retained: W goes through the same small graph, for the weights.
         return torch.autograd.grad(
             (self.output,), self.inputs, (gradient,), retain_graph=True, allow_unused=True
         )

@@ -6,10 +6,10 @@
     a tensor tied over stages       every rank that uses it, a copy each
 
 A stage goes to the strategy of the data axes as a module of its own (``wrap``), and so does each
-tied tensor.  Stages compute with a stand-in for it, which has the same memory but a gradient of its
-own: the sum over this rank's uses.  After the last window the ranks exchange these sums, all add
-them in the order of stages, and only then does the tensor itself get its gradient, by a backward of
-one node, so that whoever reduces gradients over the data axes notices it as ever.
+tied tensor.  Stages compute with a stand-in for the tied tensor: the same memory, but a gradient of
+its own, the sum over this rank's uses.  After the last window the ranks exchange these sums, and
+all add them in the order of stages.  Only then does the tensor itself get its gradient, by a
+backward of one node: so its hooks run, and the data axes reduce it like any other.
 
 Numbers: copies of a tied tensor get the same bits; its gradient is the sum of one sum for each
 rank, where one process adds micro-batch by micro-batch.
@@ -113,6 +113,7 @@ class Stages(Handle):
             key: nn.Parameter(p.detach(), requires_grad=p.requires_grad)
             for key, (p, _) in shared.items()
         }
+        # Before the stages are wrapped: a tied tensor must not belong to two of them.
         for stage in mine:
             self._hide(parts[stage], stand_ins)
         self.stages = {
@@ -155,7 +156,8 @@ class Stages(Handle):
             holder = holder.get_submodule(step)
         holder.register_parameter(leaf, tensor)
         handle = wrap(root)
-        stand_in.data = tensor.data  # a strategy may have moved it into a bucket
+        # Only now: the strategy may have moved the tensor into a bucket.
+        stand_in.data = tensor.data
         copies = Copies(ranks.index(self.comm.rank), len(ranks))
         self.tied.append(Tied(name, ranks, tensor, stand_in, handle, copies))
 
@@ -168,12 +170,19 @@ class Stages(Handle):
 
     # -------------------------------------------------------------------------------------- a step
 
+    def begin_step(self, step: int) -> None:
+        """Every handle's."""
+        super().begin_step(step)
+        for handle, _ in self.handles():
+            handle.begin_step(step)
+
     def before_step(self, micro_batches: int) -> None:
         """Stages run all micro-batches, a tied tensor has one backward."""
         self.computed = micro_batches > 0
         for stage in self.stages.values():
             stage.handle.before_step(micro_batches)
         for tied in self.tied:
+            # Its one backward is that of the whole sum, after the last window.
             tied.handle.before_step(min(micro_batches, 1))
 
     def finish(self) -> None:
@@ -185,10 +194,10 @@ class Stages(Handle):
             tied.handle.finish()
 
     def sum_tied(self, tied: Tied) -> None:
-        """Exchange the sums of this rank's uses with the other ranks'; hand their sum over.
+        """Exchange the sums of this rank's uses with the other ranks'; backward of the whole sum.
 
-        None, if no rank has used it.  Ranks without micro-batches exchange nothing, and all know:
-        they share a data coordinate.
+        No backward if no rank has used it.  Ranks without micro-batches exchange nothing; the
+        others know, for they share a data coordinate and have none either.
         """
         own, tied.stand_in.grad = tied.stand_in.grad, None
         if not self.computed or not tied.tensor.requires_grad:
@@ -204,6 +213,7 @@ class Stages(Handle):
             operations += [Recv(uses[rank], rank), Recv(parts[rank], rank)]
         for work in self.comm.batch(operations):
             work.wait()
+        # From zero and in the order of ranks, on every rank alike: copies keep the same bits.
         if any(bool(used) for used in uses.values()):
             total = torch.zeros_like(mine)
             for rank in tied.ranks:
@@ -224,6 +234,7 @@ class Stages(Handle):
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """All of ``passes`` inside of every handle's evaluation."""
         run = partial(super().evaluate, passes)
+        # One inside of the other: every handle makes its module whole around all of the passes.
         for handle, _ in self.handles():
             run = partial(_within, handle, run)
         return run()
@@ -248,6 +259,7 @@ class Stages(Handle):
         for handle, copies in self.handles():
             for value, inner in handle.norm_parts(order):
                 axes = (self.comm.axis, *inner)
+                # Zero, not left out: all ranks must have the same sums to add.
                 own = value if copies.number == 0 else torch.zeros_like(value)
                 sums[axes] = sums[axes] + own if axes in sums else own
         nothing = torch.zeros((), dtype=torch.float64, device=self.comm.device)
@@ -261,14 +273,14 @@ class Stages(Handle):
 
     def pieces(self, kind: Kind) -> list[Piece]:
         """Those of every handle."""
-        found = ((copies, handle.pieces(kind)) for handle, copies in self.handles())
-        return [copies.renumbered(piece) for copies, pieces in found for piece in pieces]
+        held = ((copies, handle.pieces(kind)) for handle, copies in self.handles())
+        return [copies.renumbered(piece) for copies, pieces in held for piece in pieces]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> list[Piece]:
         """As the handle of the parameter says."""
         handle, copies = self.owners[name]
-        found = handle.place(name, slot, tensor)
-        return [copies.renumbered(p) for p in ([found] if isinstance(found, Piece) else found)]
+        placed = handle.place(name, slot, tensor)
+        return [copies.renumbered(p) for p in ([placed] if isinstance(placed, Piece) else placed)]
 
     def loaded(self) -> None:
         """Every handle's."""
@@ -289,8 +301,8 @@ class Stages(Handle):
 
 
 def _within(handle: Handle, run: Callable[[], T]) -> T:
-    [found] = handle.evaluate([run])
-    return found
+    [result] = handle.evaluate([run])
+    return result
 
 
 def _tied(

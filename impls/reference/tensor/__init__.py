@@ -1,12 +1,12 @@
 """Tensor parallelism: every rank has a part of each large layer; ranks meet inside of every layer.
 
 Problem.  A layer may be too large for one rank, or too slow.  Data parallelism does not help: all
-its ranks hold all layers.  Split the layers themselves, so that as few messages as possible are
-needed between two parts of one computation (Megatron-LM, arXiv 1909.08053, section 3).
+its ranks hold all layers.  So split the layers themselves, and in such a way that the parts need
+few messages from each other (Megatron-LM, arXiv 1909.08053, section 3).
 
-Split the first of two matrices by columns and the second by rows: what lies between them, element
-by element (an MLP's GELU) or head by head (attention), needs no message.  One sum behind the pair
-and one in front of it, in backward, is all.
+Split the first of two matrices by columns and the second by rows.  What lies between them works
+element by element (an MLP's GELU) or head by head (attention), and needs no message.  The pair
+needs two in all: a sum behind it in forward, and one in front of it in backward.
 
     what                                    where
     qkv, up, their biases                   rows, split over ranks; qkv by whole heads
@@ -28,8 +28,12 @@ and one in front of it, in backward, is all.
                         each rank has a term of the gradient, summed in one call
 
 ``f`` and ``f_bar`` are an all-reduce in backward and in forward; ``g`` gathers the sequence and
-scatters its gradient's sum, ``g_bar`` the reverse (``impls.reference.tensor.operators``).
-Positions that do not divide are padded; nothing that counts depends on the padding.
+scatters its gradient's sum, ``g_bar`` the reverse.  Positions that do not divide are padded;
+nothing that counts depends on the padding.
+
+Read next ``layers.py`` (how a split layer computes) and ``operators.py`` (its messages).  The rest
+can wait: ``split_rules.py`` (which modules are split), ``cuts.py`` (where their elements are),
+``loss.py`` (cross-entropy of logits that no rank has all of).
 
 Cost: floating-point bytes a step along the axis.  For each micro-batch of b samples of s positions,
 with L layers of width h: 4 L + 2 all-reduces of bsh elements (two a layer forward, two backward:
@@ -46,7 +50,6 @@ again in backward, dropout that draws in forward under sequence parallelism.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,46 +61,27 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.tensor import operators
-from shardproof.impls.reference.tensor.cuts import Cut, Whole
-from shardproof.impls.reference.tensor.layers import (
-    Classes,
-    Column,
-    Heads,
-    Placed,
-    Positions,
-    Row,
-    SplitLayer,
-    Vocabulary,
-)
+from shardproof.impls.reference.tensor.cuts import Cut, Uncut
+from shardproof.impls.reference.tensor.layers import Classes, SplitLayer
 from shardproof.impls.reference.tensor.loss import cross_entropy
+from shardproof.impls.reference.tensor.split_rules import split_layers
 
-#: Which modules are split, and how.
-PLAN = {
-    r"embed\.token": "vocabulary",
-    r"embed\.position": "positions",
-    r"blocks\.\d+\.attention\.qkv": "heads",
-    r"blocks\.\d+\.attention\.out": "row",
-    r"blocks\.\d+\.(mlp\.)?up": "column",
-    r"blocks\.\d+\.(mlp\.)?down": "row",
-    r"head": "classes",
-}
-#: Those without which there is nothing to split, for a refusal.
-NEEDED = {"vocabulary": "embed.token", "column": "blocks.*.up", "classes": "head"}
 _WHOLE_SEQUENCE = "under option 'sequence_parallel' no rank sees a whole sequence here: "
 
 
 @dataclass(frozen=True)
 class Options:
     """``sequence_parallel``: between split layers each rank keeps a part of the positions.
-    ``loss_parallel``: the loss is computed of logits that stay split (``None``: where it is a
-    cross-entropy).  ``sum_each_backward``: gradients that are terms of a sum are summed in every
-    backward, so that whoever takes them from there gets them whole; else once a step.
+
+    ``loss_parallel``: the loss is computed from logits that stay split (``None``: if it is a
+    cross-entropy).  ``sum_each_backward``: gradients of which each rank has a term are summed in
+    every backward, for a strategy that takes them from there; else once a step.
     """
 
     sequence_parallel: bool = False
@@ -109,7 +93,7 @@ class Options:
         at_least("recompute_every", self.recompute_every, 0)
 
     def resolved(self, build: Build) -> Options:
-        """With ``loss_parallel`` decided; :class:`Refused` where it is asked for in vain."""
+        """With ``loss_parallel`` decided; :class:`Refused` where the loss does not allow it."""
         if self.loss_parallel and build.cross_entropy is None:
             raise Refused(
                 "option 'loss_parallel' = True: this workload's loss is no cross-entropy, so it "
@@ -119,12 +103,12 @@ class Options:
         return self if self.loss_parallel is not None else replace(self, loss_parallel=wanted)
 
 
-def _kind(name: str) -> str:
-    """What :data:`PLAN` says of a module (``""``: nothing)."""
-    return next((kind for pattern, kind in PLAN.items() if re.fullmatch(pattern, name)), "")
-
-
-def apply(module: nn.Module, comms: Mapping[str, Comm], options: Options) -> TensorParallel:
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Options,
+    context: Context = PLAIN,
+) -> TensorParallel:
     """Split ``module`` over ``comms["tensor"]``, starting from rank 0's values.
 
     ``options`` are resolved.  Afterwards the module's parameters are local ones, under their names.
@@ -137,6 +121,7 @@ class TensorParallel(Handle):
 
     def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
         self.module, self.comm, self.options = module, comm, options
+        # Before anything is split: afterwards no rank has the whole that rank 0 would send.
         broadcast_tensors(list(named_state(module).values()), comm)
         self.layers = self.make_layers() if comm.size > 1 else []
         self.output: Classes | None = None
@@ -151,6 +136,7 @@ class TensorParallel(Handle):
             if isinstance(layer, Classes):
                 self.output = layer
         self.cuts |= split
+        # The same parameter objects with less in them: ties and hooks on them survive.
         for name, parameter in module.named_parameters():
             parameter.data = self.local(name, parameter.data)
         for layer in self.layers:
@@ -165,44 +151,16 @@ class TensorParallel(Handle):
     def whole(self, parameter: Tensor) -> Cut:
         """How a parameter lies that is not split."""
         is_term = self.options.sequence_parallel and self.comm.size > 1
-        return Whole(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
+        return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of ``whole``, the value of parameter ``name``."""
         return self.cuts[name].local(whole)
 
     def make_layers(self) -> list[SplitLayer]:
-        """The layers that :data:`PLAN` names, in the order of registration."""
-        sequence = self.options.sequence_parallel
-        enter = operators.g if sequence else operators.f
-        leave = operators.g_bar if sequence else operators.f_bar
-        kinds = {name: _kind(name) for name, _ in self.module.named_modules()}
-        lacking = [repr(name) for kind, name in NEEDED.items() if kind not in kinds.values()]
-        if lacking:
-            raise Refused(
-                f"strategy 'tensor' splits a Transformer's embedding, blocks and head; this model "
-                f"has no {', '.join(lacking)}: run it with mesh axis 'tensor' = 1"
-            )
-        found: list[SplitLayer] = []
-        for name, part in self.module.named_modules():
-            kind = kinds[name]
-            this = (name, part, self.comm)
-            if kind == "column":
-                found.append(Column(*this, enter))
-            elif kind == "row":
-                found.append(Row(*this, leave))
-            elif kind == "heads":
-                attention = self.module.get_submodule(name.rpartition(".")[0])
-                found.append(Heads(*this, enter, attention))
-            elif kind == "vocabulary":
-                found.append(Vocabulary(*this, leave))
-            elif kind == "classes":
-                found.append(Classes(*this, enter, not self.options.loss_parallel))
-            elif kind == "positions" and sequence:
-                found.append(Positions(*this))
-            elif sequence and hasattr(part, "first_position"):
-                found.append(Placed(*this))
-        return found
+        """The layers that are split, in the order of registration."""
+        gathered = not self.options.loss_parallel
+        return split_layers(self.module, self.comm, self.options.sequence_parallel, gathered)
 
     # ---------------------------------------------------------------------------------- the loss
 
@@ -210,7 +168,8 @@ class TensorParallel(Handle):
         """The loss of what this module's last layer gives; the same on all ranks."""
         if self.output is None:
             return build.loss(outputs, micro)
-        if outputs.shape[1] != micro.targets.shape[1]:  # padding of the sequence
+        # What the sequence was padded with has no targets, and must not enter the loss.
+        if outputs.shape[1] != micro.targets.shape[1]:
             outputs = outputs[:, : micro.targets.shape[1]]
         if self.output.gathered:
             return build.loss(outputs, micro)
@@ -239,6 +198,7 @@ class TensorParallel(Handle):
             return
         terms: dict[torch.dtype, list[tuple[str, nn.Parameter, Tensor]]] = {}
         for name, parameter in self.trained():
+            # Zeros where this rank made no use of it: all ranks must send as much.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             term = self.cuts[name].term(gradient)
             if term is not None:
@@ -258,6 +218,7 @@ class TensorParallel(Handle):
         if term is None:
             return None
         total = operators.all_reduce(term, self.comm)
+        # A copy: autograd may use the same memory for another tensor's gradient.
         whole = gradient.clone()
         self.cuts[name].take(whole, total)
         return whole
@@ -267,6 +228,7 @@ class TensorParallel(Handle):
         device = next(self.module.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for piece in self.pieces("gradients"):
+            # Some blocks lie on several ranks: each counts on the first of them only.
             if piece.replica == 0:
                 total += power_sum(piece.tensor, order)
         return [(total, (self.comm.axis,))]

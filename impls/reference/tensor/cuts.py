@@ -1,10 +1,10 @@
-"""What a rank holds of a tensor that is split by rows, columns or heads, and how it is told.
+"""What a rank holds of a tensor that is split by rows, columns or heads.
 
-The local tensor is blocks of the whole, end to end along one dimension: a fused projection of
-queries, keys and values gives three.  Several ranks may hold the same block (a KV head that more
-than one rank attends with): then each has a part of its gradient only, and they must be summed over
-the ranks that share it.  The same is true of a tensor that stands whole on every rank while each
-rank works on other positions of the sequence.
+The local tensor is made of blocks of the whole, end to end along one dimension: three blocks of a
+fused projection of queries, keys and values.  Several ranks may hold the same block (a KV head that
+more than one rank attends with).  Then each has one term of its gradient, and the ranks that share
+it must sum them.  So must all ranks for a tensor that stands whole on each of them while each works
+on other positions of the sequence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cut(ABC):
 
 
 @dataclass(frozen=True)
-class Whole(Cut):
+class Uncut(Cut):
     """A tensor that each of ``copies`` ranks holds whole; ``is_partial``: its gradients are terms
     of a sum.
     """
@@ -102,13 +102,13 @@ class Split(Cut):
     shared: tuple[int, int] = (0, 0)
 
     def local(self, whole: Tensor) -> Tensor:
-        """The blocks, end to end."""
+        """The blocks, end to end; a copy, or the whole would stay in memory behind a view."""
         parts = [whole.narrow(self.dim, b.start, b.stop - b.start) for b in self.blocks]
         return torch.cat(parts, self.dim)
 
     def place(self, piece: Piece) -> list[Piece]:
         """A piece for each block that it touches (several where a flat range breaks rows)."""
-        found = []
+        pieces = []
         for box, tensor in _boxes(piece):
             start, stop = box[self.dim]
             for block, offset in self._offsets():
@@ -118,7 +118,7 @@ class Split(Cut):
                     continue
                 move = block.start - offset
                 place = (*box[: self.dim], (low + move, high + move), *box[self.dim + 1 :])
-                found.append(
+                pieces.append(
                     Piece(
                         piece.name,
                         self.shape,
@@ -129,13 +129,14 @@ class Split(Cut):
                         incomplete=block.copies > 1,
                     )
                 )
-        return found
+        return pieces
 
     def term(self, local: Tensor) -> Tensor | None:
         """The shared rows, zero where other ranks hold them."""
         first, last = self.shared
         if first == last:
             return None
+        # All shared rows, not this rank's only: so one sum over all ranks serves every block.
         rows = local.new_zeros([*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]])
         for mine, slot in self._shared(local, rows):
             slot.copy_(mine)

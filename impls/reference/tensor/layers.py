@@ -5,14 +5,14 @@
     row-parallel          columns of the weight, the bias whole  its features         leave(y) + b
     vocabulary embedding  rows of the table                      all numbers          leave(y)
 
-A column-parallel layer and a row-parallel one behind it need no message between them: what works
-element by element may stand there, and attention, which works head by head, if ranks hold whole
-heads (Megatron-LM, arXiv 1909.08053, section 3).  ``enter`` and ``leave`` are conjugate operators:
-``f`` and ``f_bar``, or ``g`` and ``g_bar`` where sequences are split between such pairs (arXiv
+A column-parallel layer and the row-parallel layer behind it need no message between them, as long
+as what stands there works element by element, or head by head where ranks hold whole heads
+(Megatron-LM, arXiv 1909.08053, section 3).  ``enter`` and ``leave`` are conjugate operators: ``f``
+and ``f_bar``, or ``g`` and ``g_bar`` where sequences are split between such pairs (arXiv
 2205.05198, section 4.2.2).
 
 The bias of a row-parallel layer is added after ``leave``: once, not by every rank.  An embedding
-looks up the numbers that its rows stand for and gives zeros for all others.
+looks up the numbers of its own rows and gives zeros for all others.
 
 Modules stay what they are: their parameters become shards, and their own forward computes with
 them, between operators.
@@ -73,6 +73,8 @@ def fused_heads(
     if not fits(ranks):
         valid = [n for n in _upto(heads) if fits(n)]
         raise refused(name, f"{heads} heads and {kv_heads} KV heads", comm, valid)
+    # With more ranks than KV heads several ranks hold the same one, and attend with it for
+    # different query heads of its group.
     copies, own = max(1, ranks // kv_heads), max(1, kv_heads // ranks) * head
     queries, keys = heads * head, kv_heads * head
     first, copy = comm.rank // copies * own, comm.rank % copies
@@ -200,6 +202,8 @@ class Row(SplitLayer):
     def forward(self, compute: Compute, *args: Any) -> Tensor:
         """The sum over ranks, then the bias."""
         held, bias = self.module._parameters, self.module._parameters["bias"]
+        # Taken away for the call: the module's own forward would add it on every rank, before the
+        # sum that then counts it as often.
         held["bias"] = None
         try:
             terms = compute(*args)
@@ -221,6 +225,8 @@ class Vocabulary(SplitLayer):
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
         """Rows that this rank has, zeros for the others, summed over ranks."""
+        # Another rank's numbers look up row 0, for they must not be out of bounds; its values are
+        # thrown away below, and with them its gradient.
         place = args[0] - self.own.start
         elsewhere = (place < 0) | (place >= len(self.own))
         rows = compute(place.masked_fill(elsewhere, 0))

@@ -55,6 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
         total: int,
         comm: Comm,
     ) -> Tensor:
+        # The largest of all ranks: with each rank's own, sums of exponentials could not be added.
         largest = logits.amax(-1)
         comm.all_reduce(largest, "max")
         shifted = logits - largest[:, None]
@@ -63,8 +64,10 @@ class _CrossEntropy(torch.autograd.Function):
         place = place.clamp(0, len(classes) - 1)
         target = shifted.gather(-1, place).masked_fill(~here, 0)[:, 0]
         smoothed = [shifted.sum(-1)] if form.label_smoothing else []
+        # In place, after all that reads `shifted`: logits are the largest tensor of the model.
         chances = shifted.exp_()
         sums = torch.stack([chances.sum(-1), target, *smoothed])
+        # One message for all sums: what is sent is small, so its latency is what counts.
         comm.all_reduce(sums)
         logarithm = sums[0].log()
         losses = (1 - form.label_smoothing) * (logarithm - sums[1])

@@ -42,6 +42,7 @@ def share(size: int, ranks: int) -> int:
 
 def all_reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """A new tensor: the sum of ``tensor`` over the ranks."""
+    # Not in place: autograd may have saved `tensor`, or hand the same gradient to another node.
     total = tensor.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(total)
     return total
@@ -60,6 +61,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0)
     size = share(first.shape[0], comm.size)
     missing = size * comm.size - first.shape[0]
+    # Collectives send equal parts.
     if missing:
         first = torch.cat([first, first.new_zeros(missing, *first.shape[1:])])
     part = first.new_empty(size, *first.shape[1:])
@@ -71,6 +73,7 @@ class _F(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
+        # A view, for autograd takes an input that is returned as it is for no operation at all.
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -102,6 +105,7 @@ class _G(torch.autograd.Function):
 class _GBar(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
+        # The length as it was: the padding that is gathered in backward has no gradient.
         ctx.comm, ctx.length = comm, tensor.shape[1]
         return reduce_scatter(tensor, comm, dim=1)
 

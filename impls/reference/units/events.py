@@ -1,17 +1,17 @@
 """When a unit's forward and backward begin and end, from hooks on its module.
 
-    before_forward    the module is about to be called
-    after_forward     it has returned
-    before_backward   the gradient of one of its outputs has arrived
-    after_backward    all gradients of its parameters are there, and its parameters no longer needed
+    before_forward     the module is about to be called
+    after_forward      it has returned
+    before_backward    the gradient of one of its outputs has arrived
+    gradient_arrived   one of its parameters has its gradient
+    after_backward     all gradients of its parameters have arrived; backward needs them no more
 
-The last is the hard one.  The unit's inputs pass through an identity whose backward tells that
-their gradients are complete: autograd runs what was recorded later first, so by then everything in
-the unit has run.  That fails if no input needs a gradient (the root gets tokens; a unit behind
-frozen ones): such a unit ends together with the whole backward, which is when all other units have
-ended and every gradient of these has arrived, or, where some parameter was not used, when the
-backward has returned.  All ranks thus see the same events in the same order, unless only some of
-them call a unit.
+The last is the hard one.  The unit's inputs pass through an identity.  Its backward runs when their
+gradients are complete; autograd runs what was recorded later first, so by then everything in the
+unit has run.  That fails if no input needs a gradient (the root gets tokens; a unit behind frozen
+ones).  Such a unit ends together with the whole backward: when all other units have ended and every
+gradient of these units has arrived or, where some parameter was not used, when the backward has
+returned.  So all ranks see the same events in the same order, unless only some of them call a unit.
 
 A module that is called twice in a forward ends once, with its last call.  A forward inside backward
 is a recomputation and has no backward of its own.
@@ -27,35 +27,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.impls.reference.units.shard import FlatShard, Unit, tensors_in
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit, tensors_in
 
 
 class Listener(ABC):
-    """Told of every event; ``again`` tells a forward that is repeated inside backward."""
+    """Hears of every event; ``again``: the forward is a recomputation inside backward."""
 
     @abstractmethod
-    def before_forward(self, unit: Unit, again: bool) -> None:
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Parameters must be whole on return."""
 
     @abstractmethod
-    def after_forward(self, unit: Unit, again: bool) -> None:
+    def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Parameters are needed again in backward only."""
 
     @abstractmethod
-    def before_backward(self, unit: Unit) -> None:
-        """Parameters must be whole on return; told once a call and output."""
+    def before_backward(self, unit: ShardedUnit) -> None:
+        """Parameters must be whole on return; comes once for each call and output."""
 
     @abstractmethod
-    def after_backward(self, unit: Unit) -> None:
+    def gradient_arrived(self, flat: FlatShard, name: str, gradient: Tensor) -> None:
+        """Parameter ``name`` has its whole gradient of this backward: the listener keeps it."""
+
+    @abstractmethod
+    def after_backward(self, unit: ShardedUnit) -> None:
         """Parameters are no longer needed; gradients are complete."""
 
 
 class UnitEvents:
     """The hooks, and which units take part in the running round."""
 
-    def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], listener: Listener) -> None:
         self.listener = listener
-        self.running: list[Unit] = []  # called in this round, backward not over
+        self.running: list[ShardedUnit] = []  # called in this round, backward not over
         self.in_backward = False
         self.hooks: list[Any] = []
         for unit in units:
@@ -63,13 +67,13 @@ class UnitEvents:
             self.hooks.append(unit.module.register_forward_pre_hook(enter, with_kwargs=True))
             self.hooks.append(unit.module.register_forward_hook(leave))
 
-    def watch(self, unit: Unit, flat: FlatShard, name: str, parameter: Tensor) -> None:
-        """Take the gradients of ``parameter`` as they arrive."""
+    def watch(self, unit: ShardedUnit, flat: FlatShard, name: str, parameter: Tensor) -> None:
+        """Pass on the gradients of ``parameter`` as they arrive."""
         hook = partial(self.arrived, unit, flat, name)
         self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_round(self) -> None:
-        """The backward has returned, if there was one: end what is left."""
+        """The backward has returned, if there was one: end the units that have not ended."""
         self.end_backward()
         self.in_backward = False
 
@@ -80,26 +84,27 @@ class UnitEvents:
 
     # -------------------------------------------------------------------------------------- hooks
 
-    def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward; the inputs that need a gradient pass through the identity."""
         self.listener.before_forward(unit, self.in_backward)
         if self.in_backward or not torch.is_grad_enabled():
             return None
         if unit not in self.running:
             self.running.append(unit)
-            unit.forget()
-        given = [t for t in (*args, *kwargs.values()) if _needs_gradient(t)]
-        if not given:
+            unit.start_round()
+        inputs = [t for t in (*args, *kwargs.values()) if _needs_gradient(t)]
+        if not inputs:
+            # No gradient will pass these inputs, so no backward of them can mark the end.
             unit.open_ended = True
             return None
         unit.pending += 1
-        passed = iter(_Tell.apply(partial(self.passed, unit), *given))
+        passed = iter(_Notify.apply(partial(self.passed, unit), *inputs))
         args = tuple(next(passed) if _needs_gradient(value) else value for value in args)
         named = {n: next(passed) if _needs_gradient(v) else v for n, v in kwargs.items()}
         return args, named
 
-    def leave(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
-        """After the forward; the outputs' gradients will tell that backward reaches the unit."""
+    def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, outputs: Any) -> None:
+        """After the forward; backward reaches the unit with a gradient of one of its outputs."""
         self.listener.after_forward(unit, self.in_backward)
         if self.in_backward:
             return
@@ -107,13 +112,13 @@ class UnitEvents:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.reached, unit))
 
-    def reached(self, unit: Unit, gradient: Tensor) -> None:
+    def reached(self, unit: ShardedUnit, gradient: Tensor) -> None:
         """Backward is about to enter the unit."""
         self.in_backward = True
         self.listener.before_backward(unit)
 
-    def arrived(self, unit: Unit, flat: FlatShard, name: str, parameter: Tensor) -> None:
-        """A backward has given ``parameter`` its whole gradient, which moves to the flat one."""
+    def arrived(self, unit: ShardedUnit, flat: FlatShard, name: str, parameter: Tensor) -> None:
+        """A backward has given ``parameter`` its whole gradient."""
         if unit not in self.running:
             raise RuntimeError(
                 f"{name!r} received a gradient while its unit {unit.name!r} had no backward under "
@@ -121,13 +126,14 @@ class UnitEvents:
                 "use_reentrant=False or option 'recompute_every'"
             )
         assert parameter.grad is not None
-        flat.take(name, parameter.grad)
+        self.listener.gradient_arrived(flat, name, parameter.grad)
+        # Or the next backward would add to it, and its memory would stay until the end of the step.
         parameter.grad = None
         unit.missing.discard(name)
         if unit.open_ended:
             self.look_for_end()
 
-    def passed(self, unit: Unit) -> None:
+    def passed(self, unit: ShardedUnit) -> None:
         """Backward has passed the inputs of one call of the unit."""
         unit.pending -= 1
         if not unit.pending and not unit.open_ended:
@@ -140,27 +146,28 @@ class UnitEvents:
             self.end_backward()
 
     def end_backward(self) -> None:
-        """End the units that are left, the last called first."""
+        """End the units that are left, the last called first: the order of all other units."""
+        # A copy: each unit that ends leaves the list.
         for unit in reversed(list(self.running)):
             self.end(unit)
 
-    def end(self, unit: Unit) -> None:
+    def end(self, unit: ShardedUnit) -> None:
         """The unit's backward is over."""
         self.running.remove(unit)
         self.listener.after_backward(unit)
 
 
-class _Tell(torch.autograd.Function):
-    """The identity; calls ``told`` when the gradients of its inputs are complete."""
+class _Notify(torch.autograd.Function):
+    """The identity; calls ``complete`` when the gradients of its inputs are complete."""
 
     @staticmethod
-    def forward(ctx: Any, told: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.told = told
+    def forward(ctx: Any, complete: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.complete = complete
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.told()
+        ctx.complete()
         return (None, *gradients)
 
 

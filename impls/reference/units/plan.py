@@ -79,6 +79,7 @@ def plan_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[Uni
     chosen = _chosen(module, wrap, blocks)
     members: dict[str, list[str]] = {name: [] for name in ("", *chosen)}
     for name, owners in _owners(module).items():
+        # Tied over units: one gather must serve both, so it belongs to the unit around them all.
         homes = {_innermost(owner, chosen) for owner in owners}
         members[homes.pop() if len(homes) == 1 else ""].append(name)
     return [UnitPlan(name, tuple(held)) for name, held in members.items() if held or not name]
@@ -108,6 +109,7 @@ def _chosen(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:
 def _of_size(module: nn.Module, names: Sequence[str], least: int) -> list[str]:
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     free, chosen = _owners(module), set()
+    # The innermost first: what a unit inside has taken does not count for those around it.
     for name in sorted(names, key=lambda n: -n.count(".")):
         inside = [p for p, owners in free.items() if all(_within(o, name) for o in owners)]
         if sum(sizes[p] for p in inside) >= least:

@@ -1,11 +1,10 @@
 """Ranks with different numbers of micro-batches take part in the same collectives.
 
 Where a forward or backward makes collective calls, a rank that has run out of micro-batches must
-make them, too, or the others wait for ever; but it cannot know which calls come, for it computes
-nothing.  So the ranks agree, at the start of a step, on the number of *rounds* (that of the busiest
-rank) and on how many of these find all ranks at work.  In the others every call is announced by a
-small integer that all ranks agree on before it is made: who computes gives it, who is idle gives
-nothing and follows.
+make them too, or the others wait for ever.  But it computes nothing, so it cannot know which calls
+come.  At the start of a step the ranks therefore agree on the number of *rounds* (that of the
+busiest rank) and on how many of these find all ranks at work.  In the others a small integer goes
+ahead of every call: ranks that compute announce it, idle ranks hear it and follow.
 
     round                0          1          2
     rank 0               computes   computes   computes      announces: gather 3, ..., END
@@ -41,11 +40,12 @@ class Rounds:
         tensor = torch.tensor(values, dtype=torch.int32, device=self.device)
         for comm in self.comms:
             comm.all_reduce(tensor, op="max")
-        found: list[int] = tensor.tolist()
-        return found
+        largest: list[int] = tensor.tolist()
+        return largest
 
     def begin(self, own: int) -> None:
         """A step begins, in which this rank computes in ``own`` rounds, the first ones."""
+        # The smallest number is minus the largest of the negated ones: one message for both.
         self.total, least = self.largest([own, -own])
         self.busy = -least
         self.number = -1
@@ -62,6 +62,7 @@ class Rounds:
 
     def announce(self, call: int) -> None:
         """Say which call comes next, if some rank is idle in this round."""
+        # Before round `busy` all ranks compute, and know what comes: nothing needs to be sent.
         if self.number >= self.busy:
             self.largest([call])
 

@@ -1,8 +1,8 @@
 """Parameters that are sharded between steps and whole during one: ZeRO-3's state, two calls a unit.
 
-Inside of a pipeline a stage computes for many micro-batches, forwards and backwards in turn, and
-gathering its parameters for each of them would cost more than the pipeline saves.  So all units are
-gathered when a step begins and freed when it ends, and gradients are reduced once.
+A stage of a pipeline computes forwards and backwards of many micro-batches in turn.  Gathering its
+parameters for each of them would cost more than the pipeline saves.  So all units are gathered when
+a step begins and freed when it ends, and gradients are reduced once.
 
     what                            where
     parameters, gradients,          between steps one shard of each unit on every rank of the shard
@@ -21,18 +21,32 @@ R (F-1) (padded parameter bytes + padded gradient bytes) + 2 (R-1) padded gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardproof.impls.reference.engine.handle import T
+from shardproof.comm import Comm
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
+from shardproof.impls.reference.engine.options import Training
+from shardproof.impls.reference.units.model import ShardedModel
+from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.shard import FlatShard
-from shardproof.impls.reference.units.sharded import ShardedUnits
 
 
-class StepShards(ShardedUnits):
+def apply(
+    module: nn.Module,
+    comms: Mapping[str, Comm],
+    options: Training,
+    context: Context = PLAIN,
+) -> StepShards:
+    """Shard ``module`` over ``comms["shard"]``, as one unit: gathered and freed once a step."""
+    whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))
+    return StepShards(module, comms, [whole], options.precision, context)
+
+
+class StepShards(ShardedModel):
     """The handle.  Ranks without micro-batches make the same calls as the others."""
 
     def __init__(self, *args: Any) -> None:
@@ -47,11 +61,12 @@ class StepShards(ShardedUnits):
     def arrived(self, flat: FlatShard, name: str, parameter: Tensor) -> None:
         """Hook: the gradient moves to those of its unit."""
         assert parameter.grad is not None
-        flat.take(name, parameter.grad)
+        flat.gradients.arrive(name, parameter.grad)
         parameter.grad = None
 
     def before_step(self, micro_batches: int) -> None:
         """Make every unit whole."""
+        # All gathers start before any is waited for, so that they run side by side.
         for unit in self.units:
             unit.gather()
         for unit in self.units:
@@ -62,13 +77,13 @@ class StepShards(ShardedUnits):
         for unit in self.units:
             unit.pack()
             for flat in unit.trained:
-                self.used |= flat.filled
-            for work in unit.reduce():
-                work.wait()
+                self.used |= flat.gradients.filled
+            unit.reduce(self.reducer, self.step)
             for flat in unit.trained:
-                flat.land()
+                # At once: whole gradients of one unit after the other go, not of all together.
+                flat.gradients.wait_and_accumulate()
             unit.free()
-        self.hand_over()
+        self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Whole during all ``passes``."""

@@ -72,23 +72,25 @@ def measured_compute(ranks: Sequence[AloneSteps], samples: int) -> Compute:
     return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
-def plan_at(plan: ModelFacts, axis: str, ranks: int, samples: int | None = None) -> ModelFacts:
+def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = None) -> ModelFacts:
     """``plan`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
     shapes) as the busiest one had, but no more than its ``samples`` (``None``: enough for all).
 
     :raises NoCostModel: layers or stages that cannot be cut so.
     """
-    axes = {**plan.axes, axis: ranks}
+    axes = {**facts.axes, axis: ranks}
     coordinates = axes.get("replicate", 1) * axes.get("shard", 1)
-    rounds = plan.rounds if samples is None else min(plan.rounds, samples)
-    inputs = tuple((step[0],) * coordinates for step in plan.inputs)
+    rounds = facts.rounds if samples is None else min(facts.rounds, samples)
+    inputs = tuple((step[0],) * coordinates for step in facts.inputs)
     grown = dataclasses.replace(
-        plan, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
+        facts, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
     )
     if problem := cannot_fit(grown) if axes.get("tensor", 1) > 1 else "":
         raise NoCostModel(problem)
     if axes.get("pipe", 1) > 1 and not all(stages_of(grown).units):
-        raise NoCostModel(f"{len(plan.units)} units cannot fill the stages of {axes['pipe']} ranks")
+        raise NoCostModel(
+            f"{len(facts.units)} units cannot fill the stages of {axes['pipe']} ranks"
+        )
     return grown
 
 
@@ -97,9 +99,9 @@ def update_share(cost_model: CostModel) -> float:
 
     :raises NoCostModel: the promise does not tell what a rank holds on this mesh.
     """
-    plan = cost_model.plan
-    whole = sum(t.numel for t in plan.trainable)
-    some = dict.fromkeys([*range(min(plan.world, 8)), plan.world - 1])
+    facts = cost_model.facts
+    whole = sum(t.numel for t in facts.trainable)
+    some = dict.fromkeys([*range(min(facts.world, 8)), facts.world - 1])
     own = []
     for rank in some:
         local = cost_model.local(rank)
@@ -112,18 +114,18 @@ def update_share(cost_model: CostModel) -> float:
     return min(1.0, max(own) / whole) if whole else 1.0
 
 
-def pipeline_stretch(plan: ModelFacts) -> float:
+def pipeline_stretch(facts: ModelFacts) -> float:
     """How many times longer than a rank's own work a pipeline takes: 1 + bubble / ideal, with equal
     times of F, B and W, by the closed form of its schedule.
 
     :raises NoCostModel: no closed form for the schedule here.
     """
-    ranks = plan.size("pipe")
+    ranks = facts.size("pipe")
     if ranks == 1:
         return 1.0
-    name = schedule_name(plan.options) or "orders of the user's own"
-    chunks = max(1, len(stages_of(plan).place) // ranks)
-    setting = Setting(ranks, plan.rounds, chunks)
+    name = schedule_name(facts.options) or "orders of the user's own"
+    chunks = max(1, len(stages_of(facts).place) // ranks)
+    setting = Setting(ranks, facts.rounds, chunks)
     form = FORMS.get(name)
     bubble = None if form is None else form.makespan(setting)
     if bubble is None:
@@ -153,7 +155,7 @@ class Modelled:
 
 def modelled(
     strategy: str,
-    plan: ModelFacts,
+    facts: ModelFacts,
     axis: str,
     mode: Mode,
     samples: int,
@@ -185,12 +187,12 @@ def modelled(
                 raise NoCostModel(f"{samples} samples do not go round {world} ranks")
             # The rank that has most samples sets the pace.
             own = math.ceil(samples / world) if mode == "strong" and is_data else samples
-            grown = plan_at(plan, axis, world, own)
+            grown = facts_at(facts, axis, world, own)
             cost_model = cost_model_of(strategy, grown)
             if cost_model is None:
                 raise NoCostModel(f"{strategy} has no formulas")
             split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
-            calls = promised(cost_model, known, plan.world)
+            calls = promised(cost_model, known, facts.world)
             prediction = predict(
                 calls,
                 compute.seconds(own, split, update_share(cost_model)),

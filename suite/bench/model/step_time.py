@@ -74,54 +74,54 @@ def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
 
 
 def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
-    """The calls of a mean rank by closed formula, at the world of the promise's plan.
+    """The calls of a mean rank by closed formula, at the world of the promise's facts.
 
     What no formula tells is taken over from ``known``, the calls that the ledger saw at ``world``
     ranks: control traffic, and how many buckets DDP has (else counted for its own layout).
 
     :raises NoCostModel: no formula for the options.
     """
-    plan = cost_model.plan
-    calls = [_call(plan, flow, known) for flow in cost_model.flows()]
-    grown = {world: plan.world}
+    facts = cost_model.facts
+    calls = [_call(facts, flow, known) for flow in cost_model.flows()]
+    grown = {world: facts.world}
     control = [
         dataclasses.replace(call, ranks=grown.get(call.ranks, call.ranks))
         for call in known
         if not call.floating
     ]
-    return [*calls, *control] if plan.world > 1 else []
+    return [*calls, *control] if facts.world > 1 else []
 
 
-def _call(plan: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
-    ranks = math.prod(plan.size(axis) for axis in flow.axis.split("+"))
+def _call(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
+    ranks = math.prod(facts.size(axis) for axis in flow.axis.split("+"))
     if flow.operation in ("send", "recv"):
-        senders = Fraction(plan.world)
+        senders = Fraction(facts.world)
     else:
         factor = 2 if flow.operation == "all_reduce" else 1
-        senders = Fraction(factor * (ranks - 1) * plan.world, ranks)
-    count = _count(plan, flow, known)
+        senders = Fraction(factor * (ranks - 1) * facts.world, ranks)
+    count = _count(facts, flow, known)
     return Call(flow.operation, ranks, float(flow.bytes / senders / (count or 1)), float(count))
 
 
-def _count(plan: ModelFacts, flow: Flow, known: Sequence[Call]) -> Fraction:
+def _count(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Fraction:
     """Calls of one rank; where only a range is promised, as many as were seen or are laid out."""
-    least, most = (Fraction(end, plan.world) for end in flow.range)
+    least, most = (Fraction(end, facts.world) for end in flow.range)
     if least == most:
         return least
     alike = [c.count for c in known if c.floating and c.operation == flow.operation]
-    guess = Fraction(sum(alike)) if alike else Fraction(ddp_buckets(plan))
+    guess = Fraction(sum(alike)) if alike else Fraction(ddp_buckets(facts))
     return min(max(guess, least), most)
 
 
-def ddp_buckets(plan: ModelFacts) -> int:
+def ddp_buckets(facts: ModelFacts) -> int:
     """Buckets of reference/ddp: reverse order of registration, the first one of each dtype small.
 
     The order in which gradients arrive can make it one more or less.
     """
-    first = int(plan.option("first_bucket_bytes", 2**20))
-    limit = int(plan.option("bucket_bytes", 25 * 2**20))
+    first = int(facts.option("first_bucket_bytes", 2**20))
+    limit = int(facts.option("bucket_bytes", 25 * 2**20))
     by_dtype: dict[str, list[TensorFacts]] = {}
-    for tensor in reversed(plan.trainable):
+    for tensor in reversed(facts.trainable):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     count = 0
     for tensors in by_dtype.values():

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 really sends and holds in fp32, beside what ZeRO's paper says.
+"""What DeepSpeed 0.19.8 sends and holds in fp32, beside what ZeRO's paper says.
 
     stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
     0        2                                         2                -
@@ -18,9 +18,9 @@ at ``gradients_final``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from shardproof.contract import Options
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
@@ -39,7 +39,7 @@ class _DeepSpeed(Single):
 
     def held(self, kind: str) -> int:
         """As every promise; of what passes, the bytes at ``gradients_final``."""
-        last, ranks = self.plan.steps - 1, range(self.plan.world)
+        last, ranks = self.facts.steps - 1, range(self.facts.world)
         found = [self.at_point(rank, "gradients_final", last).get(kind) for rank in ranks]
         most = max((size for size in found if size is not None), default=None)
         return super().held(kind) if most is None else most
@@ -59,10 +59,10 @@ class DeepSpeedZero0(_DeepSpeed):
 
     def flows(self) -> list[Flow]:
         """One all-reduce, or more for more than 500 million elements; the norm."""
-        plan = self.plan
-        whole = [sum(t.nbytes for t in plan.trainable)]
-        norm = [FP32] if plan.clipped else []
-        return [_free(f) for f in flow(plan, "replicate", "all_reduce", whole + norm)]
+        facts = self.facts
+        whole = [sum(t.nbytes for t in facts.trainable)]
+        norm = [FP32] if facts.clipped else []
+        return [_free(f) for f in flow(facts, "replicate", "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors, gradients left out."""
@@ -71,7 +71,7 @@ class DeepSpeedZero0(_DeepSpeed):
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """All gradients until the update, which lets go of them."""
-        whole = sum(t.nbytes for t in self.plan.trainable)
+        whole = sum(t.nbytes for t in self.facts.trainable)
         return {"gradients": 0 if point == "after_update" else whole}
 
 
@@ -89,15 +89,15 @@ class _Sharded(_DeepSpeed):
         return {"optimizer_state": sum(self.states[:-1])} if early else {}
 
     @property
-    def zero(self) -> Mapping[str, Any]:
+    def zero(self) -> Options:
         """The section ``zero_optimization``."""
-        found: Mapping[str, Any] = self.plan.option("zero_optimization", {})
+        found: Options = self.facts.option("zero_optimization", {})
         return found
 
     @property
     def ranks(self) -> int:
         """N."""
-        return self.plan.size("shard")
+        return self.facts.size("shard")
 
     @property
     def offloaded(self) -> bool:
@@ -132,38 +132,38 @@ class DeepSpeedZero1(_Sharded):
         block = 2 * self.ranks
         return [
             _ceil(sum(t.numel for t in group), block) * block
-            for group in self.plan.grouped
+            for group in self.facts.grouped
             if group
         ]
 
     @property
     def states(self) -> list[int]:
         """Slots over the partition, padding included, and one step counter."""
-        each, counter = slots(self.plan), counter_bytes(self.plan)
+        each, counter = slots(self.facts), counter_bytes(self.facts)
         return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
         """Reductions, norms of the groups, gathers."""
-        plan, zero = self.plan, self.zero
+        facts, zero = self.facts, self.zero
         to_owners = (
             not zero.get("use_multi_rank_bucket_allreduce", True)
             and zero.get("reduce_scatter", True)
             and (zero.get("contiguous_gradients", True) or self.offloaded)
         )
-        whole = [sum(t.nbytes for t in plan.trainable)]
+        whole = [sum(t.nbytes for t in facts.trainable)]
         norms = [FP32] * len(self.padded) if zero.get("compute_grad_norm", True) else []
         gathered = [FP32 * count for count in self.padded]
         how = "reduce" if to_owners else "all_reduce"
         found = [
-            *flow(plan, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
-            *flow(plan, "shard", "all_reduce", norms),
+            *flow(facts, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
+            *flow(facts, "shard", "all_reduce", norms),
         ]
-        return [*(_free(f) for f in found), *flow(plan, "shard", "all_gather", gathered)]
+        return [*(_free(f) for f in found), *flow(facts, "shard", "all_gather", gathered)]
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
         found = []
-        for group, padded in zip(filter(None, self.plan.grouped), self.padded, strict=True):
+        for group, padded in zip(filter(None, self.facts.grouped), self.padded, strict=True):
             low = padded // self.ranks * rank
             high, at = low + padded // self.ranks, 0
             for tensor in group:
@@ -179,7 +179,7 @@ class DeepSpeedZero1(_Sharded):
         Gradients of an offloaded optimizer lie in flat partitions that stay.
         """
         share = FP32 * sum(self.padded) // self.ranks
-        frozen = sum(t.nbytes for t in self.plan.parameters if not t.trainable)
+        frozen = sum(t.nbytes for t in self.facts.parameters if not t.trainable)
         return {
             "parameters": frozen + FP32 * sum(self.padded),
             "masters": share,
@@ -196,13 +196,13 @@ class DeepSpeedZero1(_Sharded):
             touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
             return found | {"gradients": touched}
         share = FP32 * sum(self.padded) // self.ranks
-        return found | {"gradients": share if self.plan.clipped else 0}
+        return found | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
         """Whole parameters; fragments of the rest."""
         own = {tensor.name: count for tensor, count in self.fragments(rank)}
-        every = {t.name: t.numel for t in self.plan.parameters}
-        return Local(every, own, own if slots(self.plan) else {})
+        every = {t.name: t.numel for t in self.facts.parameters}
+        return Local(every, own, own if slots(self.facts) else {})
 
 
 class DeepSpeedZero2(DeepSpeedZero1):
@@ -219,7 +219,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
     @property
     def reductions(self) -> int:
         """One a micro-batch."""
-        return self.plan.rounds
+        return self.facts.rounds
 
 
 class DeepSpeedZero3(_Sharded):
@@ -258,23 +258,23 @@ class DeepSpeedZero3(_Sharded):
     @property
     def sharded(self) -> int:
         """Bytes of a rank's shards."""
-        return FP32 * sum(self.shard(t) for t in self.plan.parameters)
+        return FP32 * sum(self.shard(t) for t in self.facts.parameters)
 
     @property
     def trained(self) -> int:
         """Bytes of a rank's shards of what is trained."""
-        return FP32 * sum(self.shard(t) for t in self.plan.trainable)
+        return FP32 * sum(self.shard(t) for t in self.facts.trainable)
 
     @property
     def states(self) -> list[int]:
         """Slots over the shards, and one step counter."""
-        each, counter = slots(self.plan) * FP32, counter_bytes(self.plan)
-        groups = [sum(self.shard(t) for t in group) for group in self.plan.grouped if group]
+        each, counter = slots(self.facts) * FP32, counter_bytes(self.facts)
+        groups = [sum(self.shard(t) for t in group) for group in self.facts.grouped if group]
         return [each * elements + counter for elements in groups]
 
     def flows(self) -> list[Flow]:
         """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
-        plan, zero = self.plan, self.zero
+        facts, zero = self.facts, self.zero
         if self.traced:
             names = ", ".join(self.untraced)
             raise NoCostModel(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
@@ -282,13 +282,13 @@ class DeepSpeedZero3(_Sharded):
             raise NoCostModel(
                 "deepspeed_zero3 promises no traffic for other reductions, sub-groups"
             )
-        gathered = [FP32 * self.ranks * self.shard(t) for t in plan.parameters]
-        reduced = [FP32 * self.ranks * self.shard(t) for t in plan.trainable]
-        norms = [FP32 if self.offloaded else 8] * sum(1 for group in plan.grouped if group)
+        gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]
+        reduced = [FP32 * self.ranks * self.shard(t) for t in facts.trainable]
+        norms = [FP32 if self.offloaded else 8] * sum(1 for group in facts.grouped if group)
         return [
-            *(_free(f) for f in flow(plan, "shard", "all_gather", gathered, 2 * plan.rounds)),
-            *(_free(f) for f in flow(plan, "shard", "reduce_scatter", reduced, plan.rounds)),
-            *flow(plan, "shard", "all_reduce", norms),
+            *(_free(f) for f in flow(facts, "shard", "all_gather", gathered, 2 * facts.rounds)),
+            *(_free(f) for f in flow(facts, "shard", "reduce_scatter", reduced, facts.rounds)),
+            *flow(facts, "shard", "all_reduce", norms),
         ]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -298,7 +298,7 @@ class DeepSpeedZero3(_Sharded):
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Gradients lie in one buffer; the update copies them, group by group."""
-        copied = point != "gradients_final" and self.plan.clipped and not self.offloaded
+        copied = point != "gradients_final" and self.facts.clipped and not self.offloaded
         found = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
         return super().at_point(rank, point, updated) | found
 
@@ -323,8 +323,8 @@ class DeepSpeedZero3(_Sharded):
             found["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
         if self.zero.get("sub_group_size") is not None:
             found["optimizer_state"] = found["masters"] = "sub-groups: one flat buffer for each"
-        groups = sum(1 for group in self.plan.grouped if group)
-        if not self.plan.clipped or groups > 1:
+        groups = sum(1 for group in self.facts.grouped if group)
+        if not self.facts.clipped or groups > 1:
             found["masters"] = (
                 "the optimizer has a group's master during its update only, where it is seen "
                 "if gradients are clipped and there is one group"
@@ -334,14 +334,14 @@ class DeepSpeedZero3(_Sharded):
     def local(self, rank: int) -> Local:
         """Shards, padding left out."""
         held = {}
-        for tensor in self.plan.parameters:
+        for tensor in self.facts.parameters:
             each = self.shard(tensor)
             count = min(each, tensor.numel - min(each * rank, tensor.numel))
             if count > 0:
                 held[tensor.name] = count
-        names = {t.name for t in self.plan.trainable}
+        names = {t.name for t in self.facts.trainable}
         own = {name: count for name, count in held.items() if name in names}
-        return Local(held, own, own if slots(self.plan) else {})
+        return Local(held, own, own if slots(self.facts) else {})
 
 
 def _free(found: Flow) -> Flow:

@@ -1,4 +1,4 @@
-"""What pipelines of PyTorch and DeepSpeed really send and hold, with where each term comes from.
+"""What pipelines of PyTorch 2.13 and DeepSpeed 0.19.8 send and hold, each term with its source.
 
 Both send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as
 integers, in the first step or before each message: they stand in the rows of control traffic.
@@ -37,8 +37,8 @@ class TorchPipelining(Pipeline):
 
     def flows(self) -> list[Flow]:
         """As every pipeline; the scaler's agreement on an overflow is one fp32 number."""
-        scaled = [FP32] if self.plan.scaled else []
-        return [*super().flows(), *flow(self.plan, "pipe", "all_reduce", scaled)]
+        scaled = [FP32] if self.facts.scaled else []
+        return [*super().flows(), *flow(self.facts, "pipe", "all_reduce", scaled)]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Buffers of what came from other ranks: each has been in a message."""
@@ -59,19 +59,19 @@ class TorchPipelining(Pipeline):
         A micro-batch has one for what a stage receives, one for that one's gradient (which stays
         where backward was split) and one for the gradient of what the stage gives.
         """
-        plan, place = self.plan, self.stages.place
-        item = ITEMSIZE[plan.trainable[0].dtype]
+        facts, place = self.facts, self.stages.place
+        item = ITEMSIZE[facts.trainable[0].dtype]
         wanted = [(a != b) == between_ranks for a, b in pairwise(place)]  # by boundary
         seen = {
             (len(window), window[0])
-            for shares in plan.inputs[: step + 1]
+            for shares in facts.inputs[: step + 1]
             for windows in shares
             for window in windows
         }
         total = 0
         for micro_batches, shape in seen:
-            hidden = plan.hidden[shape_key(shape)]
-            for stage in self.stages.of(plan.coordinate(rank).get("pipe", 0)):
+            hidden = facts.hidden[shape_key(shape)]
+            for stage in self.stages.of(facts.coordinate(rank).get("pipe", 0)):
                 units = self.stages.units[stage]
                 elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
                 if stage < len(wanted) and wanted[stage]:
@@ -95,16 +95,16 @@ class DeepSpeedPipeline(Pipeline):
 
     def flows(self) -> list[Flow]:
         """Messages between stages, losses, tied gradients, the norm."""
-        plan = self.plan
+        facts = self.facts
         messages = [f for f in super().flows() if f.operation in ("send", "recv")]
-        norm = [FP32] if plan.clipped else []
+        norm = [FP32] if facts.clipped else []
         return [
             *messages,
-            *flow(plan, "pipe", "broadcast", [2 * FP32]),
-            *flow(plan, "pipe", "all_reduce", norm),
+            *flow(facts, "pipe", "broadcast", [2 * FP32]),
+            *flow(facts, "pipe", "all_reduce", norm),
             *(
                 Flow("pipe", "all_reduce", Fraction(2 * t.nbytes), 2)
-                for t in used(plan.parameters, plan.step)
+                for t in used(facts.parameters, facts.step)
                 if len(self.stages.ranks(t)) > 1
             ),
         ]

@@ -1,4 +1,4 @@
-"""What torch's pipelining x ``fully_shard`` x tensor parallelism really sends and holds."""
+"""What torch 2.13's pipelining x ``fully_shard`` x tensor parallelism sends and holds."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TorchHybrid(TorchTensorParallel):
         "_get_grad_inner_tensor: gradients are laid out over the tensor axis before"
     )
 
-    def __init__(self, plan: ModelFacts) -> None:
-        super().__init__(plan)
-        self.stages, self.pipeline = stages_of(plan), TorchPipelining(plan)
-        self.shards, self.replicas = plan.size("shard"), plan.size("replicate")
-        self.is_sharded = "shard" in plan.axes
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(facts)
+        self.stages, self.pipeline = stages_of(facts), TorchPipelining(facts)
+        self.shards, self.replicas = facts.size("shard"), facts.size("replicate")
+        self.is_sharded = "shard" in facts.axes
 
     # ------------------------------------------------------------------------------- the layout
 
@@ -56,7 +56,7 @@ class TorchHybrid(TorchTensorParallel):
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
         chunk = -(-rows // self.shards)
-        first = min(self.plan.coordinate(rank)["shard"] * chunk, rows)
+        first = min(self.facts.coordinate(rank)["shard"] * chunk, rows)
         return (min(first + chunk, rows) - first) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
@@ -66,15 +66,15 @@ class TorchHybrid(TorchTensorParallel):
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Of the own stages."""
-        mine = self.plan.coordinate(rank).get("pipe", 0)
-        held = (t for t in self.plan.parameters if mine in self.stages.ranks(t))
+        mine = self.facts.coordinate(rank).get("pipe", 0)
+        held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
 
     def units(self) -> Iterator[list[TensorFacts]]:
         """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
         for units in self.stages.units:
-            names = [f"{self.plan.units[unit]}." for unit in units]
-            homes = [t for t in self.plan.parameters if any(u in units for u in t.units)]
+            names = [f"{self.facts.units[unit]}." for unit in units]
+            homes = [t for t in self.facts.parameters if any(u in units for u in t.units)]
             for name in names:
                 yield [t for t in homes if all(f"{o}.".startswith(name) for o in t.owners)]
             yield [
@@ -88,12 +88,12 @@ class TorchHybrid(TorchTensorParallel):
     @property
     def windows(self) -> int:
         """Schedule calls of every data coordinate in the step."""
-        return len(self.plan.inputs[self.plan.step][0]) if self.plan.inputs else 0
+        return len(self.facts.inputs[self.facts.step][0]) if self.facts.inputs else 0
 
     def flows(self) -> list[Flow]:
         """Of all axes."""
-        plan = self.plan
-        if plan.option("reshard_after_forward", False):
+        facts = self.facts
+        if facts.option("reshard_after_forward", False):
             raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(
@@ -103,7 +103,7 @@ class TorchHybrid(TorchTensorParallel):
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),
             *self.messages(),
-            *norm_flow(plan, "pipe"),
+            *norm_flow(facts, "pipe"),
             *(flow for unit in self.units() for flow in self.of_unit(unit)),
         ]
 
@@ -147,21 +147,21 @@ class TorchHybrid(TorchTensorParallel):
 
     def sums(self) -> list[Flow]:
         """Terms, when a window is reduced; without data axes once a step."""
-        shares = len(self.plan.inputs[self.plan.step]) if self.plan.inputs else 0
+        shares = len(self.facts.inputs[self.facts.step]) if self.facts.inputs else 0
         times = shares * self.windows if self.is_sharded else shares
         terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms() if n]
         return [f for n in terms for f in self.each("all_reduce", [n] * times)]
 
     def norms(self) -> list[Flow]:
         """Stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
-        plan, found = self.plan, list[Flow]()
-        if not plan.clipped:
+        facts, found = self.facts, list[Flow]()
+        if not facts.clipped:
             return found
         item, copies = ITEMSIZE[self.table.dtype], self.replicas * self.ranks
-        for pipe in range(plan.size("pipe")):
-            mine = [t for t in plan.trainable if pipe in self.stages.ranks(t)]
+        for pipe in range(facts.size("pipe")):
+            mine = [t for t in facts.trainable if pipe in self.stages.ranks(t)]
             mine = [t for t in mine if t.first_use is not None]
-            split = [t for t in mine if self.is_styled(t)] if "tensor" in plan.axes else []
+            split = [t for t in mine if self.is_styled(t)] if "tensor" in facts.axes else []
             for members, axes in (
                 (split, ("tensor", "shard")),
                 ([t for t in mine if t not in split], ("shard",)),
@@ -178,15 +178,15 @@ class TorchHybrid(TorchTensorParallel):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards with padding; state of what they really hold."""
-        plan, own = self.plan, self.parts(rank)
-        now = {t.name for t in used(plan.parameters, step)}
+        facts, own = self.facts, self.parts(rank)
+        now = {t.name for t in used(facts.parameters, step)}
         sizes = {t.name: self.held_elements(t, rank) * ITEMSIZE[t.dtype] for t, _ in own}
         gradients = sizes if self.is_sharded else {t.name: n * ITEMSIZE[t.dtype] for t, n in own}
         return {
             "parameters": sum(sizes.values()),
             "masters": 0,
             "gradients": sum(n for name, n in gradients.items() if name in now),
-            "optimizer_state": state_bytes(plan, [(t, n) for t, n in own if t.trainable], updated),
+            "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
         }
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:

@@ -1,7 +1,7 @@
-"""What PyTorch's own sharded systems really send and hold, each term with the source it comes from.
+"""What sharded systems of PyTorch 2.13 send and hold, and where each term comes from.
 
-Paths are those of torch 2.13, below ``torch/distributed``; found by reading them and confirmed call
-by call with the traffic ledger.
+Paths are those below ``torch/distributed``.  The terms were found by reading the source and
+confirmed call by call with the traffic ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, f
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
 
 
-def whole_units(plan: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
+def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
     """Name and tensors of each unit, the root first; tensors in order of registration.
 
     torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
@@ -28,13 +28,13 @@ def whole_units(plan: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
     """
     torn = {
         name
-        for tensor in plan.parameters
-        for name in unit_names(plan)
+        for tensor in facts.parameters
+        for name in unit_names(facts)
         if 0 < sum(_within(owner, name) for owner in tensor.owners) < len(tensor.owners)
     }
-    kept = [name for name in unit_names(plan) if name not in torn]
-    chosen = units(replace(plan, options={**plan.options, "wrap": {"units": kept}}), 1)
-    order = {tensor.name: index for index, tensor in enumerate(plan.parameters)}
+    kept = [name for name in unit_names(facts) if name not in torn]
+    chosen = units(replace(facts, options={**facts.options, "wrap": {"units": kept}}), 1)
+    order = {tensor.name: index for index, tensor in enumerate(facts.parameters)}
     return [
         (unit.name, tuple(sorted(unit.members, key=lambda tensor: order[tensor.name])))
         for unit in chosen
@@ -58,18 +58,18 @@ class _Upstream(CostModel):
     @property
     def reductions(self) -> int:
         """How often a step reduces."""
-        silent = self.plan.option("accumulate_without_communication", False)
-        return 1 if silent else self.plan.rounds
+        silent = self.facts.option("accumulate_without_communication", False)
+        return 1 if silent else self.facts.rounds
 
     def recomputed(self, units: Iterable[str]) -> str | None:
         """The first of ``units`` that lies inside of a block which is computed again, if any."""
-        blocks = tuple(f"{block}." for block in self.plan.units)
-        again = self.plan.option("recompute_every", 0)
+        blocks = tuple(f"{block}." for block in self.facts.units)
+        again = self.facts.option("recompute_every", 0)
         return next((name for name in units if again and name.startswith(blocks)), None)
 
     def overflow(self, axis: str) -> list[Flow]:
         """The scaler's agreement on an overflow: one fp32 number."""
-        return flow(self.plan, axis, "all_reduce", [4] if self.plan.scaled else [])
+        return flow(self.facts, axis, "all_reduce", [4] if self.facts.scaled else [])
 
     @abstractmethod
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -81,18 +81,18 @@ class _Upstream(CostModel):
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """The shard that a reduction gave, until it is added to others; partial norms."""
-        shard = max(self.reduced_bytes(), default=0) // self.plan.size("shard")
-        return shard + SCALAR_BYTES * (2 + len(self.plan.trainable))
+        shard = max(self.reduced_bytes(), default=0) // self.facts.size("shard")
+        return shard + SCALAR_BYTES * (2 + len(self.facts.trainable))
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
         own = {t.name: n for t, n in self.kept(rank) if n}
-        plan = self.plan
+        facts = self.facts
         now, ever = (
             {name: own[name] for name in (t.name for t in found) if name in own}
-            for found in (f(plan.parameters, plan.steps - 1) for f in (used, used_by))
+            for found in (f(facts.parameters, facts.steps - 1) for f in (used, used_by))
         )
-        return Local(own, now, ever if slots(plan) else {})
+        return Local(own, now, ever if slots(facts) else {})
 
 
 # ------------------------------------------------------------------------------------------ FSDP2
@@ -119,12 +119,12 @@ class FSDP2(_Upstream):
     @property
     def ranks(self) -> int:
         """Over which parameters are sharded."""
-        return self.plan.size("shard")
+        return self.facts.size("shard")
 
     @cached_property
     def units(self) -> list[tuple[str, tuple[TensorFacts, ...]]]:
         """The root first."""
-        return whole_units(self.plan)
+        return whole_units(self.facts)
 
     def padded(self, tensor: TensorFacts) -> int:
         """Elements of all chunks."""
@@ -135,18 +135,18 @@ class FSDP2(_Upstream):
         """Elements of the chunk of ``rank``, without padding."""
         rows, *rest = tensor.shape
         chunk = -(-rows // self.ranks)
-        first = min(self.plan.coordinate(rank).get("shard", 0) * chunk, rows)
+        first = min(self.facts.coordinate(rank).get("shard", 0) * chunk, rows)
         return (min(first + chunk, rows) - first) * math.prod(rest)
 
     def reduced(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` takes part in reduce-scatters."""
-        if self.plan.option("reduce_scatter_unused_params", False):
+        if self.facts.option("reduce_scatter_unused_params", False):
             return tensor.trainable
         return tensor.trainable and tensor.first_use is not None
 
     def regathered(self, name: str) -> int:
         """Over how many ranks unit ``name`` is gathered before backward (1: it is not)."""
-        chosen = self.plan.options.get("reshard_after_forward")
+        chosen = self.facts.options.get("reshard_after_forward")
         if chosen is None:
             chosen = name != ""
         return int(chosen) if not isinstance(chosen, bool) else (self.ranks if chosen else 1)
@@ -155,8 +155,8 @@ class FSDP2(_Upstream):
         """Raise where a forward that runs again gathers units ahead (_fsdp_state.py, _pre_forward):
         the backward of some of them is over.
         """
-        plan = self.plan
-        if not plan.option("prefetch_forward", 0):
+        facts = self.facts
+        if not facts.option("prefetch_forward", 0):
             return
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
@@ -167,28 +167,30 @@ class FSDP2(_Upstream):
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
-        plan, found = self.plan, list[Flow]()
+        facts, found = self.facts, list[Flow]()
         self.refuse_recomputed()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
-            gathered = sum(self.padded(t) * ITEMSIZE[plan.compute(t.dtype)] for t in members)
+            gathered = sum(self.padded(t) * ITEMSIZE[facts.compute(t.dtype)] for t in members)
             # Called c times: all but the first backward find it sharded, as the first forward does.
-            found += flow(plan, "shard", "all_gather", [gathered], plan.rounds * self.called(name))
+            found += flow(
+                facts, "shard", "all_gather", [gathered], facts.rounds * self.called(name)
+            )
             found += self.second(name, gathered)
             # The first backward of several finds the gradients that were kept, the last its own.
-            kept = self.called(name) > 1 and self.reductions < plan.rounds
+            kept = self.called(name) > 1 and self.reductions < facts.rounds
             times = self.reductions + kept
-            found += flow(plan, "shard", "reduce_scatter", [reduced], times)
-            found += flow(plan, "replicate", "all_reduce", [reduced // self.ranks], times)
-        if plan.clipped:
-            norms = [ITEMSIZE[t.dtype] for t in plan.parameters if self.reduced(t)]
-            found += flow(plan, "shard", "all_reduce", [sum(norms)])  # coalesced
+            found += flow(facts, "shard", "reduce_scatter", [reduced], times)
+            found += flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
+        if facts.clipped:
+            norms = [ITEMSIZE[t.dtype] for t in facts.parameters if self.reduced(t)]
+            found += flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
         return [*found, *self.overflow("shard")]
 
     def reduced_bytes(self) -> list[int]:
         """Of what has a gradient, padding included."""
         return [
             sum(
-                self.padded(t) * ITEMSIZE[self.plan.reduction(t.dtype)]
+                self.padded(t) * ITEMSIZE[self.facts.reduction(t.dtype)]
                 for t in members
                 if self.reduced(t)
             )
@@ -197,28 +199,28 @@ class FSDP2(_Upstream):
 
     def second(self, name: str, payload: int) -> list[Flow]:
         """The gathers of unit ``name`` before its first backward and its further forwards."""
-        plan, k = self.plan, self.regathered(name)
+        facts, k = self.facts, self.regathered(name)
         if k == 1:
             return []
-        times = plan.rounds * self.called(name)
-        total = Fraction((k - 1) * payload * (plan.world // k) * times)
-        return [Flow("shard", "all_gather", total, times * plan.world)]
+        times = facts.rounds * self.called(name)
+        total = Fraction((k - 1) * payload * (facts.world // k) * times)
+        return [Flow("shard", "all_gather", total, times * facts.world)]
 
     def called(self, name: str) -> int:
         """How often a forward calls unit ``name``."""
-        return self.plan.called(name) if name else 1
+        return self.facts.called(name) if name else 1
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Chunks, empty ones too: the optimizer gets them all."""
-        return [(t, self.rows(t, rank)) for t in self.plan.parameters]
+        return [(t, self.rows(t, rank)) for t in self.facts.parameters]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Padded chunks of parameters and gradients; state of what the chunks really hold."""
         return {
-            "parameters": sum(self._chunk(t) for t in self.plan.parameters),
+            "parameters": sum(self._chunk(t) for t in self.facts.parameters),
             "masters": 0,
-            "gradients": sum(self._chunk(t) for t in self.plan.parameters if self.reduced(t)),
-            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+            "gradients": sum(self._chunk(t) for t in self.facts.parameters if self.reduced(t)),
+            "optimizer_state": state_bytes(self.facts, self.kept(rank), updated),
         }
 
     def _chunk(self, tensor: TensorFacts) -> int:
@@ -293,21 +295,21 @@ class FSDP1(_Upstream):
     @property
     def kind(self) -> str:
         """The sharding strategy."""
-        return str(self.plan.option("sharding_strategy", "FULL_SHARD"))
+        return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
     def shards(self) -> int:
         """Parts of a flat parameter."""
-        return 1 if self.kind == "NO_SHARD" else self.plan.size("shard")
+        return 1 if self.kind == "NO_SHARD" else self.facts.size("shard")
 
     @cached_property
     def flats(self) -> list[tuple[str, FlatParameter]]:
         """Unit and flat parameter, the root first."""
         axis = "replicate" if self.kind == "NO_SHARD" else "shard"
-        ranks, compute = self.plan.size(axis), self.plan.compute
+        ranks, compute = self.facts.size(axis), self.facts.compute
         return [
             (name, FlatParameter(members, ranks, compute(members[0].dtype)))
-            for name, members in whole_units(self.plan)
+            for name, members in whole_units(self.facts)
         ]
 
     @staticmethod
@@ -317,25 +319,25 @@ class FSDP1(_Upstream):
 
     def flows(self) -> list[Flow]:
         """Gathers, reductions, the norm."""
-        plan, found = self.plan, list[Flow]()
+        facts, found = self.facts, list[Flow]()
         self.refuse_recomputed()
-        silent = self.reductions < plan.rounds
+        silent = self.reductions < facts.rounds
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
-            gathered = [flat.padded * ITEMSIZE[plan.compute(flat.dtype)]]
+            gathered = [flat.padded * ITEMSIZE[facts.compute(flat.dtype)]]
             if self.kind == "NO_SHARD":
-                found += flow(plan, "replicate", "all_reduce", [reduced], self.reductions)
+                found += flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
                 continue
             if self.kind == "SHARD_GRAD_OP":
-                times = 1 if silent else plan.rounds
+                times = 1 if silent else facts.rounds
             else:
-                times = plan.rounds * (plan.called(name) + 1 if name else 1)
-            found += flow(plan, "shard", "all_gather", gathered, times)
-            found += flow(plan, "shard", "reduce_scatter", [reduced], self.reductions)
+                times = facts.rounds * (facts.called(name) + 1 if name else 1)
+            found += flow(facts, "shard", "all_gather", gathered, times)
+            found += flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.shards]
-            found += flow(plan, "replicate", "all_reduce", crossing, self.reductions)
-        if plan.clipped and self.kind != "NO_SHARD":
-            wide = plan.trainable[0].dtype == "float64"
-            found += flow(plan, "shard", "all_reduce", [8 if wide else 4])
+            found += flow(facts, "replicate", "all_reduce", crossing, self.reductions)
+        if facts.clipped and self.kind != "NO_SHARD":
+            wide = facts.trainable[0].dtype == "float64"
+            found += flow(facts, "shard", "all_reduce", [8 if wide else 4])
         return [*found, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
 
     def refuse_recomputed(self) -> None:
@@ -355,7 +357,7 @@ class FSDP1(_Upstream):
 
     def reduced_bytes(self) -> list[int]:
         """Whole flat parameters, if anything in them is trained."""
-        reduction = self.plan.reduction
+        reduction = self.facts.reduction
         return [
             flat.padded * ITEMSIZE[reduction(flat.dtype)] * self.trained(flat)
             for _, flat in self.flats
@@ -363,7 +365,7 @@ class FSDP1(_Upstream):
 
     def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
-        shard = self.plan.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
+        shard = self.facts.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
         counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
         return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
 
@@ -389,7 +391,7 @@ class FSDP1(_Upstream):
             "parameters": sum(self.shard_bytes(f) for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
             "gradients": self.gradient_bytes(rank),
-            "optimizer_state": state_bytes(self.plan, self.kept(rank), updated),
+            "optimizer_state": state_bytes(self.facts, self.kept(rank), updated),
         }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -420,13 +422,13 @@ class ZeroRedundancyOptimizer(CostModel):
     @property
     def ddp(self) -> DDP:
         """The same model under DDP."""
-        return DDP(replace(self.plan, axes={"replicate": self.plan.world}))
+        return DDP(replace(self.facts, axes={"replicate": self.facts.world}))
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
         """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
-        sizes, found = [0] * self.plan.world, dict[str, int]()
-        for group in self.plan.grouped:
+        sizes, found = [0] * self.facts.world, dict[str, int]()
+        for group in self.facts.grouped:
             for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
                 rank = sizes.index(min(sizes))
                 found[tensor.name] = rank
@@ -435,38 +437,38 @@ class ZeroRedundancyOptimizer(CostModel):
 
     def flows(self) -> list[Flow]:
         """DDP's, and the updated parameters."""
-        plan = self.plan
-        sent = [t.nbytes for t in plan.trainable]
-        if plan.option("parameters_as_bucket_view", False):
-            owned = [[t for t in plan.trainable if self.owner[t.name] == r] for r in self._ranks]
+        facts = self.facts
+        sent = [t.nbytes for t in facts.trainable]
+        if facts.option("parameters_as_bucket_view", False):
+            owned = [[t for t in facts.trainable if self.owner[t.name] == r] for r in self._ranks]
             sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
         moved = [replace(one, axis="shard") for one in self.ddp.flows()]
-        if plan.skipped:
+        if facts.skipped:
             return moved
-        copies = flow(plan, "shard", "broadcast", sent)  # empty parameters are sent, too
-        return [*moved, *(replace(one, calls=len(sent) * plan.world) for one in copies)]
+        copies = flow(facts, "shard", "broadcast", sent)  # empty parameters are sent, too
+        return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
 
     @property
     def _ranks(self) -> range:
-        return range(self.plan.world)
+        return range(self.facts.world)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """DDP's, but state of own parameters only."""
-        mine = [(t, t.numel) for t in self.plan.trainable if self.owner[t.name] == rank]
-        state = state_bytes(self.plan, mine, updated)
+        mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
+        state = state_bytes(self.facts, mine, updated)
         found = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
-        if not self.plan.option("gradient_as_bucket_view", False):
-            found["gradients"] = sum(t.nbytes for t in used(self.plan.parameters, step))
+        if not self.facts.option("gradient_as_bucket_view", False):
+            found["gradients"] = sum(t.nbytes for t in used(self.facts.parameters, step))
         return found
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
         each parameter to say which were used, and one for a rank without parameters.
         """
-        plan = self.plan
-        own = plan.option("gradient_as_bucket_view", False)
-        buckets = 0 if own else sum(t.nbytes for t in plan.trainable)
-        return buckets + plan.float_buffer_bytes + 4 * (len(plan.trainable) + 1)
+        facts = self.facts
+        own = facts.option("gradient_as_bucket_view", False)
+        buckets = 0 if own else sum(t.nbytes for t in facts.trainable)
+        return buckets + facts.float_buffer_bytes + 4 * (len(facts.trainable) + 1)
 
     def local(self, rank: int) -> Local:
         """Everything, but state of own parameters only."""

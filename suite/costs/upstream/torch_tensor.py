@@ -1,6 +1,6 @@
-"""What PyTorch's tensor parallelism really sends and holds.
+"""What tensor parallelism of PyTorch 2.13 sends and holds.
 
-Paths are those of torch 2.13, below ``torch/distributed/tensor``; found by reading them and
+Paths are those below ``torch/distributed/tensor``.  The terms were found by reading the source and
 confirmed call by call with the traffic ledger.
 """
 
@@ -42,10 +42,10 @@ class TorchTensorParallel(TensorParallel):
         "(_dispatch.py, found_inf_reduce_handler)"
     )
 
-    def __init__(self, plan: ModelFacts) -> None:
-        super().__init__(plan)
-        self.is_loss = bool(plan.option("loss_parallel", False))
-        self.odd = tuple(name for name, kind in plan.modules.items() if kind == _ODD)
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(facts)
+        self.is_loss = bool(facts.option("loss_parallel", False))
+        self.odd = tuple(name for name, kind in facts.modules.items() if kind == _ODD)
 
     def is_styled(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` becomes a DTensor, be it split or whole."""
@@ -67,7 +67,7 @@ class TorchTensorParallel(TensorParallel):
 
     def flows(self) -> list[Flow]:
         """The textbook's hidden states; what torch does otherwise."""
-        plan = self.plan
+        facts = self.facts
         if self.ranks == 1:
             return []
         found = super().flows()
@@ -75,7 +75,7 @@ class TorchTensorParallel(TensorParallel):
             width, item = self.table.shape[1], ITEMSIZE[self.table.dtype]
             hidden = [n * length * width * item for n, length in self.shapes]
             found += self.each("all_gather", hidden, 2 * len(self.odd))
-        return [*found, *flow(plan, "tensor", "all_reduce", [4] if plan.scaled else [])]
+        return [*found, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
 
     def gathered_twice(self) -> int:
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
@@ -94,14 +94,14 @@ class TorchTensorParallel(TensorParallel):
     def sums(self) -> list[Flow]:
         """Each term in a call of its own, once a step."""
         terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms()]
-        return flow(self.plan, "tensor", "all_reduce", terms)
+        return flow(self.facts, "tensor", "all_reduce", terms)
 
     def norms(self) -> list[Flow]:
         """All DTensors' norms in one call."""
-        if not self.plan.clipped:
+        if not self.facts.clipped:
             return []
-        stacked = [ITEMSIZE[t.dtype] for t in self.plan.trainable if self.is_styled(t)]
-        return flow(self.plan, "tensor", "all_reduce", [sum(stacked)])
+        stacked = [ITEMSIZE[t.dtype] for t in self.facts.trainable if self.is_styled(t)]
+        return flow(self.facts, "tensor", "all_reduce", [sum(stacked)])
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -109,7 +109,7 @@ class TorchTensorParallel(TensorParallel):
         """As the textbook; parameters with the padding of short shards."""
         padded = sum(
             (self.chunk(t) if self.is_split(t) else t.numel) * ITEMSIZE[t.dtype]
-            for t in self.plan.parameters
+            for t in self.facts.parameters
         )
         return super().resident(rank, step, updated) | {"parameters": padded}
 
@@ -123,6 +123,6 @@ class TorchTensorParallel(TensorParallel):
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """A loss a micro-batch and the norm, in fp32 or wider; numbers of ranks and of a scaler."""
-        plan, wide = self.plan, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
-        kept = plan.world + (_OF_SCALER if plan.scaled else 0)
-        return wide * (plan.rounds + plan.clipped) + _NUMBER * kept
+        facts, wide = self.facts, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
+        kept = facts.world + (_OF_SCALER if facts.scaled else 0)
+        return wide * (facts.rounds + facts.clipped) + _NUMBER * kept

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 #: Known by what they hold; where two claim one storage, the first here wins.
 LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers")
-#: The device of storages that are mapped from files: the host tier of machines without a GPU.
+#: The device of storages that are mapped from files: host memory of machines without a GPU.
 FILE = "file"
 CLASSES = (*LABELS, "communication", "activations", "temporary")
 
@@ -76,7 +76,7 @@ class MemoryLog:
 
     An event of storage -1 only says that another phase began.  A mark ``(name, step, events)``
     names a moment by the number of events before it.  Bytes are those of storages, padding and all.
-    ``moved`` counts floating-point bytes that were copied between the tiers, by (step, phase,
+    ``moved`` counts floating-point bytes that were copied between host and device, by (step, phase,
     ``down`` to the host or ``up`` from it).
     """
 

@@ -228,7 +228,7 @@ class MemoryLedger(TorchDispatchMode):
         )
 
     def _copied(self, targets: Any, sources: Any) -> None:
-        """Floating-point values that went from one tier to the other, as bytes of the device."""
+        """Floating-point values copied between memory spaces, as bytes of the device."""
         phase, step = self._now
         if self.fakes or self._pauses or phase == "observe":
             return
@@ -311,7 +311,7 @@ def _of_file(storage: torch.UntypedStorage) -> bool:
 
 
 def _on_host(tensor: Tensor, other: Tensor) -> bool:
-    """Whether ``tensor`` lies on the host tier: beside an accelerator the CPU, else in files."""
+    """Whether ``tensor`` lies in host memory: beside an accelerator the CPU, else in files."""
     if tensor.device.type != "cpu":
         return False
     if other.device.type not in ("cpu", "meta"):

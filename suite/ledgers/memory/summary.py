@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardproof.ledgers.memory.log import CLASSES, MemoryLog
@@ -14,38 +15,57 @@ if TYPE_CHECKING:
 EXACT = ("in_memory", "mpi")
 #: Phases whose peaks are kept.
 PHASES = ("forward", "backward", "update")
-Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one class on one device: at a mark, at the peak of a phase, or moved in it.
+
+    ``moment`` is ``mark``, ``peak`` or ``moved``; ``where`` the mark's name or the phase; ``kind``
+    a class (of peaks also ``all``: their sum), of what moved the direction, ``down`` to the host or
+    ``up``; its device is left open.
+    """
+
+    moment: str
+    step: int
+    where: str
+    device: str
+    kind: str
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Stored form: the arguments of the class."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def memory_is_measurable(case: Case, backends: Sequence[str]) -> bool:
-    """Whether the memory of ``case`` is weighed, for a system that runs on ``backends``.
+    """Whether the memory of ``case`` is measured, for a system that runs on ``backends``.
 
-    It takes time, so the check must be asked for; a system that needs processes is weighed on gloo.
+    It takes time, so the check must be asked for; of a system that needs processes memory is
+    measured on gloo.
     """
     exact = case.backend in EXACT or "in_memory" not in backends
     return case.ledgers and "memory" in case.checks and exact
 
 
-def summary(log: MemoryLog) -> list[Row]:
-    """Rows of ``moment`` (``mark`` or ``peak``), ``step``, ``where`` (the mark's name, the phase),
-    ``device``, ``kind`` (a class; of peaks also ``all``) and ``bytes``; what is 0 is left out.
+def summary(log: MemoryLog) -> list[MemoryRow]:
+    """What is kept of ``log``; what is 0 is left out.
 
-    The peak of a phase is that of each class alone; of ``all``, that of their sum.  Rows ``moved``
-    tell what a phase copied between the tiers: ``kind`` is the direction, ``down`` to the host or
-    ``up``; the device is left open.
+    The peak of a phase is that of each class alone; of ``all``, that of their sum.
     """
     moves = [
-        {"moment": "moved", "step": s, "where": w, "device": "", "kind": way, "bytes": size}
-        for (s, w, way), size in log.moved.items()
+        MemoryRow("moved", step, where, "", way, size)
+        for (step, where, way), size in log.moved.items()
     ]
     return [*_marks(log), *_peaks(log), *moves]
 
 
-def _marks(log: MemoryLog) -> list[Row]:
+def _marks(log: MemoryLog) -> list[MemoryRow]:
     kinds = log.classes()
     sizes: dict[int, int] = {}
     levels: dict[tuple[str, str], int] = {}
-    rows, event = [], 0
+    rows: list[MemoryRow] = []
+    event = 0
     for name, step, position in log.marks:
         for index, size, _, _ in log.events[event:position]:
             _apply(log, kinds, sizes, levels, index, size)
@@ -58,7 +78,7 @@ def _marks(log: MemoryLog) -> list[Row]:
     return rows
 
 
-def _peaks(log: MemoryLog) -> list[Row]:
+def _peaks(log: MemoryLog) -> list[MemoryRow]:
     kinds = log.classes()
     sizes: dict[int, int] = {}
     levels: dict[tuple[str, str], int] = {}
@@ -110,13 +130,6 @@ def _raise(
         best[key] = max(best.get(key, 0), levels[key])
 
 
-def _row(moment: str, step: int, where: str, device: str, kind: str, held: int) -> Row:
+def _row(moment: str, step: int, where: str, device: str, kind: str, held: int) -> MemoryRow:
     assert kind in CLASSES or kind == "all"
-    return {
-        "moment": moment,
-        "step": step,
-        "where": where,
-        "device": device,
-        "kind": kind,
-        "bytes": held,
-    }
+    return MemoryRow(moment, step, where, device, kind, held)

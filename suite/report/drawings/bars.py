@@ -26,6 +26,7 @@ from shardproof.report.tables import (
     whole,
     world_of,
 )
+from shardproof.table import Cell, Mark, Row, Table
 
 #: Classes of state, in the order in which they are stacked.
 CLASSES = ("parameters", "masters", "gradients", "optimizer_state")
@@ -44,13 +45,35 @@ class Bar:
     red: bool
 
 
+def memory_table(results: Iterable[Result]) -> Table:
+    """The bars of memory beside their figures."""
+    drawn = "held above, formula below"
+    return _table("Memory against formula", drawn, MEMORY_HEADINGS, memory_bars(results))
+
+
+def traffic_table(results: Iterable[Result]) -> Table:
+    """The bars of traffic beside their figures."""
+    drawn = "sent above, formula below"
+    return _table("Traffic against formula", drawn, TRAFFIC_HEADINGS, traffic_bars(results))
+
+
+def _table(title: str, drawn: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
+    """Bars as a table: the name, the drawing under the heading ``drawn``, and the texts."""
+    rows: list[Row] = [
+        (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
+    ]
+    marks: list[Mark] = ["bad" if bar.red else "" for bar in bars]
+    heading = Cell(drawn, style_class="unsorted")
+    return Table(title, ("implementation", heading, *headings), rows, marks)
+
+
 MEMORY_HEADINGS = ("optimizer", "precision", "ranks", "held", "formula", "whole copies", "less")
 TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's")
 
 
 def memory_bars(results: Iterable[Result]) -> list[Bar]:
     """One bar for each distinct cell: the rank that holds most, after the last update."""
-    found = []
+    bars = []
     for cells, figures in memory.with_figures(results):
         if not figures["bytes_whole"]:
             continue
@@ -59,12 +82,12 @@ def memory_bars(results: Iterable[Result]) -> list[Bar]:
         limit = figures["bytes_promised"]
         name, optimizer, precision, world = cells[:4]
         cost_model = "not promised" if limit is None else f"{limit:,}"
-        told = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
+        by_class = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
         measured = cells[memory.MEASURED]
         image = svg.drawing(
             f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
-            f"Held {figures['bytes_held']:,} bytes ({told or 'nothing'}); formula {cost_model}; "
-            f"whole copies {full:,}.",
+            f"Held {figures['bytes_held']:,} bytes ({by_class or 'nothing'}); "
+            f"formula {cost_model}; whole copies {full:,}.",
             _WIDTH,
             _HEIGHT,
             _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k"),
@@ -73,8 +96,8 @@ def memory_bars(results: Iterable[Result]) -> list[Bar]:
         )
         texts = (f"{figures['bytes_held']:,}", cost_model, f"{full:,}", measured)
         red = memory.FAILS in measured
-        found.append(Bar(name, (optimizer, precision, world, *texts), image, red))
-    return found
+        bars.append(Bar(name, (optimizer, precision, world, *texts), image, red))
+    return bars
 
 
 def _on_fullest_rank(figures: Result) -> tuple[dict[str, int], dict[str, int]]:
@@ -131,21 +154,20 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result])
     formula: dict[str, float] = defaultdict(float)
     times, book = textbook(members)
     for result in members:
-        told = figures_of(result, "traffic")
-        for found, rows in ((measured, told.get("sent")), (formula, told.get("flows"))):
+        figures = figures_of(result, "traffic")
+        for total, rows in ((measured, figures.get("sent")), (formula, figures.get("flows"))):
             for row in rows or ():
                 kind = row["operation"]
-                found[kind if kind in OPERATIONS else "other"] += float(Fraction(row["bytes"]))
+                total[kind if kind in OPERATIONS else "other"] += float(Fraction(row["bytes"]))
     parts = _pair(
         _scaled(measured, sent), _scaled(formula, expected), float(max(sent, expected)), "o"
     )
     mix = ", ".join(
         f"{_plain(k)} {v / sum(formula.values()):.0%}" for k, v in _ordered(formula).items()
     )
-    told_bytes = bytes_text(sent, expected)
     image = svg.drawing(
         f"Traffic of {name} on {backend}, {world} ranks",
-        f"Bytes sent {told_bytes}" + (f"; by the formula: {mix}." if mix else "."),
+        f"Bytes sent {bytes_text(sent, expected)}" + (f"; by the formula: {mix}." if mix else "."),
         _WIDTH,
         _HEIGHT,
         parts,
@@ -153,10 +175,10 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result])
         stretch=True,
     )
     red = any(
-        told["check"] == "traffic" and told["status"] == "fail"
+        check["check"] == "traffic" and check["status"] == "fail"
         for result in members
         if verdicts.kind(result["verdict"]) in verdicts.RED
-        for told in result["checks"]
+        for check in result["checks"]
     )
     same = "= formula" if sent == expected else whole(expected)
     return Bar(
@@ -172,11 +194,11 @@ def _scaled(parts: Mapping[str, float], total: Fraction) -> dict[str, float]:
 
     What a failing case left out of its parts is put beside them.
     """
-    told = _ordered(parts)
-    rest = float(total) - sum(told.values())
+    stack = _ordered(parts)
+    rest = float(total) - sum(stack.values())
     if rest > 1e-9 * max(float(total), 1.0):
-        told["other"] = told.get("other", 0.0) + rest
-    return told
+        stack["other"] = stack.get("other", 0.0) + rest
+    return stack
 
 
 def _ordered(parts: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,8 @@ from typing import Any
 from markupsafe import Markup
 
 from shardproof.report.drawings import svg
+from shardproof.report.looks import chip
+from shardproof.table import Table
 
 Line = Mapping[str, Any]
 HEADINGS = (
@@ -52,25 +54,25 @@ def _scenario(line: Line) -> str:
     return str((line.get("cell") or {}).get("name") or line["mode"])
 
 
-def rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
-    """Texts of :data:`HEADINGS`."""
-    found = []
-    for told in sorted(lines, key=_key):
-        score = told.get("scorecard") or {}
-        found.append(
+def table(lines: Iterable[Line]) -> Table:
+    """Efficiencies with their intervals, and modelled ones."""
+    rows = []
+    for line in sorted(lines, key=_key):
+        score = line.get("scorecard") or {}
+        rows.append(
             (
-                *(told["mode"], title_of(told), told["backend"], str(told["world"])),
-                str(told["verdict"]),
-                *(_interval(told, base) for base, _ in BASES),
-                _plain(_modelled(told), "{:.1%}"),
-                f"{float(told.get('target') or 0):.0%}",
+                *(line["mode"], title_of(line), line["backend"], str(line["world"])),
+                chip(str(line["verdict"])),
+                *(_interval(line, base) for base, _ in BASES),
+                _plain(_modelled(line), "{:.1%}"),
+                f"{float(line.get('target') or 0):.0%}",
                 _plain(score.get("achieved_over_predicted"), "{:.3f}"),
                 _plain(score.get("achieved_over_probed"), "{:.3f}"),
                 _plain(score.get("exposed_share"), "{:.1%}"),
                 _plain(score.get("memory_over_formula"), "{:.3f}"),
             )
         )
-    return found
+    return Table("Scaling", HEADINGS, rows, align="lllrlrrrrrrrr", row_header=1)
 
 
 def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
@@ -85,30 +87,30 @@ def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
 def panels(lines: Iterable[Line]) -> list[Panel]:
     """One panel for each mode, system and backend."""
     groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
-    for told in lines:
-        groups[_scenario(told), title_of(told), told["backend"]].append(told)
+    for line in lines:
+        groups[_scenario(line), title_of(line), line["backend"]].append(line)
     return [
         Panel(f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())
     ]
 
 
-def _key(told: Line) -> tuple[str, str, str, int]:
-    return _scenario(told), title_of(told), told["backend"], told["world"]
+def _key(line: Line) -> tuple[str, str, str, int]:
+    return _scenario(line), title_of(line), line["backend"], line["world"]
 
 
-def _modelled(told: Line) -> float | None:
-    value = (told.get("modelled") or {}).get("efficiency")
+def _modelled(line: Line) -> float | None:
+    value = (line.get("modelled") or {}).get("efficiency")
     return None if value is None else float(value)
 
 
-def _measured(told: Line, base: str) -> tuple[float, float, float] | None:
+def _measured(line: Line, base: str) -> tuple[float, float, float] | None:
     """Efficiency against ``base`` and the ends of its interval."""
-    found = (told.get("efficiency") or {}).get(base)
-    if not found:
+    interval = (line.get("efficiency") or {}).get(base)
+    if not interval:
         return None
-    ratio = float(found["ratio"])
-    return ratio, float(found.get("low", ratio)), float(found.get("high", ratio))
+    ratio = float(interval["ratio"])
+    return ratio, float(interval.get("low", ratio)), float(interval.get("high", ratio))
 
 
 def _interval(told: Line, base: str) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardproof.bench import stats
 from shardproof.bench import tables as times
 from shardproof.report.drawings import svg
+from shardproof.report.looks import chip
+from shardproof.table import Cell, Row, Table
 
 Line = Mapping[str, Any]
 #: Beyond these ratios an arrow stands.
@@ -27,7 +28,7 @@ RED = ("slower", "crash", "hang", "fail")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ForestRow:
     """A row: its drawing, texts of :data:`HEADINGS`, and what belongs below."""
 
     image: Markup | None
@@ -36,28 +37,52 @@ class Comparison:
     verdict: str
 
 
-def comparisons(lines: Sequence[Line]) -> list[Comparison]:
+def rows(lines: Sequence[Line]) -> list[ForestRow]:
     """Every comparison in the order in which they were timed."""
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     scale, family = _scale(lines), stats.family(lines)
     return [
-        Comparison(
-            _draw(told, scale) if "ratio" in told else None,
-            times.cells(told, family),
-            tuple(text.strip() for text in times.details(told)),
-            str(told["verdict"]),
+        ForestRow(
+            _draw(line, scale) if "ratio" in line else None,
+            times.cells(line, family),
+            tuple(text.strip() for text in times.details(line)),
+            str(line["verdict"]),
         )
-        for told in lines
+        for line in lines
     ]
+
+
+def table(lines: Sequence[Line]) -> Table:
+    """Texts and drawings of :func:`rows`, on one axis."""
+    ruler = axis(lines)
+    drawn = Cell(
+        "faster / slower",
+        html=f"faster / slower{ruler or ''}",
+        style_class="unsorted",
+    )
+    body: list[Row] = [
+        (
+            row.cells[0],
+            chip(row.verdict),
+            Cell("", html=str(row.image or "-"), style_class="image"),
+            *row.cells[2:],
+        )
+        for row in rows(lines)
+    ]
+    return Table("Comparisons of times", (*HEADINGS[:2], drawn, *HEADINGS[2:]), body)
 
 
 def lost(lines: Sequence[Line]) -> str:
     """A sentence if a difference does not stand beside all others of the run."""
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
     return times.lost(lines, stats.family(lines)) or ""
 
 
 def axis(lines: Sequence[Line]) -> Markup | None:
     """The axis that all drawings share (``None``: there is none)."""
-    if not any("ratio" in told for told in lines):
+    if not any("ratio" in line for line in lines):
         return None
     scale = _scale(lines)
     parts, last = [], -100.0
@@ -80,35 +105,35 @@ def axis(lines: Sequence[Line]) -> Markup | None:
 def _scale(lines: Iterable[Line]) -> svg.Scale:
     """Symmetric around 1, as far as the intervals reach."""
     reach = 0.12
-    for told in lines:
-        for found in (told, told.get("aa") or {}):
-            ends = [found[key] for key in ("low", "high", "ratio") if key in found]
+    for line in lines:
+        for interval in (line, line.get("aa") or {}):
+            ends = [interval[key] for key in ("low", "high", "ratio") if key in interval]
             reach = max([reach, *(abs(math.log(float(end))) for end in ends if float(end) > 0)])
     reach = min(reach * 1.08, math.log(_MOST))
     return svg.Scale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
 
 
-def _draw(told: Line, scale: svg.Scale) -> Markup:
-    ratio, low, high = (float(told[key]) for key in ("ratio", "low", "high"))
-    margin = float(told.get("margin") or 0.0)
+def _draw(line: Line, scale: svg.Scale) -> Markup:
+    ratio, low, high = (float(line[key]) for key in ("ratio", "low", "high"))
+    margin = float(line.get("margin") or 0.0)
     band = scale(1 / (1 + margin)), scale(1 + margin)
     parts = [
         svg.rect(band[0], 0, band[1] - band[0], _HEIGHT, "band"),
         svg.line(scale(1.0), 0, scale(1.0), _HEIGHT, "one"),
     ]
-    same = told.get("aa")
+    same = line.get("aa")
     said = ""
     if same:
         ends = float(same["low"]), float(same["high"])
         parts.append(svg.line(scale(ends[0]), 27, scale(ends[1]), 27, "twin"))
         said = f" A over its own twin {float(same['ratio']):.3f} ({ends[0]:.3f} to {ends[1]:.3f})."
-    look = {"faster": "i-good", "slower": "i-bad"}.get(str(told["verdict"]), "i-plain")
+    look = {"faster": "i-good", "slower": "i-bad"}.get(str(line["verdict"]), "i-plain")
     parts.append(svg.line(scale(low), 14, scale(high), 14, look))
     parts += [svg.line(scale(end), 9, scale(end), 19, look) for end in (low, high)]
     parts.append(svg.marker("square", scale(ratio), 14, look, 5.0))
-    pair = told["pair"]
+    pair = line["pair"]
     return svg.drawing(
-        f"{pair['a']['implementation']} over {pair['b']['implementation']}: {told['verdict']}",
+        f"{pair['a']['implementation']} over {pair['b']['implementation']}: {line['verdict']}",
         f"Ratio of times {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}; "
         f"margin {margin:.1%}.{said}",
         _WIDTH,

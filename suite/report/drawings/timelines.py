@@ -21,6 +21,7 @@ from shardproof import verdicts
 from shardproof.report.drawings import svg
 from shardproof.report.tables import Result, name_of, world_of
 from shardproof.runs import records
+from shardproof.table import Table
 
 #: At most so many timelines, lanes in one, and blocks in one.
 MOST, LANES, BLOCKS = 12, 16, 2000
@@ -40,6 +41,12 @@ class Timeline:
     rows: tuple[tuple[str, ...], ...]
     note: str
     problem: str = ""
+
+    @property
+    def table(self) -> Table:
+        """Work and idle time by rank."""
+        title = f"Work and idle time by rank: {self.heading}"
+        return Table(title, HEADINGS, self.rows, align="rlrrr")
 
 
 def timelines(folder: Path, results: Iterable[Result]) -> tuple[list[Timeline], int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
+from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.bundle.form import (
     CHUNK,
@@ -37,7 +38,6 @@ from shardproof.runs.bundle.form import (
     unsafe,
 )
 from shardproof.runs.run_folder import find_run
-from shardproof.version import VERSION
 
 #: It may unpack to so many times its size: records are compressed already, lines of text shrink to
 #: a thirtieth, zeros to a thousandth.

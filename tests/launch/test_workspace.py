@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from shardproof.cases import runner
+from shardproof.launch import workspace
 
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(runner, "workspace_base", lambda: tmp_path)
+    monkeypatch.setattr(workspace, "workspace_base", lambda: tmp_path)
     return tmp_path
 
 
 def test_a_living_runner_keeps_its_folder(base: Path) -> None:
-    with runner.Workspace() as first, runner.Workspace() as second:
+    with workspace.Workspace() as first, workspace.Workspace() as second:
         assert first != second and first.is_dir() and second.is_dir()
-        assert runner.sweep(base) == []
+        assert workspace.sweep(base) == []
     assert not any(base.iterdir())
 
 
@@ -30,17 +30,17 @@ def test_a_runner_that_starts_is_not_swept(base: Path, monkeypatch: pytest.Monke
 
     def late(stream: Any, how: int) -> None:
         if how == fcntl.LOCK_EX:
-            swept.append(runner.sweep(base))
+            swept.append(workspace.sweep(base))
         lock(stream, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with runner.Workspace() as folder:
+    with workspace.Workspace() as folder:
         assert swept == [[]] and folder.is_dir()
 
 
 def test_the_next_runner_removes_what_a_dead_one_left(base: Path) -> None:
-    left = base / f"{runner.PREFIX}left"
+    left = base / f"{workspace.PREFIX}left"
     left.mkdir()
-    (left / runner.LOCK).touch()
-    with runner.Workspace() as folder:
+    (left / workspace.LOCK).touch()
+    with workspace.Workspace() as folder:
         assert not left.exists() and folder.is_dir()

@@ -1,4 +1,6 @@
-"""Nested data with tensors in one file: a JSON index, then the raw bytes.
+"""Tensors as bytes: nested data with tensors in one file, and the digest of one tensor.
+
+A file is a JSON index, then the raw bytes.
 
 ``torch.save`` pickles (code can run on load) and takes 17 microseconds to write a tensor and 60 to
 read it; a case's record holds thousands of small ones.  Here it is about 5 each way, and reading a
@@ -16,6 +18,7 @@ is a tag::
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -26,14 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.files import write_whole
+
 _MAGIC = b"SHPROOF1"
 _HEAD = struct.Struct("<8sQQ")
 _ALIGN = 16
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
-class PackError(ValueError):
-    """A file that is no pack, or a damaged one."""
+class DamagedFile(ValueError):
+    """A file that :func:`dump` did not write, or a damaged one."""
 
 
 def dump(path: Path, obj: Any) -> None:
@@ -46,15 +51,7 @@ def dump(path: Path, obj: Any) -> None:
     writer = _Writer()
     index = json.dumps(writer.encode(obj, "")).encode()
     index += b" " * (-(_HEAD.size + len(index)) % _ALIGN)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_HEAD.pack(_MAGIC, len(index), writer.size))
-            file.write(index)
-            file.writelines(writer.chunks)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, [_HEAD.pack(_MAGIC, len(index), writer.size), index, *writer.chunks])
 
 
 def load(path: Path) -> Any:
@@ -63,20 +60,36 @@ def load(path: Path) -> Any:
         data = bytearray(os.fstat(file.fileno()).st_size)
         size = file.readinto(data)
     if size < _HEAD.size:
-        raise PackError(f"{path}: {size} bytes are too few for a pack")
+        raise DamagedFile(f"{path}: {size} bytes are too few")
     magic, index_size, data_size = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise PackError(f"{path}: not a pack (starts with {bytes(magic)!r})")
+        raise DamagedFile(f"{path}: no file of tensors (starts with {bytes(magic)!r})")
     start = _HEAD.size + index_size
     if start + data_size != len(data):
-        raise PackError(f"{path}: {len(data)} bytes, its header says {start + data_size}")
+        raise DamagedFile(f"{path}: {len(data)} bytes, its header says {start + data_size}")
     try:
         tree = json.loads(data[_HEAD.size : start])
         return _Reader(data, start).decode(tree)
-    except PackError as error:
-        raise PackError(f"{path}: {error}") from None
+    except DamagedFile as error:
+        raise DamagedFile(f"{path}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-        raise PackError(f"{path}: damaged index: {error}") from error
+        raise DamagedFile(f"{path}: damaged index: {error}") from error
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a tensor's elements in row-major order, on whatever device it lies."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The dtype as records and scenarios write it: ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of :func:`raw`; it says nothing of dtype and shape."""
+    return hashlib.sha256(raw(tensor)).hexdigest()
 
 
 class _Writer:
@@ -166,19 +179,19 @@ class _Reader:
             return tuple(self.decode(item) for item in value)
         if tag == "!d":
             return {self.decode(key): self.decode(item) for key, item in value}
-        raise PackError(f"unknown tag {tag!r}")
+        raise DamagedFile(f"unknown tag {tag!r}")
 
     def _tensor(self, name: str, shape: list[int], offset: int) -> Tensor:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
-            raise PackError(f"unknown dtype {name!r}")
+            raise DamagedFile(f"unknown dtype {name!r}")
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         begin = self._start + offset
         end = begin + count * dtype.itemsize
         if offset < 0 or offset % _ALIGN or count < 0 or end > len(self._data):
-            raise PackError(f"a tensor of shape {shape} at {offset} lies outside the data")
+            raise DamagedFile(f"a tensor of shape {shape} at {offset} lies outside the data")
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=begin).view(shape)
 
 

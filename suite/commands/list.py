@@ -1,10 +1,35 @@
-"""What there is to run and to judge with, as (name, about) pairs.  Names cost little to list."""
+"""``shardproof list``: what there is to run and to judge with.  Names cost little to list."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from shardproof.commands import options
+from shardproof.errors import Problem, SelectionError
 
 Entries = list[tuple[str, str]]
+
+
+class What(StrEnum):
+    """What ``list`` can list."""
+
+    impls = "impls"
+    backends = "backends"
+    scenarios = "scenarios"
+    cases = "cases"
+    mutants = "mutants"
+    checks = "checks"
+    traits = "traits"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("list")(list_)
 
 
 def implementations() -> Entries:
@@ -74,3 +99,36 @@ LISTS: Mapping[str, Callable[[], Entries]] = {
     "checks": checks,
     "traits": traits,
 }
+
+
+def list_(
+    what: Annotated[What, typer.Argument(help="what to list")],
+    scenarios: options.Scenarios = None,
+    impl: options.Impl = None,
+    backend: options.BackendOption = None,
+    world: options.World = None,
+    expression: options.Expression = "",
+    tier: options.Tier = options.TierChoice.full,
+    seed: options.Seed = None,
+) -> None:
+    """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
+
+    \b
+    shardproof list impls
+    shardproof list cases --tier quick -k 'tied and gloo'
+    shardproof list traits
+    """
+    if what is What.cases:
+        from shardproof.scenarios.vocabulary import installed
+
+        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
+        rows = [(case.id, "") for case in selection.cases(installed())]
+    elif scenarios or impl or backend or world or expression or seed is not None:
+        raise SelectionError(
+            Problem("filters belong to `list cases`", "leave them out", what.value)
+        )
+    else:
+        rows = LISTS[what.value]()
+    width = max((len(name) for name, about in rows if about), default=0)
+    for name, about in rows:
+        typer.echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)

@@ -1,6 +1,6 @@
-"""A model in sharded units: what is held of it, and what the optimizer gets.
+"""A model in sharded units: what a rank holds of it, and what the optimizer gets.
 
-*When* units are gathered and reduced is the business of those who build upon this.
+*When* units are gathered and reduced is for the classes above this one to say.
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
-from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.engine.offload import HostTier
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.units.gradients import GradientState
 from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.rounds import Rounds
-from shardproof.impls.reference.units.shard import FlatShard, Unit
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 
-class ShardedUnits(Handle):
-    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``.
-
-    ``tier`` is where shards rest, if not on the device.
-    """
+class ShardedModel(Handle):
+    """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``."""
 
     def __init__(
         self,
@@ -36,46 +33,50 @@ class ShardedUnits(Handle):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
     ) -> None:
-        self.module = module
+        self.module, self.reducer = module, context.reducer
         self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
         self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
-        # Along each axis from its first rank: in the end everybody has what the first of all had.
+        # Along each axis from its first rank, one axis after the other: in the end all ranks have
+        # the values of the very first.  Before the shards are cut, for they are cut from these.
         for axis in ("shard", "replicate"):
             if axis in comms:
                 broadcast_tensors(list(named_state(module).values()), comms[axis])
         named = dict(module.named_parameters())
         self.names = list(named)
-        self.units: list[Unit] = []
+        self.units: list[ShardedUnit] = []
         for number, one in enumerate(plan):
             own = {name: named[name] for name in one.parameters}
             place = module.get_submodule(one.name)
-            self.units.append(Unit(number, one.name, place, own, self.shards, precision, tier))
+            self.units.append(
+                ShardedUnit(number, one.name, place, own, self.shards, precision, context.host)
+            )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for unit in self.units for flat in unit.trained]
         self.home = {name: flat for flat in self.flats for name in flat.layout.names}
         self.used: set[str] = set()
 
-    def cross(self, flat: FlatShard) -> None:
+    def reduce_over_replicas(self, flat: FlatShard) -> None:
         """Start to sum a shard over the replicas, if there are any."""
         if self.replicas is not None and self.replicas.size > 1:
-            flat.cross(self.replicas)
+            flat.gradients.reduce_over_replicas(self.replicas, self.reducer, self.step)
 
-    def hand_over(self) -> None:
+    def publish_gradients(self) -> None:
         """Give the optimizer's targets what was reduced; agree on who used what."""
         names = [name for flat in self.trained for name in flat.layout.names]
+        # A rank cannot know whether others used a parameter, and all must update it, or none.
         used = self.rounds.largest([int(name in self.used) for name in names]) if names else []
         for flat in self.trained:
-            if flat.total is not None and flat.crossing is None:
-                self.cross(flat)  # its unit was not called in the last round
-            flat.settle()
-            flat.hand_over(dict(zip(names, map(bool, used), strict=True)))
+            if flat.gradients.state is GradientState.ACCUMULATED:
+                self.reduce_over_replicas(flat)  # its unit was not called in the last round
+            flat.gradients.finalize()
+            flat.publish_gradients(dict(zip(names, map(bool, used), strict=True)))
 
     def after_step(self) -> None:
         """Clear gradients."""
         for flat in self.trained:
-            flat.clear()
+            flat.clear_gradients()
         self.used.clear()
 
     # ---------------------------------------------------------------------------------- the state
@@ -91,7 +92,8 @@ class ShardedUnits(Handle):
         return param_groups(spec, dict(self.targets()))
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """One sum over this rank's shards; replicas hold the same and are not counted again."""
+        """One sum over this rank's shards."""
+        # Along the shard axis only: replicas hold the same, and would count it again.
         total = torch.zeros((), dtype=torch.float64, device=self.rounds.device)
         for _, target in self.targets():
             if target.grad is not None:

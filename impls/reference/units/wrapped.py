@@ -1,7 +1,13 @@
-"""A model in sharded units: the handle that ZeRO-3 and FSDP have in common.
+"""A model in sharded units that come and go: the handle that ZeRO-3 and FSDP have in common.
 
-It knows which calls are made and how ranks without work take part.  *When* units are gathered,
-freed and reduced is the strategy's business.
+It makes the collective calls, and says how ranks without work take part in them.  *When* units are
+gathered, freed and reduced is for the strategy to say, in ``before_forward``, ``after_forward``,
+``before_backward`` and ``after_backward``.
+
+    a round    a rank with a micro-batch              a rank without
+               announce(GATHER, 1)   gather 1         hears it   gather 1, free 1
+               announce(REDUCE, 1)   reduce 1         hears it   reduce zeros
+               announce(END)                          hears it   next round
 """
 
 from __future__ import annotations
@@ -9,24 +15,24 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.handle import T
-from shardproof.impls.reference.engine.offload import HostTier
+from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
-from shardproof.impls.reference.parts.reducers import Work
 from shardproof.impls.reference.units.events import Listener, UnitEvents
+from shardproof.impls.reference.units.gradients import GradientState
+from shardproof.impls.reference.units.model import ShardedModel
+from shardproof.impls.reference.units.order import CallOrder
 from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.rounds import END
-from shardproof.impls.reference.units.shard import Unit
-from shardproof.impls.reference.units.sharded import ShardedUnits
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 #: What is announced: a kind of call times the number of units, plus the unit's number, plus 1.
 GATHER, GATHER_CHUNKS, REDUCE = range(3)
 
 
-class WrappedHandle(ShardedUnits, Listener):
+class WrappedModel(ShardedModel, Listener):
     """Units that are gathered, freed and reduced while a forward or backward runs.
 
     ``chunks`` is a group of neighbours along the shard axis that parameters may stay sharded over
@@ -39,10 +45,10 @@ class WrappedHandle(ShardedUnits, Listener):
         comms: Mapping[str, Comm],
         plan: Sequence[UnitPlan],
         precision: Precision,
-        tier: HostTier | None = None,
+        context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
-        super().__init__(module, comms, plan, precision, tier)
+        super().__init__(module, comms, plan, precision, context)
         self.chunks = chunks
         self.events = UnitEvents(self.units, self)
         named = dict(module.named_parameters())
@@ -51,17 +57,18 @@ class WrappedHandle(ShardedUnits, Listener):
                 for name in flat.layout.names:
                     self.events.watch(unit, flat, name, named[name])
         self.computing = False  # whether a round of this rank's own is under way
-        #: Reductions under way, and whether their round is the last.
-        self.flying: list[tuple[Unit, list[Work], bool]] = []
+        #: Units whose reduction is under way, and whether its round is the last.
+        self.in_flight: list[tuple[ShardedUnit, bool]] = []
+        self.order = CallOrder()
 
     @property
-    def root(self) -> Unit:
+    def root(self) -> ShardedUnit:
         """The unit that is the whole module."""
         return self.units[0]
 
     # ------------------------------------------------------------------------------------- calls
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         """Start to make ``unit`` whole, unless it is; all ranks call alike and in one order."""
         if unit.is_whole:
             return
@@ -69,39 +76,52 @@ class WrappedHandle(ShardedUnits, Listener):
         self.announce(GATHER if chunks is None else GATHER_CHUNKS, unit)
         unit.gather(chunks)
 
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: ShardedUnit) -> None:
         """Start to reduce the gradients of ``unit``."""
         if unit.trained:
             self.announce(REDUCE, unit)
             self.start_reduction(unit)
 
-    def announce(self, call: int, unit: Unit) -> None:
-        """Tell idle ranks."""
+    def announce(self, call: int, unit: ShardedUnit) -> None:
+        """Tell idle ranks which call comes next."""
         self.rounds.announce(1 + call * len(self.units) + unit.number)
 
-    def start_reduction(self, unit: Unit) -> None:
+    def start_reduction(self, unit: ShardedUnit) -> None:
         """One reduction at a time is under way, and the root's, which is the last of a round."""
-        crosses = self.rounds.is_last and self.replicas is not None
-        if crosses or unit is not self.root or any(unit is other for other, *_ in self.flying):
-            self.land()
+        to_replicas = self.rounds.is_last and self.replicas is not None
+        is_under_way = any(unit is other for other, _ in self.in_flight)
+        # Waiting here, not at once, lets the reduction before run beside the backward of this unit;
+        # not later, for its whole gradients would pile up.  The root comes right after another
+        # unit, so it goes beside it, unless the shards are to go on to the replicas by now.
+        if to_replicas or unit is not self.root or is_under_way:
+            self.wait_and_accumulate()
         unit.pack()
         for flat in unit.trained:
-            self.used |= flat.filled
-        works = unit.reduce()
-        self.flying.append((unit, works, self.rounds.is_last))
-        if crosses and (unit is self.root or not works):
-            self.land()  # so that its way over the replicas begins in backward, too
+            self.used |= flat.gradients.filled
+        unit.reduce(self.reducer, self.step)
+        self.in_flight.append((unit, self.rounds.is_last))
+        sends = any(flat.gradients.work is not None for flat in unit.trained)
+        if to_replicas and (unit is self.root or not sends):
+            # No later reduction of this backward would do it, or nothing was sent to wait for: so
+            # that the sum over the replicas begins in backward, too.
+            self.wait_and_accumulate()
 
-    def land(self) -> None:
+    def wait_and_accumulate(self) -> None:
         """Wait for reductions under way; in the last round their shards go to the replicas."""
-        for unit, works, last in self.flying:
-            for work in works:
-                work.wait()
+        for unit, is_last in self.in_flight:
             for flat in unit.trained:
-                flat.land()
-                if last:
-                    self.cross(flat)
-        self.flying.clear()
+                flat.gradients.wait_and_accumulate()
+                # Not before: sums of a single round would go over the replicas once a round.
+                if is_last:
+                    self.reduce_over_replicas(flat)
+        self.in_flight.clear()
+
+    def gradient_arrived(self, flat: FlatShard, name: str, gradient: Tensor) -> None:
+        """Keep it; a reduction of the last round's gradients must be over by then."""
+        if flat.gradients.state is GradientState.REDUCING:
+            # A loss that takes the parameter itself, before its backward reaches the root.
+            self.wait_and_accumulate()
+        flat.gradients.arrive(name, gradient)
 
     # ------------------------------------------------------------------------------------- a step
 
@@ -113,6 +133,7 @@ class WrappedHandle(ShardedUnits, Listener):
         """Every micro-batch is a round."""
         self.end_round()
         self.rounds.next()
+        self.order.start_round()
         self.computing = True
 
     def end_round(self) -> None:
@@ -120,15 +141,16 @@ class WrappedHandle(ShardedUnits, Listener):
         if self.computing:
             self.events.end_round()
             self.leave_round()
-            self.rest()
+            self.free_all()
+            # Last: a rank that hears it goes on to the next round, and would miss what came later.
             self.rounds.announce(END)
             self.computing = False
 
     def leave_round(self) -> None:
-        """The last calls of a round of this rank's own."""
+        """The last calls of a round in which this rank computes."""
 
-    def rest(self) -> None:
-        """After a round: free whatever is whole."""
+    def free_all(self) -> None:
+        """After a round: free whatever is whole, or kept as a chunk."""
         for unit in self.units:
             unit.free()
 
@@ -142,15 +164,16 @@ class WrappedHandle(ShardedUnits, Listener):
                 if kind == REDUCE:
                     self.start_reduction(unit)
                 else:
+                    # It computes nothing with it, but the others cannot gather without its shard.
                     unit.gather(self.chunks if kind == GATHER_CHUNKS else None)
                     unit.free(self.chunks)
-            self.rest()
+            self.free_all()
 
     def finish(self) -> None:
         """Take part in what the others still have; agree on who used what."""
         self.idle_rounds()
-        self.land()
-        self.hand_over()
+        self.wait_and_accumulate()
+        self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Forwards only; their number may differ between ranks here as well."""
@@ -169,5 +192,5 @@ class WrappedHandle(ShardedUnits, Listener):
     # ------------------------------------------------------------------------------- the schedule
 
     @abstractmethod
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: ShardedUnit) -> None:
         """Parameters are no longer needed; gradients are complete."""

@@ -1,4 +1,4 @@
-"""What goes into a pack comes out of it, or an error says why not."""
+"""Nested data with tensors comes out of a file as it went in, or an error says why not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof import pack
+from shardproof import tensor_bytes
 
 DTYPES = [
     torch.float64,
@@ -33,9 +33,9 @@ DTYPES = [
 
 def through(tmp_path: Path, obj: Any) -> Any:
     path = tmp_path / "x.rec"
-    pack.dump(path, obj)
+    tensor_bytes.dump(path, obj)
     assert [p.name for p in tmp_path.iterdir()] == ["x.rec"], "no temporary file may stay"
-    return pack.load(path)
+    return tensor_bytes.load(path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,7 +93,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tree=TREES)
 def test_any_tree_survives(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     found = through(tmp_path_factory.mktemp("tree"), tree)
@@ -112,26 +112,26 @@ def test_any_tree_survives(tmp_path_factory: pytest.TempPathFactory, tree: Any) 
 )
 def test_what_cannot_be_packed_is_named_with_its_place(tmp_path: Path, obj: Any, said: str) -> None:
     with pytest.raises(TypeError) as error:
-        pack.dump(tmp_path / "x.rec", obj)
+        tensor_bytes.dump(tmp_path / "x.rec", obj)
     assert said in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.rec"
-    pack.dump(path, [1])
+    tensor_bytes.dump(path, [1])
     with pytest.raises(TypeError):
-        pack.dump(path, [object()])
-    assert pack.load(path) == [1]
+        tensor_bytes.dump(path, [object()])
+    assert tensor_bytes.load(path) == [1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_is_an_error_of_ours_or_other_data(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("damage") / "x.rec"
-    pack.dump(path, {"a": torch.arange(5.0), "b": (1, 2.5, [torch.ones(())]), 3: "x"})
+    tensor_bytes.dump(path, {"a": torch.arange(5.0), "b": (1, 2.5, [torch.ones(())]), 3: "x"})
     good = path.read_bytes()
     kind = data.draw(st.sampled_from(["cut", "flip", "junk"]))
     if kind == "cut":
@@ -143,8 +143,8 @@ def test_damage_is_an_error_of_ours_or_other_data(
         bad = data.draw(st.binary(max_size=200))
     path.write_bytes(bad)
     try:
-        pack.load(path)
-    except pack.PackError as error:
+        tensor_bytes.load(path)
+    except tensor_bytes.DamagedFile as error:
         assert str(path) in str(error)
     else:
         assert kind == "flip"  # a changed value; the run's digests are there to find that
@@ -153,5 +153,5 @@ def test_damage_is_an_error_of_ours_or_other_data(
 def test_a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.rec"
     path.write_bytes(struct.pack("<8sQQ", b"SHPROOF1", 2**62, 2**62) + b"[]")
-    with pytest.raises(pack.PackError, match="its header says"):
-        pack.load(path)
+    with pytest.raises(tensor_bytes.DamagedFile, match="its header says"):
+        tensor_bytes.load(path)

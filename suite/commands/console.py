@@ -1,10 +1,13 @@
-"""What is seen while cases run: a bar on a terminal, now and then a line anywhere else.
+"""What commands print on, and what is seen while cases run.
+
+Progress is a bar on a terminal, and now and then a line anywhere else.
 
 A case that breaks is shown at once, with the reason and the command that reruns just that case.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,16 +22,25 @@ EVERY_SECONDS = 10.0
 EVERY_CASES = 25
 
 
+def make_console() -> Console:
+    """Standard output; wide where it is not a terminal, so that nothing is cut."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print one line unchanged: no markup, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Progress:
     """Context manager; :meth:`step` is called once a case.  ``total`` may be unknown (``None``)."""
 
-    def __init__(
-        self, console: Console, total: int | None, what: str, show_red: bool = True
-    ) -> None:
+    def __init__(self, console: Console, total: int | None, what: str) -> None:
         self.console = console
         self.total = total
         self.what = what
-        self.show_red = show_red
         self.counts: Counter[str] = Counter()
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
@@ -60,10 +72,7 @@ class Progress:
 
     def step(self, result: Mapping[str, Any]) -> None:
         """Count one result and show it if it is red."""
-        kind = verdicts.kind(result["verdict"])
-        self.counts[kind] += 1
-        if self.show_red and (kind in verdicts.RED or kind in verdicts.OPEN):
-            self._failure(result)
+        self._note(result)
         done = self.counts.total()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, counts=self._counts())
@@ -73,6 +82,12 @@ class Progress:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
             self._say(f"  {done}{of} in {now - self._began:.0f} s: {self._counts()}")
+
+    def _note(self, result: Mapping[str, Any]) -> None:
+        kind = verdicts.kind(result["verdict"])
+        self.counts[kind] += 1
+        if kind in verdicts.RED or kind in verdicts.OPEN:
+            self._failure(result)
 
     def _counts(self) -> str:
         return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
@@ -87,6 +102,26 @@ class Progress:
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class FaultProgress(Progress):
+    """Progress over planted faults and their parents: a fault that fails its case is caught."""
+
+    CAUGHT, PASSED, OTHER = "faults caught", "parents passed", "neither (see the table)"
+
+    def _note(self, result: Mapping[str, Any]) -> None:
+        kind = verdicts.kind(result["verdict"])
+        planted = str(result["case"]["implementation"]).startswith("mutants/")
+        if planted and kind in verdicts.RED:
+            self.counts[self.CAUGHT] += 1
+        elif not planted and kind in verdicts.GREEN:
+            self.counts[self.PASSED] += 1
+        else:
+            self.counts[self.OTHER] += 1
+
+    def _counts(self) -> str:
+        kinds = (self.CAUGHT, self.PASSED, self.OTHER)
+        return ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds if self.counts[kind])
 
 
 class Blocks:

@@ -1,0 +1,203 @@
+"""Makes the pictures of the README from real runs.
+
+    python docs/make_images.py matrix RUN          # docs/images/matrix.svg: verdicts of a run
+    python docs/make_images.py cast                # docs/images/caught.svg: a planted fault, caught
+
+The matrix has a row for each implementation and a column for each capability; a cell shows the
+worst that the cases of all backends say.  The cast runs the commands of ``COMMANDS`` and shows
+their output line by line, at the pace at which it came, waits shortened to ``LONGEST_WAIT``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from shardproof.report import capability_matrix
+from shardproof.report.badges import COLOURS
+from shardproof.report.capability_matrix import STATES, State
+from shardproof.runs.run_folder import find_run, read
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs/images"
+#: What the cast shows.
+COMMANDS = (
+    "shardproof run zero-gpt --impl mutants/zero2_uses_stale_bucket -k 'fp64 and replicate3'",
+    "shardproof mutants --impl zero2_uses_stale_bucket",
+)
+#: Columns of the cast, and seconds.
+WIDTH, LONGEST_WAIT, LAST_FRAME = 110, 1.5, 6.0
+FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+SANS = "-apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+
+
+def svg(width: float, height: float, name: str, body: Sequence[str], style: str) -> str:
+    """A whole SVG file."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img">\n<title>{escape(name)}</title>\n'
+        f"<style>{style}</style>\n" + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+# ----------------------------------------------------------------------------------------- matrix
+
+
+def worst(states: Sequence[State]) -> State:
+    """The gravest of ``states``; what was not run or skipped counts only where nothing else is."""
+    return min(states, key=STATES.index)
+
+
+def matrix(run: Path) -> str:
+    """The verdicts of ``run``."""
+    evidence = read(run)
+    cells = capability_matrix.cells(evidence.cases, evidence.left_out)
+    columns = capability_matrix.columns(cells)
+    rows = sorted({cell.implementation for cell in cells if "/" in cell.implementation})
+    states = {
+        (row, column): worst(
+            [c.state for c in cells if (c.implementation, c.capability) == (row, column)]
+        )
+        for row in rows
+        for column in columns
+        if any((c.implementation, c.capability) == (row, column) for c in cells)
+    }
+    left, top, size, high = 210, 116, 27, 19
+    body = ['<rect width="100%" height="100%" class="paper"/>']
+    for number, column in enumerate(columns):
+        x = left + number * size + size / 2 + 4
+        body.append(
+            f'<text transform="translate({x:g} {top - 8}) rotate(-45)">{escape(column)}</text>'
+        )
+    for line, row in enumerate(rows):
+        y = top + line * high
+        body.append(f'<text x="{left - 8}" y="{y + 13:g}" text-anchor="end">{escape(row)}</text>')
+        for number, column in enumerate(columns):
+            if state := states.get((row, column)):
+                fill, ink = COLOURS[state]
+                x = left + number * size
+                mark = {"pass": "\u2713", "fail": "\u2717", "skip": "\u2013"}.get(state, state[0])
+                body.append(
+                    f"<g><title>{escape(f'{row}, {column}: {state}')}</title>"
+                    f'<rect x="{x}" y="{y}" width="{size - 2}" height="{high - 2}" rx="3" '
+                    f'fill="{fill}"/>'
+                    f'<text x="{x + size / 2 - 1:g}" y="{y + 13:g}" text-anchor="middle" '
+                    f'style="fill:{ink}">{mark}</text></g>'
+                )
+    x, y = left, top + len(rows) * high + 22
+    for state in STATES:
+        if state in states.values():
+            fill, _ = COLOURS[state]
+            body.append(f'<rect x="{x}" y="{y - 11}" width="14" height="14" rx="3" fill="{fill}"/>')
+            body.append(f'<text x="{x + 20}" y="{y}">{escape(state)}</text>')
+            x += 40 + 7 * len(state)
+    style = (
+        f"text{{font:11px {SANS};fill:#24292f}}.paper{{fill:#ffffff}}"
+        "@media (prefers-color-scheme:dark){text{fill:#d0d7de}.paper{fill:#0d1117}}"
+    )
+    judged = sum(1 for line in evidence.cases)
+    name = f"{judged} cases: implementations by capability, the worst verdict of all backends"
+    return svg(left + len(columns) * size + 70, y + 14, name, body, style)
+
+
+# ------------------------------------------------------------------------------------------- cast
+
+
+def record(command: str, folder: Path) -> list[tuple[float, str]]:
+    """(seconds since the start, line) of everything that ``command`` prints."""
+    found = [(0.0, f"$ {command}")]
+    environment = {
+        **{name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = time.monotonic()
+    with subprocess.Popen(
+        f"{command} --results {folder}",
+        shell=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text = line.rstrip("\n").replace(str(folder), "results/RUN")
+            found.append((time.monotonic() - started, text))
+    return found
+
+
+def wrapped(line: str) -> list[str]:
+    """``line`` as a terminal of ``WIDTH`` columns shows it."""
+    return [line[start : start + WIDTH] for start in range(0, len(line), WIDTH)] or [""]
+
+
+def cast() -> str:
+    """A planted fault, caught."""
+    shown: list[tuple[float, str]] = []
+    clock = 0.0
+    with tempfile.TemporaryDirectory() as place:
+        for number, command in enumerate(COMMANDS):
+            before = 0.0
+            for at, line in record(command, Path(place) / str(number)):
+                clock += min(at - before, LONGEST_WAIT)
+                before = at
+                shown += [(clock, part) for part in wrapped(line)]
+            clock += LONGEST_WAIT
+            shown.append((clock, ""))
+    total, high = clock + LAST_FRAME, 17
+    body = ['<rect width="100%" height="100%" rx="8" fill="#0d1117"/>']
+    style = [
+        f"text{{font:12.5px {FONT};fill:#d0d7de;white-space:pre}}"
+        ".prompt{fill:#7ee787;font-weight:600}"
+        ".bad{fill:#ff9d8a}.good{fill:#7ee787}"
+        # Without motion the whole output stands there.
+        "@media (prefers-reduced-motion:no-preference){.line{opacity:0}"
+    ]
+    for number, (at, line) in enumerate(shown):
+        kind = "prompt" if line.startswith("$ ") else ""
+        if re.search(r"\bfail\b|differs|too large|error", line) and not kind:
+            kind = "bad"
+        if re.search(r"\bkilled\b", line) and not kind:
+            kind = "good"
+        share = 100 * at / total
+        style.append(
+            f"@keyframes l{number}{{0%,{share:.2f}%{{opacity:0}}"
+            f"{share + 0.01:.2f}%,100%{{opacity:1}}}}"
+            f".l{number}{{animation:l{number} {total:.1f}s linear infinite}}"
+        )
+        body.append(
+            f'<text class="line l{number} {kind}" x="14" y="{26 + number * high}" '
+            f'xml:space="preserve">{escape(line)}</text>'
+        )
+    style.append("}")
+    name = "A terminal: a planted fault is caught; the failure names tensor, step and rank"
+    return svg(28 + WIDTH * 7.6, 36 + len(shown) * high, name, body, "".join(style))
+
+
+def main() -> None:
+    """Write one picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("picture", choices=("matrix", "cast"))
+    parser.add_argument("run", nargs="?", help="folder or id of a run; default: the newest")
+    options = parser.parse_args()
+    IMAGES.mkdir(exist_ok=True)
+    if options.picture == "matrix":
+        (IMAGES / "matrix.svg").write_text(matrix(find_run(options.run)))
+    else:
+        (IMAGES / "caught.svg").write_text(cast())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""``shardproof mutants``: plant every fault and see its check catch it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardproof import verdicts
+from shardproof.commands import options
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.launch.process_control import cores
+
+if TYPE_CHECKING:
+    from shardproof.commands.supervision import Interrupts
+    from shardproof.runs.run_folder import RunFolder
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(short_help="Plant every fault and see its check catch it.")(mutants)
+
+
+def mutants(
+    impl: Annotated[
+        list[str] | None,
+        typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
+    ] = None,
+    tier: Annotated[
+        options.TierChoice,
+        typer.Option("--tier", help="quick: what the budget leaves out is no failure"),
+    ] = options.TierChoice.full,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Plant every fault: its named check must fail while the parent passes the same case.
+
+    Prints the kill matrix, fault x check. A survivor ends with exit code 1.
+
+    \b
+    shardproof mutants
+    shardproof mutants --impl reference/ddp        faults of one parent
+    shardproof mutants --impl 'ddp_*bucket*'
+    """
+    from shardproof.commands.supervision import open_folder
+
+    chosen = choose_mutants(impl or ["*"])
+    with open_folder(results) as folder:
+        workers, all_must_run = jobs or cores(), tier is options.TierChoice.full
+        raise typer.Exit(execute_mutants(folder, chosen, workers, budget, all_must_run))
+
+
+def execute_mutants(
+    folder: RunFolder, mutants: Sequence[Any], jobs: int, budget: float | None, all_must_run: bool
+) -> int:
+    """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
+    from shardproof import report
+    from shardproof.cases.kills import mutant_cases, run_mutants
+    from shardproof.commands.console import FaultProgress, make_console, print_line
+    from shardproof.commands.supervision import supervised
+    from shardproof.runs.run_folder import read
+
+    console = make_console()
+
+    def body(interrupts: Interrupts) -> int:
+        folder.plan(mutant_cases(mutants), [mutant.name for mutant in mutants])
+        what = f"planted faults ({len(mutants)}) and their parents"
+        with FaultProgress(console, None, what) as progress:
+
+            def note(result: dict[str, Any]) -> None:
+                with interrupts.held():
+                    folder.add(result, "mutant case")
+                progress.step(result)
+
+            seconds = None if budget is None else budget * 60
+            kills = run_mutants(mutants, jobs, note, seconds, folder.keep)
+        lines = [asdict(kill) for kill in kills]
+        for line in lines:
+            folder.add(line, "kill")
+        judged = [line for line in lines if line["verdict"] != "left out"]
+        late = {line["name"] for line in lines} - {line["name"] for line in judged}
+        stay = [line for line in read(folder.path).kills if line["name"] in late]
+        judged += [line for line in stay if line["verdict"] != "left out"]
+        if judged:
+            report.show_kills(judged, console.print)
+        killed = sum(bool(line["killed"]) for line in judged)
+        survivors, left_out = len(judged) - killed, len(lines) - len(judged)
+        counts = f"{killed} killed, {survivors} survive"
+        print_line(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
+        if survivors:
+            return verdicts.BROKEN
+        open_end = not judged or (left_out > 0 and all_must_run)
+        return verdicts.NOT_DECIDED if open_end else verdicts.HELD
+
+    return supervised(folder, console, body, lambda: print_line(console, "stopped"), lambda: None)
+
+
+def choose_mutants(patterns: Sequence[str]) -> list[Any]:
+    """Mutants whose name, or whose parent's name, a glob matches.
+
+    :raises SelectionError: a pattern that matches none.
+    """
+    from shardproof import registry
+
+    declared = [registry.load_mutant(name) for name in registry.mutant_names()]
+    found: list[Any] = []
+    for pattern in patterns:
+        short = pattern.removeprefix(registry.MUTANTS)
+        named = [
+            m for m in declared if fnmatchcase(m.name, short) or fnmatchcase(m.parent, pattern)
+        ]
+        if not named:
+            known = {name for m in declared for name in (m.name, m.parent)}
+            remedy = nearest(short, known, "faults and their parents")
+            raise SelectionError(Problem("--impl matches no fault", remedy, pattern))
+        found += [m for m in named if m not in found]
+    return found

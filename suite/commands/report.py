@@ -1,0 +1,104 @@
+"""``shardproof report``: a run, shown again."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from shardproof.runs.run_folder import Run
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(report)
+
+
+class Format(StrEnum):
+    """Forms of a report."""
+
+    table = "table"
+    markdown = "markdown"
+    html = "html"
+
+
+def report(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)"),
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="FILE", help="put the Markdown between FILE's markers"),
+    ] = None,
+) -> None:
+    """Show a run again, on the terminal or as a file's text on standard output.
+
+    \b
+    shardproof report
+    shardproof report 20260102-030405 --format markdown
+    shardproof report 20260102-030405.tar.gz --format html > report.html
+    shardproof report --into README.md
+    """
+    from shardproof.commands.supervision import RESULTS
+    from shardproof.runs.bundle import open_run
+    from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
+    from shardproof.runs.run_folder import read
+
+    with open_run(run, RESULTS) as path, damage_is_bad_input(path):
+        if into is not None:
+            require_unchanged(path)
+        _report(read(path), form, into)
+
+
+def _report(found: Run, form: Format, into: Path | None) -> None:
+    from shardproof import report as reports
+    from shardproof.bench import peers, tables
+    from shardproof.bench.scaling import tables as scaling_tables
+    from shardproof.commands import bench_tables
+    from shardproof.commands.console import make_console, print_line
+
+    if into is not None:
+        if form is Format.html:
+            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
+        beside = bool(peers.lines_of(found))
+        missing = peers.missing(found) if beside else []
+        if not found.cases and (missing or not beside):
+            why = "--into: nothing to put there" + (f": {peers.why_not(missing)}" * bool(missing))
+            remedy = "name a run of cases, or of the whole `shardproof bench peers`"
+            raise SelectionError(Problem(why, remedy, found.path.name))
+        if found.cases:
+            reports.insert(reports.markdown(found), into)
+            typer.echo(f"{into}: table of run {found.path.name}")
+        if missing:
+            typer.echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
+        elif beside:
+            reports.insert(peers.section(found), into, peers.BEGIN, peers.END)
+            typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
+    elif form is Format.markdown:
+        timed = [
+            *([tables.table(found.benches).markdown()] if found.benches else []),
+            *([scaling_tables.markdown(found.scalings)] if found.scalings else []),
+        ]
+        judged = [reports.markdown(found)] if found.cases or not timed else []
+        typer.echo("\n".join([*judged, *timed]), nl=False)
+    elif form is Format.html:
+        typer.echo(reports.html(found), nl=False)
+    else:
+        console = make_console()
+        if found.cases:
+            reports.show(found.cases, console.print)
+            reports.show_memory(found.cases, console.print)
+            reports.show_bubbles(found.cases, console.print)
+        if found.kills:
+            reports.show_kills(found.kills, console.print)
+        bench_tables.show_pairs(found.benches, console)
+        bench_tables.show_cells(found.scalings, console)
+        if found.cases or not (found.benches or found.scalings):
+            print_line(console, reports.closing(found))

@@ -1,0 +1,261 @@
+"""``shardproof run``: choose cases, run them, judge them, leave evidence.
+
+Next: ``cases/runner.py``, which keeps every core busy with the cases that were chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.commands import options
+from shardproof.errors import Problem, SelectionError
+from shardproof.launch.process_control import cores
+
+if TYPE_CHECKING:
+    from shardproof.commands.supervision import Interrupts
+    from shardproof.runs.run_folder import Durations, RunFolder
+    from shardproof.scenarios.budget import CaseSchedule
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command()(run)
+
+
+def run(
+    context: typer.Context,
+    scenarios: options.Scenarios = None,
+    impl: options.Impl = None,
+    backend: options.BackendOption = None,
+    world: options.World = None,
+    expression: options.Expression = "",
+    tier: options.Tier = options.TierChoice.quick,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+    seed: options.Seed = None,
+    campaign: Annotated[
+        int | None,
+        typer.Option(
+            "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="go on with the run of --results (default: the newest): what is left"
+        ),
+    ] = False,
+    rerun_failed: Annotated[
+        bool, typer.Option("--rerun-failed", help="run the failed cases of that run again")
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there, too")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would run, and run nothing")
+    ] = False,
+) -> None:
+    """Run cases and judge them.
+
+    \b
+    shardproof run                                      quick conformance
+    shardproof run scenarios/conformance --tier full    everything
+    shardproof run ddp-gpt --backend gloo --world 4     one part
+    shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
+    shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
+    shardproof run --campaign 200 --seed 7              look for false alarms
+    shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
+    shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
+    shardproof run --resume --results results/RUN       with that run, not with the newest
+    shardproof run --rerun-failed --backend gloo        a part of what did not hold
+
+    With --resume and --rerun-failed nothing is run but what that run had planned: filters choose
+    among it, and what was not planned is refused.
+
+    A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
+    evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
+    """
+    from shardproof.commands.supervision import RESULTS
+
+    kept: list[dict[str, Any]] = []
+    if resume and rerun_failed:
+        remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
+        raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
+    for name in scenarios or ():
+        if (Path(name) / "run.json").is_file():
+            remedy = f"a run is named by --results {name}, beside --resume or --rerun-failed"
+            raise SelectionError(Problem("a run is no scenario", remedy, name))
+    if campaign is not None:
+        given = {
+            "SCENARIO": scenarios,
+            "--backend": backend,
+            "--world": world,
+            "-k": expression,
+            "--resume": resume,
+            "--rerun-failed": rerun_failed,
+        }
+        clash = next((name for name, value in given.items() if value), "")
+        if clash:
+            what = "--campaign draws its own cases"
+            raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
+        from shardproof.studies.campaign import first_cases
+
+        cases = first_cases(campaign, seed or 0, impl or ())
+    elif scenarios == ["campaign"] and not (resume or rerun_failed):
+        from shardproof.studies.campaign import by_id
+
+        drawn = by_id((expression or "").strip())
+        if drawn is None:
+            remedy = "give the whole id of one of its cases after -k"
+            raise SelectionError(Problem("no case of a campaign", remedy, expression or ""))
+        cases = [drawn]
+    else:
+        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
+        if resume or rerun_failed:
+            from shardproof.runs.integrity import damage_is_bad_input
+            from shardproof.runs.resume import split
+            from shardproof.runs.run_folder import find_run
+
+            source = context.get_parameter_source("tier")
+            if source is not None and source.name == "DEFAULT":
+                selection = replace(selection, tier="")
+            results = find_run(str(results) if results is not None else None, RESULTS)
+            with damage_is_bad_input(results):
+                cases, kept = split(results, selection.within, rerun_failed)
+        else:
+            from shardproof.scenarios.vocabulary import installed
+
+            cases = selection.cases(installed())
+    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run)
+
+
+def run_and_exit(
+    cases: Sequence[Case],
+    budget: float | None,
+    jobs: int | None,
+    results: Path | None,
+    kept: Sequence[dict[str, Any]] = (),
+    junit: Path | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
+
+    :raises typer.Exit: always, but for a dry run.
+    """
+    from shardproof.commands.supervision import RESULTS, open_folder
+    from shardproof.registry import preflight
+    from shardproof.runs.run_folder import Durations
+    from shardproof.scenarios.budget import plan
+
+    preflight.check_cases(cases)
+    root = results.parent if results is not None else RESULTS
+    durations = Durations(root / "durations.json")
+    workers = jobs or cores()
+    planned = plan(cases, durations, workers, budget)
+    if dry_run:
+        for case in planned.chosen:
+            typer.echo(case.id)
+        summary = f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s"
+        if not planned.chosen:
+            summary = "nothing to run" + ("" if cases else f": {len(kept)} results are there")
+        left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
+        typer.echo(f"{summary}{left_out}", err=True)
+        return
+    with open_folder(results) as folder:
+        raise typer.Exit(execute(folder, planned, workers, budget, durations, kept, junit))
+
+
+def execute(
+    folder: RunFolder,
+    plan: CaseSchedule,
+    jobs: int,
+    budget: float | None,
+    durations: Durations,
+    kept: Sequence[dict[str, Any]] = (),
+    junit_file: Path | None = None,
+) -> int:
+    """Run the cases of ``plan``; ``budget`` is in minutes.  Returns the exit code.
+
+    ``kept`` are results that the folder holds already: they count, too, as do those of cases that
+    the budget leaves out.
+    """
+    from shardproof import report
+    from shardproof.cases.runner import run_cases
+    from shardproof.commands.console import Progress, make_console, print_line
+    from shardproof.commands.supervision import supervised
+    from shardproof.report import junit
+    from shardproof.runs.run_folder import read
+
+    console = make_console()
+    found = [*kept]
+
+    def body(interrupts: Interrupts) -> int:
+        folder.plan(plan.chosen + plan.left_out)
+        for case in plan.left_out:
+            folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
+        with Progress(console, len(plan.chosen), "judging") as progress:
+
+            def note(result: dict[str, Any]) -> None:
+                with interrupts.held():  # a line on disk and a result that counts are one thing
+                    folder.add(result)
+                    found.append(result)
+                if verdicts.kind(result["verdict"]) != "skip":
+                    durations.note(result["id"], float(result["seconds"]))
+                progress.step(result)
+
+            seconds = None if budget is None else budget * 60
+            _, late = run_cases(plan.chosen, jobs, note, seconds, folder.keep)
+        for case in late:
+            folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+        left_out = [*plan.left_out, *late]
+        stay = _results_of(folder, left_out)
+        found.extend(stay)
+        if found:
+            report.show(found, console.print)
+            report.show_memory(found, console.print)
+            report.show_bubbles(found, console.print)
+        for line in report.skips(found):
+            print_line(console, line)
+        if stay:
+            what = f"not run again, results of before stay ({len(stay)})"
+            print_line(console, f"{what}: no room in a budget of {budget:g} minutes")
+        print_line(console, verdicts.summary(verdicts.count(found), len(left_out) - len(stay)))
+        medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]
+        if medians:
+            print_line(console, f"median of a case: {', '.join(medians)}")
+        return verdicts.exit_code(verdicts.count(found))
+
+    def interrupted() -> None:
+        done = {result["id"] for result in found}
+        for case in plan.chosen:
+            if case.id not in done:
+                folder.leave_out(case, "stopped by Ctrl-C")
+        left_out = len(plan.left_out) + len(plan.chosen) - (len(found) - len(kept))
+        print_line(console, f"stopped: {verdicts.summary(verdicts.count(found), left_out)}")
+
+    def finish() -> None:
+        durations.save()
+        told = junit.document(read(folder.path))
+        (folder.path / "junit.xml").write_text(told, encoding="utf-8")
+        folder.seal("junit.xml")
+        if junit_file is not None:
+            junit_file.parent.mkdir(parents=True, exist_ok=True)
+            junit_file.write_text(told, encoding="utf-8")
+
+    return supervised(folder, console, body, interrupted, finish)
+
+
+def _results_of(folder: RunFolder, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What ``folder`` holds of ``cases`` that a budget left out: it hides no failure of before."""
+    from shardproof.runs.run_folder import read
+
+    names = {case.id for case in cases}
+    return [result for result in read(folder.path).cases if result["id"] in names] if names else []

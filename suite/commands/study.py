@@ -1,0 +1,140 @@
+"""``shardproof study NAME``: measures of the suite itself, whose results become evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardproof import verdicts
+from shardproof.commands import options, run
+from shardproof.launch.process_control import cores
+
+studies = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="""Measure the suite itself: false alarms, thresholds, its own cost, its models.
+
+    \b
+    shardproof study campaign 1000 --seed 7     random clean cases: does any fail?
+    shardproof study calibrate                  clean errors beside the thresholds
+    shardproof study overhead                   what the suite costs a training step
+    shardproof study false-alarms --results R   how often `bench` errs here
+    shardproof study model-check                does the model of step times hold here?
+    """,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``; ``calibrate`` was one of its own until 0.2."""
+    app.add_typer(studies, name="study", short_help="Measure the suite itself.")
+    app.command("calibrate", hidden=True)(calibrate_by_its_old_name)
+
+
+@studies.command()
+def campaign(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
+    impl: options.Impl = None,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Judge N random clean cases; one that fails is a false alarm. Same as `run --campaign N`.
+
+    \b
+    shardproof study campaign 200 --seed 7
+    shardproof study campaign 50 --impl '*/fsdp*'
+    """
+    from shardproof.studies.campaign import first_cases
+
+    run.run_and_exit(first_cases(count, seed or 0, impl or ()), budget, jobs, results)
+
+
+@studies.command(short_help="Measure clean runs beside the thresholds.")
+def calibrate(
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", min=1, help="clean runs of each dtype")
+    ] = 30,
+    jobs: options.Jobs = None,
+) -> None:
+    """Measure the errors of clean runs and write them beside the thresholds.
+
+    Writes suite/checks/calibration.json. Ends with exit code 1 if a threshold was raised above
+    policy, or if twice the clean maximum is above it.
+    """
+    from shardproof.commands.console import make_console, print_line
+    from shardproof.studies import calibrate as measuring
+
+    console = make_console()
+    record = measuring.measure(seeds, jobs or cores(), console.print)
+    measuring.write(record)
+    wrong = measuring.problems(record, measuring.thresholds())
+    for line in [*measuring.lines(record), *wrong]:
+        print_line(console, line)
+    raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
+
+
+def calibrate_by_its_old_name(seeds: int = 30, jobs: options.Jobs = None) -> None:
+    """Old name of `shardproof study calibrate`."""
+    typer.echo("`shardproof calibrate` is now `shardproof study calibrate`", err=True)
+    calibrate(seeds, jobs)
+
+
+@studies.command()
+def overhead() -> None:
+    """Measure the suite's own cost of a step, of a small all-reduce, and of making schedules."""
+    from shardproof.studies.overhead import sentences
+
+    for sentence in sentences():
+        typer.echo(sentence)
+
+
+@studies.command("false-alarms", short_help="How often `bench` errs on this machine.")
+def false_alarms(
+    results: Annotated[Path, typer.Option("--results", metavar="RUN", help="new or old")],
+    alike: Annotated[int, typer.Option("--alike", metavar="N", help="A/A comparisons")] = 100,
+    slowed: Annotated[int, typer.Option("--slowed", metavar="N", help="slowed sessions")] = 30,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", metavar="M", help="stop before the session that would pass it"),
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option("--also", metavar="RUN", help="a run whose A/A blocks count, too"),
+    ] = None,
+) -> None:
+    """Compare a system with itself, and with itself made 10 % slower.
+
+    Exit codes: 0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far.
+    """
+    from shardproof.studies import false_alarms as study
+
+    raise typer.Exit(study.run(results, alike, slowed, minutes, also or ()))
+
+
+@studies.command("model-check", short_help="Does the alpha-beta model hold here?")
+def model_check(
+    implementation: Annotated[
+        str, typer.Option("--implementation", metavar="NAME", help="family/name")
+    ] = "reference/ddp",
+    backend: Annotated[str, typer.Option("--backend", metavar="B")] = "gloo",
+    world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="write the Markdown here, too")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="FILE", help="keep what the ranks measured (JSON)"),
+    ] = None,
+) -> None:
+    """Predict steps of three models by the alpha-beta model, and measure them.
+
+    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 too restless a
+    machine to tell.
+    """
+    from shardproof.studies import model_check as study
+
+    raise typer.Exit(study.run(implementation, backend, world, rounds, out, records))

@@ -1,0 +1,130 @@
+"""A run under supervision: its folder, Ctrl-C, and disks that fill up.
+
+Whatever ends a run, what is written stays, the folder is closed and its reports are made.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardproof import report, verdicts
+from shardproof.commands.console import print_line
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs.integrity import damage_is_bad_input
+from shardproof.runs.records import RecordError
+from shardproof.runs.run_folder import RunFolder, read
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESULTS = Path("results")
+
+
+def open_folder(path: Path | None) -> RunFolder:
+    """The run folder at ``path``, or a new one under ``results/``.
+
+    :raises SelectionError: it cannot be written, or holds something else.
+    """
+    command = ["shardproof", *sys.argv[1:]]
+    try:
+        return RunFolder(path, command) if path is not None else RunFolder.create(RESULTS, command)
+    except OSError as error:
+        where = str(error.filename or path or RESULTS)
+        what = f"results cannot be written: {error.strerror}"
+        raise SelectionError(Problem(what, "choose another --results folder", where)) from None
+    except RecordError as error:
+        raise SelectionError(Problem(str(error), "choose another --results folder")) from None
+
+
+def supervised(
+    folder: RunFolder,
+    console: Console,
+    body: Callable[[Interrupts], int],
+    interrupted: Callable[[], None],
+    finish: Callable[[], None],
+) -> int:
+    """Run ``body``; whatever ends it, what is written stays and the folder is closed.
+
+    A folder that can no longer be written ends the run with a sentence that names the file.
+    """
+    code = verdicts.INTERRUPTED
+    with Interrupts() as interrupts, damage_is_bad_input(folder.path):
+        try:
+            try:
+                code = body(interrupts)
+            except KeyboardInterrupt:
+                interrupted()
+            _finish(folder, code, finish)
+        except OSError as error:
+            if error.errno not in _UNWRITABLE:
+                raise
+            where = error.filename or folder.path
+            print_line(
+                console, f"{where}: {error.strerror} - what was written is kept; make room, then"
+            )
+            print_line(console, f"    shardproof run --resume --results {folder.path}")
+            red = verdicts.exit_code(verdicts.count(read(folder.path).cases)) == verdicts.BROKEN
+            code = verdicts.BROKEN if red else verdicts.NOT_DECIDED
+    print_line(console, f"evidence: {folder.path}")
+    return code
+
+
+#: The folder is full, over quota, gone read-only, or failing.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+class Interrupts:
+    """Ctrl-C (or SIGTERM) once stops a run in order; a second one does not disturb the tidying."""
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+        self._holding = self._pending = self._came = False
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: object) -> None:
+        if self._came:
+            os.write(2, b"stopping: ranks are being ended, results kept\n")
+            return
+        self._came = True
+        if self._holding:
+            self._pending = True
+        else:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is inside is done whole; an interrupt comes after it."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self._pending:
+                self._pending = False
+                raise KeyboardInterrupt
+
+
+def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
+    more()
+    folder.close(code)
+    run = read(folder.path)
+    for name, told in (("report.html", report.html(run)), ("report.md", report.document(run))):
+        (folder.path / name).write_text(told, encoding="utf-8")
+        folder.seal(name)

@@ -1,0 +1,319 @@
+"""What the ranks of a case leave, and what the leader measures of it: the rows of the evidence.
+
+Names of fields are those of the stored files: docs/evidence.md tells each.  ``to_dict`` gives the
+stored form, ``from_dict`` reads it again; a field that it lacks and that has no default raises
+:class:`TypeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from shardproof.contract import Event, Piece
+from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.program_order import Done
+from shardproof.ledgers.traffic import Call
+from shardproof.registry.declaration import Declaration
+
+#: Pieces of a rank by kind of state.
+Pieces = Mapping[str, Sequence[Piece]]
+#: Number, kind and name of an entry of the program-order log.
+LoggedEvent = tuple[int, str, str]
+#: The stored form of a record or a row: what JSON, a pack of tensors or a Parquet row holds.
+Stored = dict[str, Any]
+
+
+def stored(row: Any) -> Stored:
+    """All fields of a dataclass, not copied."""
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """SHA-256 of a tensor's bytes, its shape and its dtype."""
+
+    digest: str
+    shape: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Two evaluations of the batch of ``step`` on one rank, and the kinds of state they changed.
+
+    ``share``: the data coordinate; ``losses`` may be ``None`` where a rank does not know them.
+    """
+
+    step: int
+    share: int | None
+    losses: list[float | None]
+    changed: list[str]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step of one rank.
+
+    ``present``: it was a member.  ``share``: the number of its data coordinate, ``None`` without
+    data.  ``windows``: micro-batches of each window.  ``outputs``: dtypes that losses were taken
+    of.  ``observed``: pieces by observation point and kind, which the account leaves out.
+    ``held``: elements by point, kind and name.  ``calls``, ``events``: the step's range in
+    :attr:`RankRecord.traffic`, and that of its event numbers.
+    """
+
+    step: int
+    share: int | None
+    loss: float | None
+    norm: float | None
+    present: bool = True
+    windows: Sequence[int] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
+    observed: Mapping[str, Pieces] = field(default_factory=dict)
+    held: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    calls: Sequence[int] = (0, 0)
+    events: Sequence[int] = (0, 0)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, because gradients overflowed."""
+        return bool(self.metrics.get("skipped"))
+
+    def to_dict(self) -> Stored:
+        """The stored form."""
+        observed = {point: _stored_pieces(kinds) for point, kinds in self.observed.items()}
+        return stored(self) | {"observed": observed}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
+        """The step that :meth:`to_dict` described."""
+        observed = {point: _pieces(kinds) for point, kinds in data["observed"].items()}
+        return cls(**{**data, "observed": observed})
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """What one rank did and held in one case.
+
+    ``cores``: how many it could run on.  ``initial``: pieces after ``setup``; ``final``: after the
+    last step, of systems that are judged by a replay.  ``history``: its updates, of systems without
+    a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
+    parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
+    """
+
+    rank: int
+    cores: int
+    declaration: Declaration
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    initial: Pieces = field(default_factory=dict)
+    final: Pieces = field(default_factory=dict)
+    history: list[Event] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    traffic: list[Call] = field(default_factory=list)
+    events: list[LoggedEvent] = field(default_factory=list)
+    actions: list[Done] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    full_state: Mapping[str, TensorDigest] | None = None
+
+    def calls_of(self, step: int) -> list[Call]:
+        """The calls that the rank made in ``step``."""
+        start, stop = self.steps[step].calls
+        return self.traffic[start:stop]
+
+    def events_of(self, step: int) -> list[LoggedEvent]:
+        """The entries of the program-order log that were made in ``step``."""
+        first, last = self.steps[step].events
+        return [event for event in self.events if first <= event[0] < last]
+
+    def without_tensors(self) -> RankRecord:
+        """This record as the account keeps it: points stay, what was held there goes."""
+        steps = [
+            replace(step, observed={point: {} for point in step.observed}) for step in self.steps
+        ]
+        return replace(self, initial={}, final={}, steps=steps)
+
+    def to_dict(self) -> Stored:
+        """The stored form."""
+        data = stored(self)
+        data["capabilities"] = data.pop("declaration").to_dict()
+        for name in ("initial", "final"):
+            data[name] = _stored_pieces(data[name])
+        data["history"] = [stored(event) for event in self.history]
+        for name in ("steps", "traffic", "memory"):
+            data[name] = [row.to_dict() for row in data[name]]
+        data["actions"] = [done._asdict() for done in self.actions]
+        data["evaluation"] = None if self.evaluation is None else stored(self.evaluation)
+        if self.full_state is not None:
+            data["full_state"] = {name: stored(row) for name, row in self.full_state.items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankRecord:
+        """The record that :meth:`to_dict` described."""
+        fields = dict(data)
+        fields["declaration"] = Declaration.from_dict(fields.pop("capabilities"))
+        for name in ("initial", "final"):
+            fields[name] = _pieces(fields.get(name, {}))
+        fields["history"] = [Event(**event) for event in data.get("history", ())]
+        fields["steps"] = [StepRecord.from_dict(step) for step in data["steps"]]
+        fields["traffic"] = [Call.from_dict(call) for call in data["traffic"]]
+        fields["events"] = [(number, kind, name) for number, kind, name in data["events"]]
+        fields["actions"] = [Done(**done) for done in data["actions"]]
+        fields["memory"] = [MemoryRow(**row) for row in data["memory"]]
+        if data.get("evaluation") is not None:
+            fields["evaluation"] = Evaluation(**data["evaluation"])
+        if data.get("full_state") is not None:
+            gathered = data["full_state"].items()
+            fields["full_state"] = {name: TensorDigest(**row) for name, row in gathered}
+        return cls(**fields)
+
+
+def copied(pieces: Iterable[Piece]) -> list[Piece]:
+    """Copies on the host, so that what the system does next cannot change what was seen."""
+    return [replace(piece, tensor=_contiguous(piece.tensor), source=None) for piece in pieces]
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    import torch
+
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _stored_pieces(kinds: Pieces) -> dict[str, list[Stored]]:
+    return {kind: [_stored_piece(piece) for piece in pieces] for kind, pieces in kinds.items()}
+
+
+def _stored_piece(piece: Piece) -> Stored:
+    return {
+        "name": piece.name,
+        "global_shape": list(piece.global_shape),
+        "slices": None if piece.slices is None else [list(bounds) for bounds in piece.slices],
+        "flat_range": None if piece.flat_range is None else list(piece.flat_range),
+        "replica": piece.replica,
+        "incomplete": piece.incomplete,
+        "tensor": piece.tensor,
+    }
+
+
+def _pieces(kinds: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, list[Piece]]:
+    return {kind: [Piece(**piece) for piece in pieces] for kind, pieces in kinds.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One copy of one tensor at one moment; ``step`` -1 is the moment after ``setup``.
+
+    ``differs``: elements that are not those of the lowest replica's copy (-0 equals 0, NaN equals
+    NaN).  ``norm``, ``largest``: Frobenius norm and largest magnitude, in fp64.
+    """
+
+    step: int
+    point: str
+    kind: str
+    name: str
+    replica: int
+    owners: list[int]
+    norm: float
+    largest: float
+    digest: str
+    shape: list[int]
+    dtype: str
+    differs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One comparison of a check: ``error`` against ``bound``.
+
+    ``tested`` is ``False`` where a spoilt copy passed.  Alone in a row stand ``problem`` (nothing
+    could be compared, as a sentence), ``skip`` (there is nothing to compare, and why) and ``broke``
+    (the check raised an error).
+    """
+
+    step: int = 0
+    phase: str = ""
+    name: str = ""
+    owner: str = ""
+    error: float | None = None
+    bound: float | None = None
+    tested: bool = True
+    problem: str = ""
+    skip: str = ""
+    broke: str = ""
+
+    def to_dict(self) -> Stored:
+        """The stored form: what is not set is left out."""
+        for name in ("problem", "skip", "broke"):
+            if getattr(self, name):
+                return {name: getattr(self, name)}
+        place = {"step": self.step, "phase": self.phase, "name": self.name}
+        if not self.tested:
+            return place | {"tested": False}
+        return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether an error was measured."""
+        return self.error is not None and self.bound is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadFacts:
+    """What checks need to know of the workload.
+
+    ``zero_gradient``: regions of parameters whose true gradient is 0, one ``(start, stop)`` per
+    dimension.
+    """
+
+    zero_gradient: Mapping[str, list[tuple[tuple[int, int], ...]]]
+    parameter_names: Sequence[str]
+    trainable_names: Sequence[str]
+    unused_possible: bool
+    traits: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OracleStep:
+    """Loss and norm of one step of the oracle, its loss scale, and whether it overflowed."""
+
+    loss: float
+    norm: float
+    scale: float | None
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OracleFacts:
+    """What is kept of the oracle.
+
+    ``budget``: what exact sums take (:class:`shardproof.oracle.exactness.Budget`).  Of a replay
+    ``updates`` are those that the ranks say they made, ``stale`` the most versions that one was
+    behind, and ``problem`` why they cannot have happened.
+    """
+
+    steps: Sequence[OracleStep] = ()
+    budget: Mapping[str, Any] | None = None
+    problem: str | None = None
+    updates: int | None = None
+    stale: int | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OracleFacts:
+        """The facts that :meth:`to_dict` stored, or those of an oracle with all its tensors."""
+        steps = [
+            OracleStep(float(s["loss"]), float(s["norm"]), s["scale"], s["skipped"])
+            for s in data.get("steps", ())
+        ]
+        named = ("budget", "problem", "updates", "stale")
+        return cls(steps, **{name: data.get(name) for name in named})
+
+    def to_dict(self) -> Stored:
+        """The stored form: what is ``None`` is left out."""
+        data = {name: value for name, value in stored(self).items() if value is not None}
+        return data | {"steps": [stored(step) for step in self.steps]}

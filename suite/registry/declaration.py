@@ -1,0 +1,152 @@
+"""What a system says of itself (its *declaration*), and what is missing for it here.
+
+Cases, benches and ``prove`` all ask this module, so that a system is left out for the same reasons
+and in the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof import registry
+from shardproof.backends import BACKENDS
+from shardproof.case import Case
+from shardproof.contract import PROFILES, TRAIT_FEATURES, Capabilities, Implementation, Refused
+
+#: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
+UNEQUAL = "unequal_micro_batches"
+
+
+@dataclass(frozen=True)
+class Declaration(Capabilities):
+    """The capabilities of a system under some options, and the ``strategy`` that it claims."""
+
+    strategy: str = ""
+
+    @classmethod
+    def of(cls, system: type[Implementation], options: Mapping[str, Any]) -> Declaration:
+        """What ``system`` declares; :class:`Refused` for options that it declines."""
+        capabilities = system.capabilities(options)
+        fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
+        return cls(**fields, strategy=system.strategy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        return {
+            "strategy": self.strategy,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(Capabilities)},
+            "features": sorted(self.features),
+            "declines": dict(self.declines),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Declaration:
+        """The declaration that :meth:`to_dict` described."""
+        lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        return cls(**{**data, **lists, "features": frozenset(data["features"])})
+
+    def outside_profile(self) -> str:
+        """The trait that it declines although its strategy implies it; empty: none."""
+        profile = PROFILES.get(self.strategy, frozenset())
+        for trait in self.declines:
+            feature = TRAIT_FEATURES.get(trait)
+            if feature in profile:
+                return (
+                    f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
+                )
+        return ""
+
+    def missing_here(self, backend: str, world: int) -> str:
+        """The backend or the package that this machine lacks; empty: none."""
+        reason = BACKENDS[backend].available(world)
+        if reason:
+            return reason
+        for name in self.packages:
+            if importlib.util.find_spec(name) is None:
+                return f"the optional package {name!r} is not installed: see docs/install-extras.md"
+        return ""
+
+    def excludes(
+        self, backend: str, dtype: str, world: int, axes: Collection[str] = (), missing: str = ""
+    ) -> str:
+        """Why it cannot run this way; ``missing`` is :meth:`missing_here`; empty: it can."""
+        if backend not in self.backends:
+            return f"runs on {', '.join(self.backends)} only"
+        if missing:
+            return missing
+        foreign = [axis for axis in axes if axis not in self.axes]
+        if foreign:
+            return f"has no axis {', '.join(foreign)}; its axes: {', '.join(self.axes)}"
+        if self.max_world is not None and world > self.max_world:
+            return f"runs at world sizes up to {self.max_world}"
+        if dtype not in self.dtypes:
+            return f"has no {dtype}; its dtypes: {', '.join(self.dtypes)}"
+        return ""
+
+    def excludes_case(self, case: Case, missing: str) -> str:
+        """Why ``case`` lies outside what it declares or what the machine has; empty: inside."""
+        reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
+        if reason:
+            return reason
+        for trait in case.workload.traits:
+            if trait in self.declines:
+                return f"declines trait {trait}: {self.declines[trait]}"
+        counts = case.workload.micro_batch_counts(case.data_coordinates)
+        if UNEQUAL in self.declines and len(set(counts)) > 1:
+            samples = f"{case.workload.global_batch} samples do not suffice"
+            return (
+                f"declines trait {UNEQUAL}, and {samples}: {min(counts)} to {max(counts)} "
+                f"micro-batches a rank: {self.declines[UNEQUAL]}"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What asking a system gave: its declaration, or why there is none.
+
+    ``refused``: the options are wrong.  ``missing``: it cannot run here, whatever the options.
+    """
+
+    declaration: Declaration | None = None
+    refused: str = ""
+    missing: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; :meth:`from_dict` is its inverse."""
+        declared = None if self.declaration is None else self.declaration.to_dict()
+        return {"declaration": declared, "refused": self.refused, "missing": self.missing}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Answer:
+        """The answer that :meth:`to_dict` described."""
+        declared = data["declaration"]
+        declaration = None if declared is None else Declaration.from_dict(declared)
+        return cls(declaration, data["refused"], data["missing"])
+
+
+def ask(
+    implementation: str, options: Mapping[str, Any], backend: str, dtype: str, world: int
+) -> Answer:
+    """Load a system and ask what it declares, and whether it can run this way on this machine.
+
+    Call it in a leader: the module of a user's own system may end its process.
+    """
+    try:
+        declaration = Declaration.of(registry.load(implementation), options)
+    except registry.BrokenImplementation as error:
+        return Answer(missing=str(error))
+    except Refused as error:
+        return Answer(refused=str(error))
+    missing = declaration.missing_here(backend, world)
+    return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
+
+
+def axes(payload: Mapping[str, Any]) -> list[str]:
+    """Task of a leader: the mesh axes that ``implementation`` declares under ``options``."""
+    system = registry.load(payload["implementation"])
+    return list(Declaration.of(system, payload["options"]).axes)

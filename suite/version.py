@@ -1,3 +1,0 @@
-"""The suite's version; results of different versions are not compared."""
-
-VERSION = "0.1.0"
