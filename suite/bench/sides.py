@@ -296,7 +296,7 @@ class SpeedScenario(Model):
     workload: WorkloadModel = Field(description="model, data and batch shape")
     optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
-    backend: str = Field("gloo", description="where ranks talk")
+    backend: str = Field("gloo", description="communication backend")
     world: int = Field(2, ge=1, le=1024, description="number of ranks")
     goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")

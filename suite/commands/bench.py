@@ -50,7 +50,9 @@ def bench(
     expression: Annotated[
         str, typer.Option("-k", metavar="EXPR", help="of scenarios: pairs whose id matches")
     ] = "",
-    backend: Annotated[str, typer.Option("--backend", metavar="B", help="where ranks talk")] = "",
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="B", help="communication backend")
+    ] = "",
     world: Annotated[
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None,

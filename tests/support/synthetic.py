@@ -18,7 +18,7 @@ from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.runs import records
-from shardproof.runs.run_folder import fingerprint
+from shardproof.runs.run_folder import FORMAT, fingerprint
 from shardproof.schedules import Action, Schedule, simulate, with_messages
 
 IMPLEMENTATIONS = (
@@ -103,7 +103,7 @@ def _header(name: str, planned: list[str], code: int) -> dict[str, Any]:
         "kills": [],
         "key": {"suite": VERSION, "scenarios": "5ce0a1", "data": "da7a"},
     }
-    return {"format": 1, "id": name, "invocations": [invocation]}
+    return {"format": FORMAT, "id": name, "invocations": [invocation]}
 
 
 def _cases() -> Iterator[Case]:

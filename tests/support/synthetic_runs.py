@@ -15,6 +15,7 @@ from shardproof.compare import baseline
 from shardproof.compare.snapshot import Snapshot
 from shardproof.contract import OptimizerSpec
 from shardproof.runs.records import Manifest
+from shardproof.runs.run_folder import FORMAT
 
 Line = dict[str, Any]
 
@@ -228,7 +229,7 @@ def write(
         "planned": planned,
         "key": {"suite": suite, "scenarios": key, "data": key},
     }
-    header = {"format": 1, "id": folder.name, "invocations": [invocation]}
+    header = {"format": FORMAT, "id": folder.name, "invocations": [invocation]}
     (folder / "run.json").write_text(json.dumps(header))
     told = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "cases.jsonl").write_text(told)

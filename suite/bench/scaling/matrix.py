@@ -220,7 +220,7 @@ class ScalingScenario(Model):
     workload: ScaledWorkload = Field(description="model, data and batch shape")
     optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
-    backends: Words = Field(description="where ranks talk")
+    backends: Words = Field(description="communication backend")
     worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
         min_length=1, description="numbers of ranks; beyond the physical cores they are modelled"
     )
