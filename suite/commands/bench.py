@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardproof import verdicts
+from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
     from shardproof.bench.launches import Subject
     from shardproof.bench.sides import Pair
     from shardproof.commands.bench_run import Request
-
-
-class FailOn(StrEnum):
-    """What is a failure beside a crash."""
-
-    slower = "slower"
-    goal = "goal"
 
 
 class OptimizerChoice(StrEnum):

@@ -18,9 +18,9 @@ from shardproof.bench.scaling.matrix import Cell
 from shardproof.bench.session import Measured, Session
 from shardproof.bench.sides import Pair
 from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
-from shardproof.commands import bench_tables, supervision
-from shardproof.commands.bench import FailOn
+from shardproof.commands import supervision
 from shardproof.commands.console import Blocks, make_console, print_line
+from shardproof.commands.options import FailOn
 from shardproof.runs.run_folder import Durations, read
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def run(
             return verdicts.BROKEN if failed else exit_code(lines, request.fail_on)
 
         def show(lines: Sequence[Line], console: Console) -> None:
-            (bench_tables.show_cells if scaling else bench_tables.show_pairs)(lines, console)
+            (show_cells if scaling else show_pairs)(lines, console)
 
         def interrupted() -> None:
             if not scaling:
@@ -184,3 +184,33 @@ def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     if words & set(stats.OPEN) or words <= {"oversubscribed"}:
         return verdicts.NOT_DECIDED
     return verdicts.HELD
+
+
+def show_pairs(lines: Sequence[Line], console: Console) -> None:
+    """The table of comparisons, and what belongs to each row."""
+    if not lines:
+        return
+    from shardproof.bench import stats, tables
+
+    console.print(tables.table(lines, tables.NARROW))
+    for line in lines:
+        first, *rest = tables.details(line)
+        for text in (first, *tables.beside(line), *rest):
+            print_line(console, text)
+    if (caution := tables.lost(lines, stats.family(lines))) is not None:
+        print_line(console, caution)
+
+
+def show_cells(lines: Sequence[Line], console: Console) -> None:
+    """Both tables of scaling cells, and remarks on single rows."""
+    if not lines:
+        return
+    from shardproof.bench.scaling import tables
+
+    console.print(tables.table(lines, tables.NARROW))
+    modelled = tables.modelled_table(lines)
+    if modelled.rows:
+        print_line(console, "")
+        console.print(modelled)
+    for text in tables.remarks(lines):
+        print_line(console, text)

@@ -61,7 +61,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
     from shardproof.bench import peers, tables
     from shardproof.bench.scaling import tables as scaling_tables
-    from shardproof.commands import bench_tables
+    from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
 
     if into is not None:
@@ -98,7 +98,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
-        bench_tables.show_pairs(found.benches, console)
-        bench_tables.show_cells(found.scalings, console)
+        bench_run.show_pairs(found.benches, console)
+        bench_run.show_cells(found.scalings, console)
         if found.cases or not (found.benches or found.scalings):
             print_line(console, reports.closing(found))

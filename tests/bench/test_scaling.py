@@ -248,8 +248,8 @@ def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
 
 
 def test_exit_codes() -> None:
-    from shardproof.commands.bench import FailOn
     from shardproof.commands.bench_run import exit_code
+    from shardproof.commands.options import FailOn
 
     def told(*words: str) -> list[dict[str, str]]:
         return [{"verdict": word} for word in words]
