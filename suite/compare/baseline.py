@@ -70,13 +70,7 @@ def of_folder(path: Path) -> Snapshot:
 
     :raises SelectionError: it is damaged, or of another format.
     """
-    run = run_folder.read(path, strict=True)
-    version = run.header.get("format")
-    if version != run_folder.FORMAT:
-        what = f"is a run of format {version!r}, this suite reads {run_folder.FORMAT}"
-        remedy = "compare it with the version of the suite that wrote it"
-        raise SelectionError(Problem(what, remedy, file=str(path / "run.json")))
-    return of_run(run)
+    return of_run(run_folder.read(path, strict=True))
 
 
 # ------------------------------------------------------------------------------------- writing
