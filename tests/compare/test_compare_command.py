@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import synthetic_runs as made
+import synthetic as made
 
 from shardproof.compare import baseline, formats, hardware
 from shardproof.compare.compare import compare

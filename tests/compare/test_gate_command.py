@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 import typer.main
 import yaml
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import StepRecord
