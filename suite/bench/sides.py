@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -49,6 +49,8 @@ SEGMENT_STEPS = 2
 WARM_STEPS = 20
 WARM_SECONDS = 2.0
 WARM_LEAST = 4
+#: Name of a pair that was given on the command line.
+ON_COMMAND_LINE = "pair"
 #: Letters of the sides of a comparison.
 LETTERS = ("a", "b")
 #: Relative difference of the first losses from which two sides do not train the same: sums in
@@ -73,6 +75,9 @@ class Side:
 class Pair:
     """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
 
+    #: Its kind of line in ``cases.jsonl``.
+    kind: ClassVar[Literal["bench"]] = "bench"
+
     name: str
     a: Side
     b: Side
@@ -93,6 +98,15 @@ class Pair:
         words = (self.workload.name, *([self.size] if self.size else []))
         sides = f"{self.a.implementation} v {self.b.implementation}"
         return f"bench::{self.name}::{sides}::{self.backend}::{self.world}::{'+'.join(words)}"
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Sides are examined for one comparison at a time."""
+        return (self.id,)
+
+    def progress_name(self, refused: bool) -> str:
+        """What progress calls it."""
+        return f"{self.a.implementation} v {self.b.implementation}"
 
     def side(self, letter: str) -> Side:
         """``a``, ``b``, or A's ``twin`` in the A/A pair."""

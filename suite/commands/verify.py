@@ -153,11 +153,9 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
 def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
     """Judge the raw times of a comparison, or of a scaling cell."""
     from shardproof.bench import evidence
-    from shardproof.bench.scaling import session as scaling
 
-    kind = scaling if line["kind"] == "scaling" else evidence
     try:
-        problem = kind.verify_line(path, line)
+        problem = evidence.verify_line(path, line)
     except (RecordError, KeyError, TypeError, ValueError) as error:
         problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
     if problem is not None:
