@@ -44,7 +44,7 @@ def report(
     shardproof report
     shardproof report 20260102-030405 --format markdown
     shardproof report 20260102-030405.tar.gz --format html > report.html
-    shardproof report --into README.md
+    shardproof report --into results/README.md
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle import open_run
