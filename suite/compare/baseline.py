@@ -134,9 +134,11 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=isinstance(value, Mapping))
 
 
-def _row(entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered) -> dict[str, Any]:
+def _row(
+    entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered
+) -> dict[str, object]:
     ordered = sorted(entry.figures)
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
         "verdict": entry.verdict,
         "at": [

@@ -231,6 +231,14 @@ def _shown(path: Path) -> str:
 # ----------------------------------------------------------- pydantic's errors, in our words
 
 
+def of_text(text: str, name: str) -> ScenarioFile:
+    """The scenario that YAML ``text`` says; ``name`` stands for the file in errors.
+
+    :raises ScenarioError: as :func:`load`.
+    """
+    return _validate(parse(text, name), name)
+
+
 def _validate(node: Node, file: str) -> ScenarioFile:
     return ScenarioFile(_as(Scenario, node, file), file, node)
 
