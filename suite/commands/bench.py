@@ -42,7 +42,7 @@ def bench(
         ),
     ] = None,
     expression: Annotated[
-        str, typer.Option("-k", metavar="EXPR", help="of scenarios: pairs whose id matches")
+        str, typer.Option("-k", metavar="EXPR", help="only pairs or cells whose id matches")
     ] = "",
     backend: Annotated[
         str, typer.Option("--backend", metavar="B", help="communication backend")
@@ -54,10 +54,10 @@ def bench(
         str, typer.Option("--workload", metavar="W", help="model and data")
     ] = "charnames_gpt",
     size: Annotated[
-        str, typer.Option("--size", metavar="S", help="preset of the model's parameters, e.g. 20m")
+        str, typer.Option("--size", metavar="S", help="size preset of the model, e.g. 20m")
     ] = "",
     param: Annotated[
-        list[str] | None, typer.Option("--param", metavar="K=V", help="one of the model's knobs")
+        list[str] | None, typer.Option("--param", metavar="K=V", help="a parameter of the model")
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples a step, all ranks")
@@ -68,7 +68,7 @@ def bench(
     optimizer: Annotated[
         OptimizerChoice, typer.Option("--optimizer", help="the same kernel on both sides")
     ] = OptimizerChoice.adamw,
-    dtype: Annotated[str, typer.Option("--dtype", help="of the model")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help="dtype of the model")] = "float32",
     option_a: Annotated[
         list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A; a.b=V nests")
     ] = None,
@@ -84,7 +84,7 @@ def bench(
     ] = None,
     launches: Annotated[
         int | None,
-        typer.Option("--launches", metavar="L", min=1, max=1000, help="fresh ranks so often"),
+        typer.Option("--launches", metavar="L", min=1, max=1000, help="sets of fresh ranks"),
     ] = None,
     goal: Annotated[
         float | None,
@@ -119,8 +119,8 @@ def bench(
         bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
     ] = False,
 ) -> None:
-    """Is A faster than B here? Blocks of steps in the order A B B A, both alive in the same ranks.
-    What do more ranks gain? The same for one rank and N (docs/scaling.md).
+    """Compare the speed of A and B on this machine: blocks of steps in the order A B B A, with both
+    sides alive in the same ranks. With a scaling scenario: one rank beside N (docs/scaling.md).
 
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
@@ -134,8 +134,8 @@ def bench(
     SCENARIO: a file, a folder, a name (strong) or folder/name (scaling/strong) of scenarios/.
 
     Ratios are A over B, from medians of blocks, with the 95 % interval of a paired t on their logs;
-    p is that of the exact sign-flip permutation. A/A: A beside its twin, what this machine leaves
-    open. The margin is 5 % or the A/A half-width, whichever is more.
+    p is that of the exact sign-flip permutation. A/A compares A with its own twin and shows the
+    noise of this machine. The margin is 5 % or the A/A half-width, whichever is larger.
 
     \b
     faster, slower     certain, and at least the margin
