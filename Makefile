@@ -49,11 +49,11 @@ test: setup ## tests of the judge itself, with one planted fault a file and a ch
 slow: setup ## the tests that take long or need a container engine
 	@$(BIN)/pytest tests -m slow
 
-peers: setup ## reference strategies beside their upstream peers, into the README (15 minutes, leave the machine alone)
+peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes, leave the machine alone)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
 	$(BIN)/shardproof bench peers --blocks $(PEERS_BLOCKS) --budget $(PEERS_BUDGET) --results $$run; code=$$?; \
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
-	$(BIN)/shardproof report $$run --into README.md
+	$(BIN)/shardproof report $$run --into results/README.md
 
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
@@ -75,8 +75,8 @@ image: ## build the container images if they are missing or old
 compare: setup ## regenerate the table across hardware from the committed baselines
 	@$(BIN)/shardproof compare results/baselines/*.json --by hardware --into results/README.md
 
-report: setup ## regenerate the results table of the README from the newest run
-	@$(BIN)/shardproof report --into README.md
+report: setup ## regenerate the tables of results/README.md from the newest run
+	@$(BIN)/shardproof report --into results/README.md
 
 docs: setup ## regenerate generated pages
 	@$(BIN)/python docs/make_bug_zoo.py

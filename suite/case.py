@@ -14,13 +14,16 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardproof import old_words
 from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
+#: The axes of a mesh, outermost first.
+Axis = Literal["pipe", "replicate", "shard", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 #: Data axes: their product is the number of data coordinates (shares of the global batch).
 DATA_AXES = ("replicate", "shard")
 
@@ -43,13 +46,13 @@ class WorkloadSpec:
 
     def cut(self, coordinates: int) -> list[list[list[int]]]:
         """Samples by data coordinate, window and micro-batch of a step; none is empty."""
-        found = []
+        shares = []
         for coordinate, size in enumerate(split(self.global_batch, coordinates)):
             counts = self.window_sizes(coordinate)
             pieces = iter(split(size, sum(counts)))
             windows = [[n for n in itertools.islice(pieces, count) if n] for count in counts]
-            found.append([window for window in windows if window])
-        return found
+            shares.append([window for window in windows if window])
+        return shares
 
     def window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate, were there samples for all."""

@@ -1,4 +1,4 @@
-"""Where ranks talk: :class:`Comm` wraps one process group, :class:`Mesh` names the axes.
+"""Communication: :class:`Comm` wraps one process group, :class:`Mesh` names the axes.
 
 Both are passed in explicitly, so that one strategy file runs on threads, gloo, NCCL and MPI, and in
 sub-groups, without change.

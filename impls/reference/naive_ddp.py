@@ -1,13 +1,14 @@
 """Data parallelism, the naive way: the lesson that ``ddp.py`` improves on.
 
-Same problem and same placement as in ``ddp.py``; gradients are summed one parameter at a time,
-after backward has ended.
+The problem and the placement are those of ``ddp.py``.  Gradients are summed one parameter at a
+time, after backward has ended.
 
     step     micro-batches   forward, backward; gradients add up locally
              finish          for each parameter: all-reduce, wait
 
-Right, short, and slow for two reasons: the network idles while backward computes and the processors
-idle afterwards; and each small tensor (a bias, a norm's weight) pays a whole call's latency.
+This is correct, short, and slow for two reasons.  The network idles while backward computes, and
+the processors idle afterwards.  And each small tensor (a bias, a norm's weight) pays the latency of
+a whole call.
 
 Cost: floating-point bytes sent a step, over all N ranks: 2 (N-1) trainable bytes, as ``ddp.py`` (an
 all-reduce moves 2 (N-1)/N of the payload a rank: ZeRO, arXiv 1910.02054, section VII-A), in as many
@@ -57,8 +58,7 @@ class NaiveDDP(Replicated):
 
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
-        # Agreed on before any gradient travels: a rank that left out a call would leave the others
-        # waiting.
+        # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
         votes = [p.grad is not None for p in self.parameters]
         used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce(used)

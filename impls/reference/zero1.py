@@ -1,12 +1,12 @@
 """ZeRO-1: every rank holds the model, but only a shard of the optimizer's state.
 
 Problem.  Data parallelism keeps the optimizer's state, Adam's two moments and perhaps fp32 masters,
-on every rank, although all ranks compute the same update.  Let each rank update 1/N of the
-parameters: it needs the summed gradient of its shard only, and all need its result.
+on every rank, although all ranks compute the same update.  In ZeRO-1 each rank updates 1/N of the
+parameters.  It needs the summed gradient of its own shard only, and all ranks need the result.
 
 An all-reduce is a reduce-scatter followed by an all-gather.  ZeRO-1 puts the update in between:
-first gradients are scattered, then *parameters* are gathered, and not a byte is sent beyond DDP's.
-(All-reduce + all-gather, the naive way, sends half as much again.)
+first gradients are scattered, then *parameters* are gathered, and no more bytes are sent than by
+DDP.  (All-reduce and then all-gather, the naive way, would send half as much again.)
 
     what                        where
     parameters                  every rank, whole; views of flat buckets

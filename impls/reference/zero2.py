@@ -1,8 +1,8 @@
 """ZeRO-2: optimizer state and gradients are sharded; only parameters are whole.
 
 Problem.  Under ZeRO-1 every rank still holds a gradient for every parameter, though it updates 1/N
-of them.  Keep the reduced shard only: a bucket's whole gradients live from the first one that
-backward makes until the bucket is reduced and scattered, and then their memory is free.
+of them.  ZeRO-2 keeps only the reduced shard.  The whole gradients of a bucket live from the first
+one that backward makes until the bucket has been reduced and scattered; then they are freed.
 
     what                        where
     parameters                  every rank, whole; views of flat buckets
@@ -21,8 +21,9 @@ backward makes until the bucket is reduced and scattered, and then their memory 
              clip, update         own shards only; the norm is a sum over ranks
              after_update         all-gather of every bucket's parameters, in place
 
-Rounds are in parts/sharded_update.py, buckets in parts/owned_bucket.py.  Gradients cannot simply
-add up over micro-batches: what is not kept must be sent.  With m micro-batches, m reductions.
+Rounds are in parts/sharded_update.py, buckets in parts/owned_bucket.py.  Gradients
+cannot add up locally over micro-batches, because no rank keeps them whole: each of m micro-batches
+has its own reduction.
 
 Cost: floating-point bytes sent a step, over all N ranks: m (N-1) padded gradient bytes
 (reduce-scatter; m is the largest number of micro-batches of a rank) + (N-1) padded parameter bytes

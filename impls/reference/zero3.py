@@ -13,9 +13,10 @@ network busy while a unit computes, the next one is gathered meanwhile.
     buffers                     every rank its own
 
     step     before_step         how many rounds? the most micro-batches of any rank
-             forward             gather 0 | gather 1 | compute 0, free 0 | gather 2 | compute 1 ...
-             backward            gather 2 | gather 1 | compute 2, free 2, reduce 2 | gather 0 |
-                                 compute 1, free 1, wait 2, add to its shard, reduce 1 ...
+             forward             [1] gather 0 [2] gather 1 | compute 0, [3] free 0 | ...
+             backward            [4] gather 2 [5] gather 1 | compute 2, [6] free 2, [7] reduce 2 |
+                                 gather 0 | compute 1, free 1, wait 2, add to its shard,
+                                 reduce 1 ...
              finish              rounds that other ranks still have, with zeros; who used what
              clip, update        own shards only; the norm is a sum over ranks
 
@@ -84,17 +85,17 @@ class Zero3(WrappedModel):
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Gather the unit, wait for it, and start to gather the one that came next last time."""
-        self.gather(unit)
+        self.gather(unit)  # [1]
         unit.wait()
         if again:
             return  # backward is under way, and gathers ahead by its own order
         for following in self.order.forward_begins(unit, ahead=1):
-            self.gather(following)
+            self.gather(following)  # [2]
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         """Free the unit, unless its backward follows at once."""
         if not again:
-            unit.free()
+            unit.free()  # [3]
             self.order.forward_ends(unit)
 
     def before_backward(self, unit: ShardedUnit) -> None:
@@ -102,15 +103,16 @@ class Zero3(WrappedModel):
         if unit is self.root:
             # What the round before left under way: its whole gradients go before new ones come.
             self.wait_and_accumulate()
-        self.gather(unit)
+        self.gather(unit)  # [4]
         unit.wait()
         for preceding in self.order.backward_begins(unit, ahead=1):
-            self.gather(preceding)
+            self.gather(preceding)  # [5]
 
     def after_backward(self, unit: ShardedUnit) -> None:
         """Free the parameters, send the gradients."""
-        unit.free()  # first, so that whole parameters and packed gradients never lie side by side
-        self.reduce(unit)
+        # First, so that whole parameters and packed gradients never lie side by side.
+        unit.free()  # [6]
+        self.reduce(unit)  # [7]
 
 
 class ReferenceZero3(Engine):

@@ -1,4 +1,4 @@
-"""Where ranks talk: every backend is a torch.distributed one, so upstream systems run unchanged."""
+"""Communication backends. Each is a torch.distributed one, so upstream systems run unchanged."""
 
 from __future__ import annotations
 

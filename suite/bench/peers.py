@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.bench import sides, stats
-from shardproof.bench.tables import Line, interval, markdown_table
+from shardproof.bench.tables import Line, interval
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 #: What the table is made of: every reference strategy has its pair there.
@@ -75,7 +76,7 @@ def table(lines: Sequence[Line]) -> str:
     body = [
         _row(line, report[line["id"]]["verdict"] if line["id"] in report else "") for line in told
     ]
-    return f"{markdown_table(HEADINGS, body)}\n{_notes(told)}"
+    return f"{Table('', HEADINGS, body).markdown()}\n{_notes(told)}"
 
 
 def _row(line: Line, verdict: str) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ def _side(line: Line, letter: str) -> str:
         words.append("kept whole after forward")
     shape = " x ".join(f"{axis} {n}" for axis, n in mesh.items())
     words += [shape] if len(mesh) > 1 else []
-    return f"`{side['implementation']}`" + (f" ({', '.join(words)})" if words else "")
+    return f"{side['implementation']}" + (f" ({', '.join(words)})" if words else "")
 
 
 def _broken(line: Line) -> str:

@@ -17,11 +17,10 @@ waited for communication, or for other load), ``threads`` the CPU time of other 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from shardproof.bench.sides import Pair
-from shardproof.bench.timed_ranks import Arm
+from shardproof.bench.arm import Arm
+from shardproof.bench.launches import SideRun
 
 STEPS = 8
 WARM = 3
@@ -31,12 +30,12 @@ _COPIES = ("aten::copy_", "aten::zero_", "aten::fill_", "aten::cat", "aten::_for
 _TRAFFIC = ("c10d::", "gloo:", "record_param_comms", "nccl:")
 
 
-def profile(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
+def profile(run: SideRun, rank: int) -> dict[str, float]:
     """Milliseconds of a mean step by phase, their sum ``wall``, ``blocked`` and ``threads``."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    arm = Arm(pair, side, axes, rank)
+    arm = Arm(run, rank)
     arm.set_up()
     for _ in range(WARM):
         arm.step()
@@ -53,10 +52,10 @@ def profile(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[s
         clock = 1e3 * (time.perf_counter() - clock) / STEPS
     shares = _by_phase(recorded.events())
     arm.close()
-    told = {phase: shares.get(phase, 0.0) * wall / clock for phase in PHASES}
-    told["other"] = max(0.0, wall - sum(told.values()))
+    phases = {phase: shares.get(phase, 0.0) * wall / clock for phase in PHASES}
+    phases["other"] = max(0.0, wall - sum(phases.values()))
     beside = {"blocked": max(0.0, wall - own), "threads": max(0.0, process - own)}
-    return {"rank": rank, **told, "wall": wall, **beside}
+    return {**phases, "wall": wall, **beside}
 
 
 def _by_phase(events: Any) -> dict[str, float]:

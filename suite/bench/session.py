@@ -1,7 +1,12 @@
 """A bench session: fresh ranks for every launch, and what they measured.
 
-The command line calls :class:`Bench`, whose tasks run in leaders (:mod:`shardproof.bench.tasks`);
-:mod:`shardproof.bench.evidence` judges and keeps what was measured.
+A comparison and a scaling cell are measured alike: what their sides say of themselves is asked
+before anything is timed, launches time sides in turns (:mod:`shardproof.bench.launches`), and
+passes of one side alone come after.  :mod:`shardproof.bench.evidence` judges and keeps it.
+
+Cells that differ in their world only are a group.  Every world with a core for each rank is
+measured.  The others are refused; their modelled figures come from the launches of the largest
+measured world (of none: from one in which a rank computes alone), where alpha and beta were probed.
 """
 
 from __future__ import annotations
@@ -10,67 +15,113 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.backends import BACKENDS
-from shardproof.bench import tasks
+from shardproof.bench import launches, leader_tasks
+from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun, Subject
+from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.model import measurement, scorecard
-from shardproof.bench.sides import LETTERS, Pair, natural_mesh
+from shardproof.bench.model.records import Rounds
+from shardproof.bench.scaling import modelled
+from shardproof.bench.scaling.matrix import Cell, Room
+from shardproof.bench.sides import LETTERS, ON_COMMAND_LINE, Pair, Side, natural_mesh
+from shardproof.bench.stats import TimedStep
 from shardproof.bench.telemetry import nvml, sampling
-from shardproof.case import split
+from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
+from shardproof.errors import Problem, SelectionError
 from shardproof.launch.fork_server import Task
-from shardproof.launch.pool import Pool
-from shardproof.registry.declaration import Answer
+from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.registry.declaration import Answer, Declaration
 
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
+_EXAMINING_SECONDS = 120.0
+#: Seconds of a pass of one side alone.
+_PASS_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
 #: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
 _PATIENCE_SECONDS = 5.0
 
+T = TypeVar("T")
 
-@dataclass
+
+@dataclass(eq=False)
 class Measured:
-    """What a comparison has measured so far; complete or not, it can be judged.
+    """What a comparison or a cell has measured so far; complete or not, it can be judged.
 
-    ``records`` are what ranks returned, one list a launch; ``problem`` is (verdict, sentence).
-    ``seen`` belongs to the launches, ``sides`` are passes of one side alone.
+    ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
+    counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
+    (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone,
+    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` is what the model of a step needs.
+
+    Of a cell only: ``room``, how many ranks fit here; ``source``, the cell in whose launches a
+    refused cell's single rank was timed (its own, where none fits); ``times``, the file of raw
+    times, once it is kept.
     """
 
-    pair: Pair
+    subject: Subject
     meshes: dict[str, dict[str, int]] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    records: list[list[dict[str, Any]]] = field(default_factory=list)
-    memory: dict[str, Any] | None = None
-    profile: dict[str, Any] | None = None
-    seen: sampling.Seen = field(default_factory=sampling.Seen)
-    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Why there are no figures of GPUs.
-    no_gpu: str = ""
-    on_threads: bool = False
-    #: What each side claims to be, and what was probed for its scorecard (bench.model.scorecard).
     strategies: dict[str, str] = field(default_factory=dict)
-    probed: dict[str, Any] | None = None
+    on_threads: bool = False
+    rows: list[TimedStep] = field(default_factory=list)
+    records: list[list[RankTimes]] = field(default_factory=list)
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
+    seen: sampling.Seen = field(default_factory=sampling.Seen)
+    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    no_gpu: str = ""
+    memory: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
+    probed: dict[str, Any] | None = None
+    room: Room | None = None
+    source: Measured | None = None
+    times: str = ""
+
+    @property
+    def timed(self) -> bool:
+        """Whether launches of its own are to be made."""
+        return self.problem is None and self.source in (None, self)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the ranks of a cell would have to share cores."""
+        return self.room is not None and self.room.oversubscribed(self.subject.world)
+
+    def run(self, side: str) -> SideRun:
+        """``side`` on all of its ranks."""
+        if isinstance(self.subject, Cell):
+            return launches.cell_run(self.subject, *self.meshes[side])
+        return launches.side_run(self.subject, side, self.meshes[side])
+
+    def launch(self, number: int, blocks: Iterable[int]) -> Launch:
+        """A launch that times ``blocks``."""
+        if isinstance(self.subject, Cell):
+            (axis,) = self.meshes["ranks"]
+            together = not self.refused
+            return launches.cell_launch(self.subject, axis, number, list(blocks), together)
+        return launches.pair_launch(self.subject, self.meshes, number, list(blocks))
 
 
-class Bench:
-    """Runs comparisons, one launch at a time; leaving the ``with`` block ends every process."""
+class Session:
+    """Measures one launch at a time; leaving the ``with`` block ends every process.
+
+    ``api`` stands in for ``pynvml``.
+    """
 
     def __init__(self, api: Any = None) -> None:
-        self._asked, self._api, self._no_gpu = api, None, ""
-        self._pool = Pool(1, tasks=(tasks.time_sides,))
+        self._given_api, self._api, self._no_gpu = api, None, ""
+        self._pool = Pool(1, tasks=(leader_tasks.time_launch,))
         self._made = 0
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Session:
         self._pool.__enter__()
-        self._api, self._no_gpu = nvml.start(self._asked)
+        self._api, self._no_gpu = nvml.start(self._given_api)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,135 +131,195 @@ class Bench:
             if self._api is not None and (why := nvml.stop(self._api)):
                 print(f"telemetry: {why}", file=sys.stderr)
 
-    def examine(self, pairs: Sequence[Pair]) -> list[Measured]:
+    def examine(self, subjects: Sequence[Subject]) -> list[Measured]:
         """Ask the implementations what they can do, before anything is timed.
 
-        :raises SelectionError: a side refuses its options, or the world cannot be put on its axes.
-        """
-        from shardproof.errors import Problem, SelectionError
+        Of cells, refused ones come last in their group.
 
-        found = []
-        for pair in pairs:
-            workdir = self.folder()
-            told = self._lead(tasks.examine_sides, pair, workdir, {}, 120.0)
-            measured = Measured(pair)
-            for letter in LETTERS:
-                side = pair.side(letter)
-                if "problem" in told:
-                    answer = Answer(missing=told["problem"][1])
-                else:
-                    answer = Answer.from_dict(told[letter])
+        :raises SelectionError: a system refuses its options, or the world cannot be put on its
+            axes.
+        """
+        found: list[Measured] = []
+        groups: dict[object, list[Subject]] = {}
+        for subject in subjects:
+            groups.setdefault(subject.group, []).append(subject)
+        for members in groups.values():
+            first = members[0]
+            sides = (
+                {"ranks": first.system}
+                if isinstance(first, Cell)
+                else {letter: first.side(letter) for letter in LETTERS}
+            )
+            answers, gpus = self._examined(first, sides)
+            for key, answer in answers.items():
                 if answer.refused:
-                    what = f"{side.implementation}: {answer.refused}"
-                    raise SelectionError(Problem(what, f"correct --option-{letter}", pair.name))
-                declared = answer.declaration
-                if answer.missing or declared is None:
-                    why = f"{side.implementation}: {answer.missing}"
-                    measured.problem = ("precondition", why)
-                    break
-                measured.meshes[letter] = dict(side.mesh) or natural_mesh(declared.axes, pair.world)
-                measured.strategies[letter] = declared.strategy
-                on_threads = "in_memory" in declared.backends
-                measured.on_threads = on_threads and (letter == "a" or measured.on_threads)
-            measured.meshes["twin"] = measured.meshes.get("a", {})
-            found.append(measured)
+                    what = f"{sides[key].implementation}: {answer.refused}"
+                    typed = isinstance(first, Pair) and first.name == ON_COMMAND_LINE
+                    remedy = f"--option-{key}" if typed else "its options in the scenario"
+                    raise SelectionError(Problem(what, f"correct {remedy}", first.name))
+            items = [Measured(subject) for subject in members]
+            for item in items:
+                declare(item, answers, gpus)
+            found += in_order(items)
         return found
 
+    def _examined(
+        self, subject: Subject, sides: Mapping[str, Side]
+    ) -> tuple[dict[str, Answer], int | None]:
+        """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
+        world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
+        payload = {"sides": sides, "backend": subject.backend, "dtype": subject.dtype}
+        end = self._run(
+            leader_tasks.examine, subject.id, payload | {"world": world}, _EXAMINING_SECONDS
+        )
+        if end.value is None:
+            why = Answer(missing=f"the measuring process {end.why_no_value}")
+            return dict.fromkeys(sides, why), None
+        answers = {key: Answer.from_dict(told) for key, told in end.value["sides"].items()}
+        return answers, end.value["gpus"]
+
     def time(self, measured: Measured, on_blocks: OnBlocks) -> None:
-        """All launches of a comparison; what has been measured stays, however this is left."""
-        pair, began, done = measured.pair, time.monotonic(), 0
-        first = 0
-        for launch, count in enumerate(split(pair.blocks, pair.launches)):
-            workdir = self.folder()
-            more = {"launch": launch, "blocks": list(range(first, first + count))}
-            first += count
+        """All launches; what has been measured stays, however this is left."""
+        subject, began, done = measured.subject, time.monotonic(), 0
+        for number, count in enumerate(split(subject.blocks, subject.launches)):
+            launch, workdir = measured.launch(number, range(done, done + count)), self._folder()
             sampler = self._sampler(measured, workdir)
             try:
                 with Watch(workdir, on_blocks, done), sampler:
-                    told = self._lead(tasks.time_sides, pair, workdir, measured.meshes | more)
+                    timed = self._lead(
+                        *(leader_tasks.time_launch, Timed, subject.id, {"launch": launch}),
+                        *(subject.deadline, workdir),
+                    )
+            except LaunchFailed as failed:
+                measured.problem = failed.verdict, failed.reason
+                return
             finally:
                 measured.seen.add(sampler.seen)
                 measured.rows += read_times(workdir)
                 measured.seconds = time.monotonic() - began
-            if "problem" in told:
-                measured.problem = told["problem"]
-                return
-            measured.records.append(told["records"])
+            measured.records.append(timed.ranks)
+            if timed.watched is not None and isinstance(subject, Cell):
+                own = next(iter(launch.probed.values()))
+                measured.probed = modelled.digest(subject, own.world, timed.watched, timed.ranks)
             done += count
             on_blocks(done)
 
-    def alone(self, measured: Measured) -> None:
-        """Each side in passes of its own that nobody times: bytes, and what a GPU tells."""
-        pair = measured.pair
-        if not BACKENDS[pair.backend].threads:
-            for letter in LETTERS:
-                workdir = self.folder()
-                with self._sampler(measured, workdir) as sampler:
-                    told = self._lead(
-                        tasks.run_alone, pair, workdir, _side(measured, letter), 300.0
-                    )
-                if "problem" in told:
-                    measured.sides[letter] = {"problem": told["problem"][1]}
-                else:
-                    measured.sides[letter] = sampling.of_side(sampler.seen, told["records"])
-        measured.memory = self._ledger(measured) if measured.on_threads else _resident(measured)
+    def measure_memory(self, measured: Measured) -> None:
+        """Peak bytes of a step of each side on its worst rank: exactly where all sides run on
+        threads, else the resident memory that passes of one side alone added.
+        """
+        if not measured.on_threads:
+            measured.memory = _resident(measured)
+            return
+        worst: dict[str, Any] = {}
+        for side in ("ranks",) if isinstance(measured.subject, Cell) else LETTERS:
+            try:
+                ranks = self._one_side(
+                    leader_tasks.measure_memory, PeakRecord, measured, side, _PASS_SECONDS
+                )
+            except LaunchFailed as failed:
+                measured.memory = {"problem": failed.reason}
+                return
+            worst[side] = max(record.ledger for record in ranks)
+        measured.memory = {"kind": "ledger", **worst}
+        if "a" in worst:
+            measured.memory["ratio"] = worst["a"] / worst["b"]
 
-    def _ledger(self, measured: Measured) -> dict[str, Any]:
-        """Peak bytes of a step on threads, where they are counted exactly."""
-        worst: dict[str, int] = {}
+    def run_alone(self, measured: Measured) -> None:
+        """Each side in passes of its own that nobody times: bytes, and what a GPU tells."""
+        if BACKENDS[measured.subject.backend].threads:
+            return
         for letter in LETTERS:
-            side = _side(measured, letter)
-            told = self._lead(tasks.weigh_side, measured.pair, self.folder(), side, 300.0)
-            if "problem" in told:
-                return {"problem": told["problem"][1]}
-            worst[letter] = max(record["ledger"] for record in told["records"])
-        return {"kind": "ledger", **worst, "ratio": worst["a"] / worst["b"]}
+            workdir = self._folder()
+            sampler = self._sampler(measured, workdir)
+            try:
+                with sampler:
+                    ranks = self._one_side(
+                        leader_tasks.run_alone,
+                        AloneRecord,
+                        measured,
+                        letter,
+                        _PASS_SECONDS,
+                        workdir,
+                    )
+            except LaunchFailed as failed:
+                measured.sides[letter] = {"problem": failed.reason}
+            else:
+                measured.sides[letter] = sampling.of_side(sampler.seen, ranks)
 
     def _sampler(self, measured: Measured, workdir: Path) -> sampling.Sampler:
         """Who looks at the ranks of ``workdir``, and at GPUs if these compute there."""
-        on_gpu = BACKENDS[measured.pair.backend].device == "cuda"
-        measured.no_gpu = self._no_gpu if on_gpu else f"{measured.pair.backend} computes on the CPU"
+        backend = measured.subject.backend
+        on_gpu = BACKENDS[backend].device == "cuda"
+        measured.no_gpu = self._no_gpu if on_gpu else f"{backend} computes on the CPU"
         return sampling.Sampler(lambda: sampling.pids_in(workdir), self._api if on_gpu else None)
 
     def score(self, measured: Measured) -> None:
         """Both sides beside their predictions, probed in a launch of its own."""
-        pair = measured.pair
+        backend = measured.subject.backend
         reasons = {
-            letter: scorecard.unscored(pair.backend, measured.meshes[letter]) for letter in LETTERS
+            letter: scorecard.unscored(backend, measured.meshes[letter]) for letter in LETTERS
         }
         letters = [each for each in LETTERS if not reasons[each]]
         probed: dict[str, Any] = {"sides": {}}
         if letters:
-            workdir = self.folder()
-            subjects = [measurement.Subject(pair, each, measured.meshes[each]) for each in letters]
-            payload = {
-                "subjects": [subject.to_dict() for subject in subjects],
-                "rounds": measurement.ROUNDS,
-                "workdir": str(workdir),
-            }
-            told = self.lead(measurement.lead, pair.id, payload, 2 * pair.deadline)
-            if "problem" in told:
-                why = told["problem"]
-                measured.probed = {"problem": why if isinstance(why, str) else why[1]}
+            try:
+                rounds = self.measure_rounds([measured.run(letter) for letter in letters])
+            except LaunchFailed as failed:
+                measured.probed = {"problem": failed.reason}
                 return
-            probed = scorecard.digest(pair.backend, letters, told)
+            probed = scorecard.digest(backend, letters, rounds)
         probed["sides"] |= {each: {"problem": why} for each, why in reasons.items() if why}
         measured.probed = probed
 
-    def profile(self, measured: Measured) -> None:
-        """Where a mean step's time goes, by side."""
-        found = {}
-        for letter in LETTERS:
-            more = {"side": letter, "mesh": measured.meshes[letter]}
-            told = self._lead(tasks.profile_side, measured.pair, self.folder(), more)
-            if "problem" in told:
-                measured.profile = {"problem": told["problem"][1]}
-                return
-            rows = [{k: v for k, v in r.items() if k != "rank"} for r in told["records"]]
-            found[letter] = max(rows, key=lambda row: float(row["wall"]))
-        measured.profile = found
+    def measure_rounds(
+        self,
+        runs: Sequence[SideRun],
+        rounds: int = measurement.ROUNDS,
+        ladder: Mapping[str, Sequence[int]] | None = None,
+    ) -> Rounds:
+        """Steps of ``runs`` with and without traffic, and the probes that explain them; ``ladder``
+        are the payloads to probe by operation (default: those that the steps send).
 
-    def folder(self) -> Path:
+        :raises LaunchFailed: the ranks broke.
+        """
+        payload = {"runs": runs, "rounds": rounds, "ladder": ladder}
+        seconds = 2 * runs[0].deadline
+        return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, payload, seconds)
+
+    def profile(self, measured: Measured) -> None:
+        """Where a mean step's time goes, by side, on its slowest rank."""
+        phases = {}
+        for letter in LETTERS:
+            try:
+                ranks = self._one_side(
+                    *(
+                        leader_tasks.profile,
+                        dict[str, float],
+                        measured,
+                        letter,
+                        measured.subject.deadline,
+                    )
+                )
+            except LaunchFailed as failed:
+                measured.profile = {"problem": failed.reason}
+                return
+            phases[letter] = max(ranks, key=lambda rank: rank["wall"])
+        measured.profile = phases
+
+    def _one_side(
+        self,
+        task: Task,
+        kind: type[T],
+        measured: Measured,
+        side: str,
+        seconds: float,
+        workdir: Path | None = None,
+    ) -> list[T]:
+        payload = {"run": measured.run(side)}
+        return self._lead(task, list[kind], measured.subject.id, payload, seconds, workdir)  # type: ignore[valid-type]
+
+    def _folder(self) -> Path:
         """A fresh work folder, not yet made."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
@@ -216,34 +327,97 @@ class Bench:
     def _lead(
         self,
         task: Task,
-        pair: Pair,
-        workdir: Path,
-        more: Mapping[str, Any],
-        deadline: float | None = None,
-    ) -> dict[str, Any]:
-        """Run ``task`` in a leader; what it returned, or ``{"problem": (verdict, sentence)}``."""
-        payload = {"pair": pair.to_dict(), "workdir": str(workdir), **more}
-        return self.lead(task, pair.id, payload, deadline or pair.deadline)
+        kind: type[T],
+        name: str,
+        payload: Mapping[str, object],
+        seconds: float,
+        workdir: Path | None = None,
+    ) -> T:
+        """Run ``task`` of :mod:`shardproof.bench.leader_tasks` in a leader; its answer.
 
-    def lead(
-        self, task: Task, name: str, payload: Mapping[str, Any], deadline: float
-    ) -> dict[str, Any]:
-        """Run ``task`` in a leader; what it returned, or ``{"problem": (verdict, sentence)}``.
-
-        ``payload`` names the ``workdir``; ``deadline`` is in seconds, without the leader's own.
+        :raises LaunchFailed: there is no answer.
         """
-        items = iter([(name, dict(payload), deadline + JUDGING_SECONDS)])
+        end = self._run(task, name, payload, seconds, workdir)
+        if end.value is None:
+            verdict = "hang" if end.timed_out else "crash"
+            raise LaunchFailed(verdict, f"the measuring process {end.why_no_value}")
+        if "problem" in end.value:
+            raise LaunchFailed(*end.value["problem"])
+        return launches.from_plain(kind, end.value["answer"])
+
+    def _run(
+        self,
+        task: Task,
+        name: str,
+        payload: Mapping[str, object],
+        seconds: float,
+        workdir: Path | None = None,
+    ) -> TaskEnd:
+        """``seconds`` is the deadline, without the leader's own work."""
+        workdir = workdir or self._folder()
+        plain = json.loads(launches.to_json({**payload, "workdir": str(workdir)}))
+        items = [(name, plain, seconds + JUDGING_SECONDS)]
         with closing(self._pool.run(task, items)) as ends:
             (end,) = list(ends)
-        if end.value is not None:
-            value: dict[str, Any] = end.value
-            return value
-        verdict = "hang" if end.timed_out else "crash"
-        return {"problem": (verdict, f"the measuring process {end.why_no_value}")}
+        return end
 
 
-def _side(measured: Measured, letter: str) -> dict[str, Any]:
-    return {"side": letter, "mesh": measured.meshes[letter]}
+# ------------------------------------------------------------------------------ what fits here
+
+
+def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> None:
+    """Fill in what the sides of ``item`` declared, or why it cannot be measured here."""
+    subject = item.subject
+    declared = {key: a.declaration for key, a in answers.items() if a.declaration is not None}
+    item.strategies = {key: declaration.strategy for key, declaration in declared.items()}
+    threads = ["in_memory" in declaration.backends for declaration in declared.values()]
+    item.on_threads = len(threads) == len(answers) and all(threads)
+    if isinstance(subject, Cell):
+        item.room = Room.here(gpus)
+        axes: Sequence[str] = ()
+        missing = answers["ranks"].missing
+        if not missing and "ranks" in declared:
+            axes = [axis for axis in declared["ranks"].axes if axis in DATA_AXES]
+            missing = _missing_for_cell(subject, declared["ranks"], item.room)
+        if missing:
+            item.problem = "precondition", f"{subject.title}: {missing}"
+        else:
+            item.meshes["ranks"] = natural_mesh(axes, subject.world)
+        return
+    for letter in LETTERS:
+        side = subject.side(letter)
+        if missing := answers[letter].missing:
+            item.problem = "precondition", f"{side.implementation}: {missing}"
+            return
+        item.meshes[letter] = dict(side.mesh) or natural_mesh(declared[letter].axes, subject.world)
+    item.meshes["twin"] = item.meshes["a"]
+
+
+def _missing_for_cell(cell: Cell, declared: Declaration, room: Room) -> str:
+    """Why a cell, all of whose ranks are on one data axis, cannot run; empty: it can."""
+    if not any(axis in DATA_AXES for axis in declared.axes):
+        return f"has no data axis, only {', '.join(declared.axes) or 'none'}"
+    batch = cell.workload.global_batch
+    if missing := declared.excludes(cell.backend, cell.dtype, cell.world):
+        return missing
+    if batch < cell.world <= room.ranks:
+        return f"{batch} samples do not go round {cell.world} ranks"
+    return ""
+
+
+def in_order(group: list[Measured]) -> list[Measured]:
+    """Those to be measured, then cells that are modelled from the largest of them."""
+    sound = [item for item in group if item.problem is None]
+    fitting = [item for item in sound if not item.refused]
+    refused = [item for item in sound if item.refused]
+    source = fitting[-1] if fitting else refused[0] if refused else None
+    for item in refused:
+        item.source = source
+        if not fitting and item.room is not None and item.room.of.startswith("GPU"):
+            why = f"alpha and beta are probed on 2 GPUs, this machine has {item.room.ranks}"
+            item.problem = ("precondition", why)  # ranks never share a GPU
+    broken = [item for item in group if item not in sound]
+    return [*broken, *fitting, *refused]
 
 
 def _resident(measured: Measured) -> dict[str, Any]:
@@ -253,17 +427,17 @@ def _resident(measured: Measured) -> dict[str, Any]:
     for side in measured.sides.values():
         if "resident_bytes" not in side:
             return {"problem": side["problem"]}
-    told = {letter: int(side["resident_bytes"]) for letter, side in measured.sides.items()}
-    if min(told.values()) <= 0:
+    added = {letter: int(side["resident_bytes"]) for letter, side in measured.sides.items()}
+    if min(added.values()) <= 0:
         return {"problem": "a side added nothing to what was resident before its set-up"}
-    return {"kind": "resident", **told, "ratio": told["a"] / told["b"]}
+    return {"kind": "resident", **added, "ratio": added["a"] / added["b"]}
 
 
 class Watch:
-    """Tells now and then how many blocks the first rank of a launch has ended."""
+    """Reports now and then how many blocks the first rank of a launch has ended."""
 
-    def __init__(self, workdir: Path, tell: OnBlocks, before: int) -> None:
-        self._path, self._tell, self._before = workdir / "times0.jsonl", tell, before
+    def __init__(self, workdir: Path, report: OnBlocks, before: int) -> None:
+        self._path, self._report, self._before = workdir / "times0.jsonl", report, before
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="bench progress", daemon=True)
 
@@ -280,13 +454,13 @@ class Watch:
             if self._path.exists():
                 lines = self._path.read_text().splitlines()
                 blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
-                self._tell(self._before + len(blocks - {-1}))
+                self._report(self._before + len(blocks - {-1}))
 
 
-def read_times(workdir: Path) -> list[dict[str, Any]]:
+def read_times(workdir: Path) -> list[TimedStep]:
     """The raw times that ranks left in ``workdir``; a line that was cut off is left out."""
-    found = []
+    rows = []
     for path in sorted(workdir.glob("times*.jsonl")):
         lines = path.read_bytes().splitlines(keepends=True)
-        found += [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return found
+        rows += [TimedStep(**json.loads(line)) for line in lines if line.endswith(b"\n")]
+    return rows

@@ -22,17 +22,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.case import WorkloadSpec, optimizer_from_dict
+from shardproof.case import AXES, Axis, WorkloadSpec, optimizer_from_dict
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios import load
-from shardproof.scenarios.schema import Axis, Label, Model, Size
+from shardproof.scenarios.schema import Label, Model, Size
 
 #: Blocks of a comparison: chosen beforehand, so that the A/A half-width on the machine of the
 #: evidence is at most 5 % (results/evidence/bench-calibration.md).
@@ -49,6 +49,8 @@ SEGMENT_STEPS = 2
 WARM_STEPS = 20
 WARM_SECONDS = 2.0
 WARM_LEAST = 4
+#: Name of a pair that was given on the command line.
+ON_COMMAND_LINE = "pair"
 #: Letters of the sides of a comparison.
 LETTERS = ("a", "b")
 #: Relative difference of the first losses from which two sides do not train the same: sums in
@@ -73,6 +75,9 @@ class Side:
 class Pair:
     """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
 
+    #: Its kind of line in ``cases.jsonl``.
+    kind: ClassVar[Literal["bench"]] = "bench"
+
     name: str
     a: Side
     b: Side
@@ -93,6 +98,15 @@ class Pair:
         words = (self.workload.name, *([self.size] if self.size else []))
         sides = f"{self.a.implementation} v {self.b.implementation}"
         return f"bench::{self.name}::{sides}::{self.backend}::{self.world}::{'+'.join(words)}"
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Sides are examined for one comparison at a time."""
+        return (self.id,)
+
+    def progress_name(self, refused: bool) -> str:
+        """What progress calls it."""
+        return f"{self.a.implementation} v {self.b.implementation}"
 
     def side(self, letter: str) -> Side:
         """``a``, ``b``, or A's ``twin`` in the A/A pair."""
@@ -228,8 +242,8 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
-        if axis not in ("pipe", "replicate", "shard", "tensor") or not _NUMBER.match(size):
-            remedy = "axes are pipe, replicate, shard, tensor; write e.g. replicate=2,shard=2"
+        if axis not in AXES or not _NUMBER.match(size):
+            remedy = f"axes are {', '.join(AXES)}; write e.g. replicate=2,shard=2"
             raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
         axes[axis] = int(size)
     return axes
@@ -282,7 +296,7 @@ class SpeedScenario(Model):
     workload: WorkloadModel = Field(description="model, data and batch shape")
     optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
-    backend: str = Field("gloo", description="where ranks talk")
+    backend: str = Field("gloo", description="communication backend")
     world: int = Field(2, ge=1, le=1024, description="number of ranks")
     goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")

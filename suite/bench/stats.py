@@ -30,6 +30,10 @@ POWER = 0.8
 EXACT_BLOCKS = 40
 _DRAWS, _DRAWS_AT_ONCE = 200_000, 1_000
 
+#: Verdicts that say that something broke, and those that leave a question open.
+BROKEN = ("crash", "hang", "fail")
+OPEN = ("inconclusive", "precondition")
+
 Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
 
 
@@ -204,12 +208,25 @@ def family(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 # -------------------------------------------------------------------------------- from raw times
 
 
-#: A raw time: launch, pair ("ab" or "aa"), block (-1: warm-up), segment, side, step, rank, seconds.
-Row = Mapping[str, Any]
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A raw time: ``seconds`` of one step on one rank.
+
+    ``pair`` is "ab" or "aa" (of a scaling cell "scaling"); block -1 is the warm-up.
+    """
+
+    launch: int
+    pair: str
+    block: int
+    segment: int
+    side: str
+    step: int
+    rank: int
+    seconds: float
 
 
 def step_times(
-    rows: Iterable[Row], segments: int = 4, alone: Collection[str] = ()
+    rows: Iterable[TimedStep], segments: int = 4, alone: Collection[str] = ()
 ) -> dict[tuple[int, str, int, str], list[float]]:
     """(launch, pair, block, side) -> its step times, each the maximum over ranks.
 
@@ -220,11 +237,11 @@ def step_times(
     by_step = defaultdict(lambda: defaultdict(dict))
     ranks: dict[int, set[int]] = defaultdict(set)
     for row in rows:
-        if row["block"] < 0:
+        if row.block < 0:
             continue
-        block = by_step[row["launch"], row["pair"], row["block"]]
-        block[row["side"], row["segment"], row["step"]][row["rank"]] = row["seconds"]
-        ranks[row["launch"]].add(row["rank"])
+        block = by_step[row.launch, row.pair, row.block]
+        block[row.side, row.segment, row.step][row.rank] = row.seconds
+        ranks[row.launch].add(row.rank)
     times: dict[tuple[int, str, int, str], list[float]] = defaultdict(list)
     for (launch, pair, number), steps in sorted(by_step.items()):
         whole = len({segment for _, segment, _ in steps}) == segments
@@ -235,7 +252,7 @@ def step_times(
     return dict(times)
 
 
-def log_ratios(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+def log_ratios(rows: Iterable[TimedStep]) -> dict[str, list[tuple[int, float]]]:
     """Pair -> (launch, log ratio) of every whole block; "ab" is A over B, "aa" A over its twin."""
     times = step_times(rows)
     found: dict[str, list[tuple[int, float]]] = {"ab": [], "aa": []}
@@ -248,7 +265,7 @@ def log_ratios(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def judge(rows: Iterable[Row]) -> dict[str, Any]:
+def judge(rows: Iterable[TimedStep]) -> dict[str, Any]:
     """Verdict and figures of a comparison, as plain data; ``verify`` calls it again.
 
     Ratios are A over B: 1.1 says that A takes 10 % longer.  Absolute medians stand beside them.

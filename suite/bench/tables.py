@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.bench.telemetry import sampling
+from shardproof.table import Table
 
 Line = Mapping[str, Any]
 #: Comparison -> its adjusted p and verdict beside all others of a report.
@@ -47,21 +48,30 @@ def cells(line: Line, report: Report | None = None) -> tuple[str, ...]:
 NARROW = ("pair", "verdict", HEADINGS[2], "A / B [95 %]", "A/A [95 %]", "A ms", "B ms", "goal")
 
 
-def narrow(line: Line, report: Report | None = None) -> tuple[str, ...]:
-    """The texts of :data:`NARROW`."""
-    told = dict(zip(HEADINGS, cells(line, report), strict=True))
-    return tuple(told[heading] for heading in NARROW)
+def table(lines: Sequence[Line], headings: Sequence[str] = HEADINGS) -> Table:
+    """Comparisons that are shown together, with the columns ``headings``."""
+    from shardproof.bench import stats
+
+    report = stats.family(lines)
+    places = [HEADINGS.index(heading) for heading in headings]
+    rows = [cells(line, report) for line in lines]
+    return Table(
+        "",
+        headings,
+        [[row[place] for place in places] for row in rows],
+        marks=["bad" if line["verdict"] in ("slower", *stats.BROKEN) else "" for line in lines],
+    )
 
 
 def beside(line: Line) -> list[str]:
-    """What :func:`cells` has and :func:`narrow` has not, in lines."""
-    told = dict(zip(HEADINGS, cells(line), strict=True))
+    """What :data:`HEADINGS` has and :data:`NARROW` has not, in lines."""
+    texts = dict(zip(HEADINGS, cells(line), strict=True))
     if "ratio" not in line:
         return []
-    p = "no p, which takes 6 blocks" if line.get("p") is None else f"p {told['p']} by sign flips"
+    p = "no p, which takes 6 blocks" if line.get("p") is None else f"p {texts['p']} by sign flips"
     return [
-        f"    A {told['A a second']}; B {told['B a second']}",
-        f"    {p}, margin {told['margin']}, peak {told['peak A / B']}",
+        f"    A {texts['A a second']}; B {texts['B a second']}",
+        f"    {p}, margin {texts['margin']}, peak {texts['peak A / B']}",
     ]
 
 
@@ -192,18 +202,3 @@ def lost(lines: Sequence[Line], report: Report) -> str | None:
         f"{len(report)} comparisons side by side: what looks like a difference may be chance in "
         f"{', '.join(changed)}"
     )
-
-
-def markdown(lines: Sequence[Line]) -> str:
-    """The table as Markdown."""
-    from shardproof.bench import stats
-
-    report = stats.family(lines)
-    body = [cells(line, report) for line in lines]
-    return markdown_table(HEADINGS, body)
-
-
-def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Rows of texts as Markdown."""
-    rows = [headings, ["---"] * len(headings), *body]
-    return "".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |\n" for row in rows)

@@ -17,16 +17,11 @@ from typing import Any
 
 from shardproof.case import Case
 from shardproof.cases.runner import OnAccount, Result, run_cases
+from shardproof.checks import GENERAL
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
 VERDICT_KILLERS = ("crash", "hang")
-#: Every mutant faces every check; those that do not apply to its case skip.  One that expects a
-#: relation faces ``relations``, too.
-CHECKS = (
-    *("equivalence", "replicas", "norm", "loss_scale"),
-    *("traffic", "memory", "overlap", "active", "schedule"),
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ def pair(mutant: Any) -> Pair:
         workload=mutant.workload,
         optimizer=mutant.optimizer,
         lane=mutant.lane,
-        checks=CHECKS + (("relations",) if "relation" in mutant.expect else ()),
+        checks=GENERAL + (("relations",) if "relation" in mutant.expect else ()),
         options=dict(mutant.options)
         | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,

@@ -7,7 +7,6 @@ The leader never executes a step of the implementation itself.  :func:`conduct` 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from shardproof.checks import relations, schedule
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
-from shardproof.evidence.account import Account, whole_tensors
+from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
@@ -116,7 +115,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         memory_bytes=int(case.memory_gib * 2**30),
     )
     account.timings["ranks"] = time.monotonic() - began
-    account.outcomes = [dataclasses.asdict(outcome) | {"record": None} for outcome in outcomes]
+    account.outcomes = outcomes
     if "refuses" in case.expect or root_cause(outcomes) is not None:
         return None
     if declaration.oracle == "plain":
@@ -240,8 +239,8 @@ def _truth(
     return training.load_or_train(case, declaration.buffers, cache)
 
 
-def _failing_tensors(evidence: Evidence, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tensors: list[dict[str, Any]] = []
+def _failing_tensors(evidence: Evidence, result: Mapping[str, Any]) -> list[WholeTensor]:
+    tensors: list[WholeTensor] = []
     for outcome in result["checks"]:
         if outcome["status"] == "fail" and outcome["worst"]:
             named = whole_tensors(evidence, outcome["worst"])

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof import backends, registry, tensor_bytes
-from shardproof.case import DATA_AXES, Case, data_shares
+from shardproof import registry, tensor_bytes
+from shardproof.case import Case
+from shardproof.cases.membership import Membership
 from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
@@ -77,7 +78,7 @@ def run_rank(case: Case, workload: Workload, rank: int) -> RankRecord:
 
 
 class _Rank:
-    """One rank over all steps: it may come late, leave, come back, or have no data at all."""
+    """One rank over all steps."""
 
     def __init__(self, case: Case, workload: Workload, rank: int) -> None:
         self.case, self.workload, self.rank = case, workload, rank
@@ -106,14 +107,18 @@ class _Rank:
 
     def _run(self, record: RankRecord) -> None:
         try:
-            self._take_seat(self._members(0))
-            record.coordinate = self.mesh.coordinate
+            self.members = Membership(self.case, self.cls, self.rank)
+            if self.members.includes_me:
+                self._begin()
+            record.coordinate = self.members.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
                     record.initial = self._holds(("parameters", "buffers"))
             for step in range(self.case.steps):
-                if step and self._members(step) != self.mesh.ranks:
-                    self._change_seats(self._members(step))
+                if step:
+                    self.implementation = self.members.change(
+                        step, self.implementation, self._set_up
+                    )
                 if step == self.case.reload_at:
                     self._reload()
                 if step and step == self.case.steps - 1 and self._judged_between_steps():
@@ -137,50 +142,14 @@ class _Rank:
         if self.log:
             record.events, record.actions = self.log.events, self.log.actions
 
-    def _members(self, step: int) -> tuple[int, ...]:
-        """The ranks that take part in ``step``."""
-        changes = {int(first): tuple(ranks) for first, ranks in self.case.membership.items()}
-        since = max((first for first in changes if first <= step), default=None)
-        return tuple(range(self.case.world)) if since is None else changes[since]
+    def _begin(self) -> None:
+        """Set the implementation up; ranks that expect a broadcast get no state."""
+        lends = self.declaration.initial_state == "everywhere" or self.members.is_first
+        with self._aside():
+            state = self.workload.state() if lends else None
+        self._set_up(self.members.mesh, state)
 
-    def _take_seat(self, members: tuple[int, ...]) -> None:
-        """The first mesh, and the implementation on it."""
-        self.mesh = self._make_mesh(members)
-        if self.rank in members:
-            first = self.rank == members[0]
-            lends = self.declaration.initial_state == "everywhere" or first
-            with self._aside():
-                state = self.workload.state() if lends else None
-            self._set_up(self.mesh, state)
-
-    def _change_seats(self, members: tuple[int, ...]) -> None:
-        """Members leave and join between two steps; every rank helps to make the groups."""
-        before = self.mesh.ranks
-        joined = tuple(rank for rank in members if rank not in before)
-        left = tuple(rank for rank in before if rank not in members)
-        if self.implementation is not None:
-            self.implementation.drain()
-        if self.rank in left and self.implementation is not None:
-            self.implementation.close()
-            self.implementation = None
-        alone = {rank: self._make_mesh((rank,)) for rank in joined}
-        self.mesh = self._make_mesh(members)
-        if self.rank in joined:
-            self._set_up(alone[self.rank], None)
-        if self.implementation is not None:
-            self.implementation.reconfigure(self.mesh, joined, left)
-
-    def _make_mesh(self, members: tuple[int, ...]) -> Mesh:
-        axes = dict(self.case.mesh)
-        if members != tuple(range(self.case.world)):
-            if len(axes) != 1:
-                raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
-            axes = dict.fromkeys(axes, len(members))
-        joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
-        device = backends.BACKENDS[self.case.backend].device
-        return Mesh(axes, joint=joint, device=device, ranks=members)
-
-    def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None) -> None:
+    def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None = None) -> Implementation:
         self.implementation = self.cls()
         if self.log:
             self.implementation.trace = self.log.action
@@ -189,6 +158,7 @@ class _Rank:
             self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
         )
         self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+        return self.implementation
 
     def _reload(self) -> None:
         """A fresh instance, set up from other values, gets what this one holds, and goes on."""
@@ -197,11 +167,11 @@ class _Rank:
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
         self.implementation.close()
         state = None
-        if self.rank == self.mesh.ranks[0] or self.declaration.initial_state == "everywhere":
-            other = self.workload.build_for(self.mesh.ranks[0], 0)()
+        if self.members.is_first or self.declaration.initial_state == "everywhere":
+            other = self.workload.build_for(self.members.mesh.ranks[0], 0)()
             named = itertools.chain(other.named_parameters(), other.named_buffers())
             state = {name: tensor.detach() for name, tensor in named}
-        self._set_up(self.mesh, state)
+        self._set_up(self.members.mesh, state)
         for kind, pieces in held.items():
             try:
                 self.implementation.load_pieces(kind, pieces)
@@ -217,18 +187,12 @@ class _Rank:
 
     def _batch(self, step: int) -> tuple[Batch, int | None]:
         """This rank's share of the global batch (empty unless it is a worker), and its number."""
-        members = self.mesh.ranks
-        roles = {r: self.cls.role(r, self.case.world, self.case.options) for r in members}
-        workers = [r for r, role in roles.items() if role == "worker"]
-        shares = data_shares(self.mesh.axes, members, workers)
-        if self.rank not in shares:
+        share, shares = self.members.share()
+        if share is None:
             return Batch(step, ()), None
-        coordinate = shares[self.rank]
-        if self.case.shares:
-            coordinate = self.case.shares[coordinate]
         with self._aside():
-            batch = self.workload.batch(step, max(shares.values()) + 1)[coordinate]
-            return _placed(batch, self.mesh.device, self.case.loss_scale), coordinate
+            batch = self.workload.batch(step, shares)[share]
+            return _placed(batch, self.members.mesh.device, self.case.loss_scale), share
 
     def _aside(self) -> AbstractContextManager[None]:
         """What is allocated inside is the suite's and not counted."""

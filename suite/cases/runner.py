@@ -23,7 +23,7 @@ from typing import Any
 from shardproof.case import Case
 from shardproof.cases.leader import conduct
 from shardproof.cases.verdict import decide
-from shardproof.evidence.account import Account
+from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import declaration, preflight
 
@@ -124,8 +124,8 @@ def _result_of(case: Case, end: TaskEnd) -> tuple[Result, dict[str, Any]]:
     if end.value is not None:
         result, account = end.value["result"], end.value["account"]
     else:
-        names = ("exit_code", "signal", "timed_out", "seconds", "output")
-        left = Account(case, leader={name: getattr(end, name) for name in names})
+        ended = LeaderEnd(end.exit_code, end.signal, end.timed_out, end.seconds, end.output)
+        left = Account(case, leader=ended)
         result, account = decide(left), left.to_dict()
     result["seconds"] = end.seconds
     return result, account

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardproof import checks
-from shardproof.case import Case
+from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, schedule
 from shardproof.checks.refusals import judge_errors
-from shardproof.evidence.account import Account, restore
+from shardproof.evidence.account import Account, LeaderEnd, restore
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
@@ -27,7 +27,7 @@ from shardproof.verdicts import WORKING_PRECISION_ONLY
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
-_AXIS = re.compile(r"\baxis '(pipe|replicate|shard|tensor)'")
+_AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
 
 
 def measure(evidence: Evidence) -> None:
@@ -62,7 +62,7 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
     reason = account.declaration.excludes_case(case, account.missing)
     if reason:
         return _result(case, "skip", reason)
-    outcomes = [RankOutcome(**outcome) for outcome in account.outcomes]
+    outcomes: Sequence[RankOutcome] = account.outcomes
     if account.cannot_fit:
         error = RankOutcome(0, status="raised", error_type="Misfit", message=account.cannot_fit)
         if "refuses" not in case.expect:
@@ -90,17 +90,17 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
     return _expected(case, verdict, text, found)
 
 
-def _broken_leader(leader: Mapping[str, Any]) -> tuple[str, str]:
+def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
     """Verdict and sentence where the judging process was ended for its time, or died."""
-    if leader["timed_out"]:
+    if leader.timed_out:
         verdict = "hang"
-        text = f"no verdict after {leader['seconds']:.0f} s: the case was ended"
-    elif leader["signal"]:
-        verdict, text = "crash", f"the judging process died of signal {leader['signal']}"
+        text = f"no verdict after {leader.seconds:.0f} s: the case was ended"
+    elif leader.signal:
+        verdict, text = "crash", f"the judging process died of signal {leader.signal}"
     else:
-        verdict, text = "crash", f"the judging process ended with exit code {leader['exit_code']}"
-    if leader["output"].strip():
-        text += f": {leader['output'].strip()[-800:]}"
+        verdict, text = "crash", f"the judging process ended with exit code {leader.exit_code}"
+    if leader.output.strip():
+        text += f": {leader.output.strip()[-800:]}"
     return verdict, text
 
 

@@ -21,23 +21,16 @@ if TYPE_CHECKING:
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
+#: Checks for any case: each skips what does not apply.  ``prove``, planted faults and the campaign
+#: ask all of them.
+GENERAL = (
+    *("equivalence", "replicas", "norm", "loss_scale"),
+    *("traffic", "memory", "overlap", "active", "schedule"),
+)
+#: Checks of something that the scenario names under ``expect``.
+EXPECTED = ("refusals", "relations")
 #: Every check and the module that holds it.
-CHECKS: dict[str, str] = {
-    name: f"shardproof.checks.{name}"
-    for name in (
-        "equivalence",
-        "replicas",
-        "norm",
-        "loss_scale",
-        "traffic",
-        "memory",
-        "overlap",
-        "active",
-        "schedule",
-        "refusals",
-        "relations",
-    )
-}
+CHECKS: dict[str, str] = {name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
 #: (step, place) -> memory space -> class -> bytes.
-Weights = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
+BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -57,7 +57,7 @@ def decide(evidence: Figures) -> Outcome:
     accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
-        marks, peaks = _weights(evidence, record, "mark"), _weights(evidence, record, "peak")
+        marks, peaks = _bytes_at(evidence, record, "mark"), _bytes_at(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record, marks),
             *_peaks(evidence, cost_model, record.rank, peaks),
@@ -84,7 +84,7 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 
 def _resident(
-    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: Weights
+    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: BytesAt
 ) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
     rank, updated, unjudged = record.rank, -1, cost_model.unjudged()
@@ -172,7 +172,7 @@ def _apart(
 
 
 def _peaks(
-    evidence: Figures, cost_model: CostModel, rank: int, peaks: Weights
+    evidence: Figures, cost_model: CostModel, rank: int, peaks: BytesAt
 ) -> Iterator[Comparison]:
     for step, phase in peaks:
         for kind, bound in cost_model.peaks(rank, phase, step).items():
@@ -180,7 +180,7 @@ def _peaks(
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
 
-def _weights(evidence: Figures, record: RankRecord, moment: str) -> Weights:
+def _bytes_at(evidence: Figures, record: RankRecord, moment: str) -> BytesAt:
     found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
@@ -200,13 +200,13 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
     resident, peaks, totals = {}, {}, []
     for record in evidence.records:
         rank = str(record.rank)
-        spaces = _weights(evidence, record, "mark").get((last, "after_update"), {})
+        spaces = _bytes_at(evidence, record, "mark").get((last, "after_update"), {})
         held = {f"{t}": dict(classes) for t, classes in spaces.items()}
         resident[rank] = held
         totals.append(sum(held.get("device", {}).get(kind, 0) for kind in JUDGED))
         peaks[rank] = {
             place: dict(spaces.get("device", {}))
-            for (step, place), spaces in _weights(evidence, record, "peak").items()
+            for (step, place), spaces in _bytes_at(evidence, record, "peak").items()
             if step == last
         }
     whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()

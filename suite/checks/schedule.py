@@ -103,7 +103,7 @@ def decide(evidence: Figures) -> Outcome:
     if why_not:
         figures["activations"] = f"not judged: {why_not}"
         return Outcome("schedule", "pass", told, None, figures)
-    return _weigh(evidence, figures, told)
+    return _judge_activations(evidence, figures, told)
 
 
 class NoSchedule(RuntimeError):
@@ -478,12 +478,12 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     assert facts is not None
     ranges = split_units(facts.options, len(facts.units), schedule.stages)
     found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
-    for (stage, name), weights in found.items():
-        for phase, size in weights.items():
+    for (stage, name), sizes in found.items():
+        for phase, size in sizes.items():
             yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
-def _weigh(evidence: Figures, figures: dict[str, Any], told_of_pass: str) -> Outcome:
+def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) -> Outcome:
     facts = evidence.model_facts
     assert facts is not None
     sizes = {
@@ -515,7 +515,7 @@ def _weigh(evidence: Figures, figures: dict[str, Any], told_of_pass: str) -> Out
                 distance = float(abs(peak - bound))
                 worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
                 return Outcome("schedule", "fail", message, worst, figures)
-    return Outcome("schedule", "pass", told_of_pass, None, figures)
+    return Outcome("schedule", "pass", note, None, figures)
 
 
 def _peak(record: RankRecord, step: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -11,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardproof.commands.bench_pairs import Asked, FailOn, run, told_of
+from shardproof import verdicts
+from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
+    from shardproof.bench.launches import Subject
     from shardproof.bench.sides import Pair
+    from shardproof.commands.bench_run import Request
 
 
 class OptimizerChoice(StrEnum):
@@ -40,9 +42,11 @@ def bench(
         ),
     ] = None,
     expression: Annotated[
-        str, typer.Option("-k", metavar="EXPR", help="of scenarios: pairs whose id matches")
+        str, typer.Option("-k", metavar="EXPR", help="only pairs or cells whose id matches")
     ] = "",
-    backend: Annotated[str, typer.Option("--backend", metavar="B", help="where ranks talk")] = "",
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="B", help="communication backend")
+    ] = "",
     world: Annotated[
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None,
@@ -50,10 +54,10 @@ def bench(
         str, typer.Option("--workload", metavar="W", help="model and data")
     ] = "charnames_gpt",
     size: Annotated[
-        str, typer.Option("--size", metavar="S", help="preset of the model's parameters, e.g. 20m")
+        str, typer.Option("--size", metavar="S", help="size preset of the model, e.g. 20m")
     ] = "",
     param: Annotated[
-        list[str] | None, typer.Option("--param", metavar="K=V", help="one of the model's knobs")
+        list[str] | None, typer.Option("--param", metavar="K=V", help="a parameter of the model")
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples a step, all ranks")
@@ -64,7 +68,7 @@ def bench(
     optimizer: Annotated[
         OptimizerChoice, typer.Option("--optimizer", help="the same kernel on both sides")
     ] = OptimizerChoice.adamw,
-    dtype: Annotated[str, typer.Option("--dtype", help="of the model")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help="dtype of the model")] = "float32",
     option_a: Annotated[
         list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A; a.b=V nests")
     ] = None,
@@ -80,7 +84,7 @@ def bench(
     ] = None,
     launches: Annotated[
         int | None,
-        typer.Option("--launches", metavar="L", min=1, max=1000, help="fresh ranks so often"),
+        typer.Option("--launches", metavar="L", min=1, max=1000, help="sets of fresh ranks"),
     ] = None,
     goal: Annotated[
         float | None,
@@ -115,8 +119,8 @@ def bench(
         bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
     ] = False,
 ) -> None:
-    """Is A faster than B here? Blocks of steps in the order A B B A, both alive in the same ranks.
-    What do more ranks gain? The same for one rank and N (docs/scaling.md).
+    """Compare the speed of A and B on this machine: blocks of steps in the order A B B A, with both
+    sides alive in the same ranks. With a scaling scenario: one rank beside N (docs/scaling.md).
 
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
@@ -130,8 +134,8 @@ def bench(
     SCENARIO: a file, a folder, a name (strong) or folder/name (scaling/strong) of scenarios/.
 
     Ratios are A over B, from medians of blocks, with the 95 % interval of a paired t on their logs;
-    p is that of the exact sign-flip permutation. A/A: A beside its twin, what this machine leaves
-    open. The margin is 5 % or the A/A half-width, whichever is more.
+    p is that of the exact sign-flip permutation. A/A compares A with its own twin and shows the
+    noise of this machine. The margin is 5 % or the A/A half-width, whichever is larger.
 
     \b
     faster, slower     certain, and at least the margin
@@ -152,13 +156,14 @@ def bench(
     nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
-    from shardproof.bench import sides, timetable
-    from shardproof.bench.session import Bench
-    from shardproof.commands import supervision
+    from shardproof.bench import sides
+    from shardproof.bench.time_budget import Passes
+    from shardproof.commands.bench_run import Request
     from shardproof.registry import preflight
-    from shardproof.runs.run_folder import Durations
 
-    began = time.monotonic()
+    request = Request(
+        budget, Passes(not no_memory, profile, score), fail_on=frozenset(fail_on or ())
+    )
     of_pair = {
         "--option-a": option_a,
         "--option-b": option_b,
@@ -168,23 +173,21 @@ def bench(
         "--size": size,
         **_typed(context, "workload", "batch", "micro_batches", "optimizer", "dtype"),
     }
-    fails = frozenset(fail_on or ())
     if names and not _are_implementations(names):
         from shardproof.commands import bench_scaling
 
         if paths := bench_scaling.files(names):
             of_pair |= {"--profile": profile, "--score": score, "--no-memory": no_memory}
             _refuse(of_pair | {"--goal": goal}, "name two implementations, or a scenario of pairs")
-            if FailOn.slower in fails:
+            if FailOn.slower in request.fail_on:
                 what = "--fail-on slower: scaling has a target, and no side that is slower"
                 remedy = "write --fail-on goal: exit code 1 below the target"
                 raise SelectionError(Problem(what, remedy, " ".join(names)))
-            found = bench_scaling.cells(
+            cells = bench_scaling.cells(
                 paths, expression, backend, world, blocks, launches, deadline
             )
-            below_fails = FailOn.goal in fails
-            code = bench_scaling.run(found, results, below_fails, budget, dry_run)
-            raise typer.Exit(code)
+            preflight.check(cell.system.implementation for cell in cells)
+            raise typer.Exit(_measure(cells, request, results, dry_run))
     if names is not None and _are_implementations(names):
         if expression:
             remedy = "leave it out: A and B are one pair"
@@ -236,27 +239,34 @@ def bench(
     if twice := [name for name in ids if ids.count(name) > 1]:
         remedy = "give one of them another name"
         raise SelectionError(Problem("two comparisons of one id", remedy, twice[0]))
-    if FailOn.goal in fails and all(pair.goal is None for pair in pairs):
+    if FailOn.goal in request.fail_on and all(pair.goal is None for pair in pairs):
         what, remedy = "--fail-on goal: no pair here has a goal", "give one, e.g. --goal 1.10"
         raise SelectionError(Problem(what, remedy, ids[0]))
     if profile and any(pair.backend == "in_memory" for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
     preflight.check(side.implementation for pair in pairs for side in (pair.a, pair.b))
+    raise typer.Exit(_measure(pairs, request, results, dry_run))
+
+
+def _measure(
+    subjects: Sequence[Subject],
+    request: Request,
+    results: Path | None,
+    dry_run: bool,
+) -> int:
+    """Measure ``subjects``, or print what would be measured; the exit code."""
+    from shardproof.bench.session import Session
+    from shardproof.commands import bench_run, supervision
+    from shardproof.runs.run_folder import Durations
+
     root = results.parent if results is not None else supervision.RESULTS
     durations = Durations(root / "durations.json")
-    planned = timetable.plan(pairs, durations, budget, not no_memory, profile, score)
     if dry_run:
-        for pair in planned.chosen:
-            typer.echo(pair.id)
-        for pair in planned.left_out:
-            typer.echo(f"left out by the budget: {pair.id}", err=True)
-        typer.echo(told_of(planned), err=True)
-        return
-    asked_for = Asked(began, budget, not no_memory, profile, fails, score)
-    with Bench() as session:
-        code = run(session, planned, asked_for, durations, results)
-    raise typer.Exit(code)
+        bench_run.dry_run(subjects, request, durations)
+        return verdicts.HELD
+    with Session() as session:
+        return bench_run.run(session, subjects, request, durations, results)
 
 
 def _are_implementations(names: Sequence[str]) -> bool:

@@ -152,7 +152,7 @@ def _compare(
         if into is not None:
             from shardproof.report import insert
 
-            insert(formats.markdown(report), into)
+            insert(formats.markdown(report), into, formats.BEGIN, formats.END)
             typer.echo(f"{into}: {report.heading}")
         elif form is Form.markdown:
             typer.echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)

@@ -84,3 +84,10 @@ def selection(
         tier=tier.value,
         seed=seed,
     )
+
+
+class FailOn(StrEnum):
+    """What is a failure beside a crash."""
+
+    slower = "slower"
+    goal = "goal"

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.checks import GENERAL
 from shardproof.contract import OptimizerSpec
-from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from shardproof.contract import Implementation
 
-#: Each skips what it has no promise for; memory is weighed on ``in_memory``.
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
-#: The dtype of each lane.
-DTYPES: Mapping[str, str] = {
-    "bitwise": "float32",
-    "dyadic": "float64",
-    "fp64": "float64",
-    "working_precision": "bfloat16",
-}
-#: Learning rates of optimizers that are given by name.
-RATES: Mapping[str, float] = {"sgd": 0.1, "adamw": 1e-3}
 #: Ranks, as in scenarios.
 MOST = 1024
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
@@ -54,7 +45,7 @@ def prove(
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
     options: Mapping[str, Any] | None = None,
-    checks: Sequence[str] = CHECKS,
+    checks: Sequence[str] = GENERAL,
     steps: int = 3,
     deadline: float = 60.0,
     jobs: int = 1,
@@ -69,7 +60,8 @@ def prove(
     ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the implementation
     claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
     are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``deadline``:
-    seconds a case.  With ``results`` the evidence is written into that run folder.
+    seconds a case.  With ``results`` the evidence is written into that run folder.  Whatever is not
+    given here has the defaults of a scenario file, for the call becomes one (``scenarios/``).
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.
@@ -80,50 +72,58 @@ def prove(
     """
     from shardproof import registry
     from shardproof.backends import BACKENDS
+    from shardproof.case import AXES
     from shardproof.cases.runner import Session
-    from shardproof.checks import CHECKS as KNOWN_CHECKS
-    from shardproof.scenarios.schema import Axis, DtypeName
+    from shardproof.checks import CHECKS
+    from shardproof.scenarios.schema import DtypeName
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
     backends = _known(backends, "backends", BACKENDS)
-    lanes = _known(lanes, "lanes", DTYPES, "lane")
-    checks = _known(checks, "checks", KNOWN_CHECKS, "check")
+    lanes = _known(lanes, "lanes", get_args(Lane), "lane")
+    checks = _known(checks, "checks", CHECKS, "check")
     _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
-    _known(() if axis is None else (axis,), "axis", get_args(Axis), empty=True)
+    _known(() if axis is None else (axis,), "axis", AXES, empty=True)
     for mesh in meshes:
-        _check_mesh(mesh, get_args(Axis))
+        _check_mesh(mesh, AXES)
     worlds = _sizes(worlds, "worlds", "worlds=(2, 3)")
     _sizes((steps,), "steps", "steps=3")
     _sizes((jobs,), "jobs", "jobs=2")
     if not _positive(deadline):
         raise SelectionError(Problem("deadline is no time", "give seconds above 0", str(deadline)))
-    trained = {lane: _spec(workload, traits, lane) for lane in lanes}
-    by_lane = {lane: _optimizer(optimizer, lane) for lane in lanes}
-    for lane in lanes:
-        _check_clips(clip, by_lane[lane], lane)
-    settings: dict[str, Any] = {
-        "options": dict(options or {}),
-        "checks": tuple(checks),
-        "steps": steps,
-        "deadline": deadline,
-    }
+    clips = {lane: _clips(clip, optimizer, lane) for lane in lanes}
+    workloads = {lane: _workload(workload, traits, lane) for lane in lanes}
+    optimizers = {lane: _optimizer(optimizer, lane) for lane in lanes}
     with Session(jobs) as session:
         session.check(name)
         if not meshes:
-            along = axis or _only_axis(name, session.axes(name, settings["options"]))
+            along = axis or _only_axis(name, session.axes(name, dict(options or {})))
             meshes = [{along: world} for world in worlds]
-        named = {
-            case.id: replace(case, **settings)
-            for mesh in meshes
-            for backend in backends
+        choice = {"name": name, **({"options": dict(options), "label": "given"} if options else {})}
+        cases = [
+            replace(case, source="")
             for lane in lanes
-            for norm in clip
-            for case in [
-                _case(name, mesh, backend, lane, norm, trained[lane], by_lane[lane], dtype)
-            ]
-        }
-        cases = list(named.values())
+            for case in _expanded(
+                {
+                    "name": "prove",
+                    "about": "cases of one call of prove()",
+                    "sees": "whatever the checks see",
+                    "workload": workloads[lane],
+                    "matrix": {
+                        "implementation": choice,
+                        "backend": list(backends),
+                        "mesh": [dict(mesh) for mesh in meshes],
+                        "optimizer": optimizers[lane],
+                        "clip": clips[lane],
+                        "lane": lane,
+                        **({"precision": {"label": dtype, "built": dtype}} if dtype else {}),
+                    },
+                    "checks": list(checks),
+                    "steps": steps,
+                    "deadline": deadline,
+                }
+            )
+        ]
         if results is None:
             found, _ = session.run(cases, lambda result: None)
         else:
@@ -193,11 +193,13 @@ def _positive(number: Any) -> bool:
     return type(number) in (int, float) and 0 < number < math.inf
 
 
-def _check_clips(clip: Any, optimizer: OptimizerSpec, lane: str) -> None:
+def _clips(clip: Any, optimizer: str | OptimizerSpec, lane: str) -> list[float | None]:
+    """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
     if isinstance(clip, str) or not isinstance(clip, Collection) or not clip:
         remedy = "None (off) or numbers above 0, e.g. clip=(None, 0.5)"
         raise SelectionError(Problem("clip is no list of norms", remedy, repr(clip)))
-    for norm in (*clip, optimizer.clip_norm):
+    own = None if isinstance(optimizer, str) else optimizer.clip_norm
+    for norm in (*clip, own):
         if norm is not None and not _positive(norm):
             raise SelectionError(Problem("clip: no norm", "None or a number above 0", repr(norm)))
         if norm is not None and lane in ("bitwise", "dyadic"):
@@ -205,6 +207,7 @@ def _check_clips(clip: Any, optimizer: OptimizerSpec, lane: str) -> None:
             raise SelectionError(
                 Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
             )
+    return list(dict.fromkeys(own if norm is None else norm for norm in clip))
 
 
 def _path_of(cls: Any) -> str:
@@ -218,66 +221,48 @@ def _path_of(cls: Any) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _spec(workload: str | WorkloadSpec | None, traits: Sequence[str], lane: Lane) -> WorkloadSpec:
-    """What ``lane`` trains."""
-    from shardproof.workloads import WorkloadError, check, in_lane
+def _expanded(scenario: Mapping[str, Any]) -> list[Case]:
+    """The cases of ``scenario``, by the same way as those of a file.
+
+    :raises SelectionError: what the file would be refused for, without a line.
+    """
+    from shardproof.scenarios.load import of_text
+    from shardproof.scenarios.matrix import expand
+    from shardproof.scenarios.vocabulary import installed
+
+    try:
+        return expand(of_text(json.dumps(scenario), "prove"), installed())
+    except ScenarioError as error:
+        problems = [replace(problem, file="prove", line=None) for problem in error.problems]
+        raise SelectionError(problems) from None
+
+
+def _workload(
+    workload: str | WorkloadSpec | None, traits: Sequence[str], lane: Lane
+) -> dict[str, Any]:
+    """What ``lane`` trains, as a scenario says it."""
+    from shardproof.workloads import in_lane
 
     if workload is None:
         valid = in_lane(lane)
         workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
     spec = WorkloadSpec(workload) if isinstance(workload, str) else workload
-    traits = (traits,) if isinstance(traits, str) else traits
-    spec = replace(spec, traits=tuple(dict.fromkeys((*spec.traits, *traits))))
-    try:
-        check(spec, lane)
-    except WorkloadError as error:
-        what = f"lane {lane} cannot train this workload: {error}"
-        remedy = "leave out the lane or give another workload"
-        raise SelectionError(Problem(what, remedy, spec.name)) from None
-    return spec
+    more = (traits,) if isinstance(traits, str) else traits
+    return asdict(spec) | {"traits": list(dict.fromkeys((*spec.traits, *more)))}
 
 
-def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> OptimizerSpec:
-    """By its name: with the rate that suits the lane; exact sums need powers of two."""
+def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
+    """As a scenario says it; by its name in lane dyadic: plain SGD, scaled by a power of two."""
     name = optimizer if isinstance(optimizer, str) else optimizer.name
-    if name not in RATES:
-        raise SelectionError(Problem("unknown optimizer", nearest(name, RATES, "optimizers"), name))
+    if name not in ("sgd", "adamw"):
+        remedy = nearest(name, ("sgd", "adamw"), "optimizers")
+        raise SelectionError(Problem("unknown optimizer", remedy, name))
     if lane == "dyadic" and name != "sgd":
         what = "lane dyadic has exact sums with plain SGD only"
         raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
     if not isinstance(optimizer, str):
-        return optimizer
-    if lane == "dyadic":
-        return OptimizerSpec(lr=0.125, momentum=0.0)
-    return OptimizerSpec(name=name, lr=RATES[name])  # type: ignore[arg-type]
-
-
-def _case(
-    name: str,
-    mesh: Mapping[str, int],
-    backend: str,
-    lane: Lane,
-    clip: float | None,
-    workload: WorkloadSpec,
-    optimizer: OptimizerSpec,
-    dtype: str | None,
-) -> Case:
-    spec = replace(optimizer, clip_norm=clip if clip is not None else optimizer.clip_norm)
-    shape = "x".join(f"{axis}{n}" for axis, n in mesh.items())
-    clipped = "noclip" if spec.clip_norm is None else f"clip{spec.clip_norm:g}"
-    words = (workload.name, *workload.traits)
-    return Case(
-        id=f"prove::{name}::{backend}::{shape}::{'+'.join(words)}::{spec.name}::{clipped}::{lane}",
-        scenario="prove",
-        implementation=name,
-        backend=backend,
-        mesh=dict(mesh),
-        workload=workload,
-        optimizer=spec,
-        lane=lane,
-        checks=(),
-        dtype=dtype or DTYPES[lane],
-    )
+        return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
+    return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else {})}
 
 
 def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.DataFrame:

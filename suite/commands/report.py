@@ -44,7 +44,7 @@ def report(
     shardproof report
     shardproof report 20260102-030405 --format markdown
     shardproof report 20260102-030405.tar.gz --format html > report.html
-    shardproof report --into README.md
+    shardproof report --into results/README.md
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle import open_run
@@ -60,7 +60,8 @@ def report(
 def _report(found: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
     from shardproof.bench import peers, tables
-    from shardproof.commands import bench_pairs, bench_scaling
+    from shardproof.bench.scaling import tables as scaling_tables
+    from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
 
     if into is not None:
@@ -82,8 +83,8 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
     elif form is Format.markdown:
         timed = [
-            *([tables.markdown(found.benches)] if found.benches else []),
-            *([bench_scaling.markdown(found.scalings)] if found.scalings else []),
+            *([tables.table(found.benches).markdown()] if found.benches else []),
+            *([scaling_tables.markdown(found.scalings)] if found.scalings else []),
         ]
         judged = [reports.markdown(found)] if found.cases or not timed else []
         typer.echo("\n".join([*judged, *timed]), nl=False)
@@ -97,7 +98,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
-        bench_pairs.show(found.benches, console)
-        bench_scaling.show(found.scalings, console)
+        bench_run.show_pairs(found.benches, console)
+        bench_run.show_cells(found.scalings, console)
         if found.cases or not (found.benches or found.scalings):
             print_line(console, reports.closing(found))

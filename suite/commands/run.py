@@ -153,13 +153,13 @@ def run_and_exit(
     from shardproof.commands.supervision import RESULTS, open_folder
     from shardproof.registry import preflight
     from shardproof.runs.run_folder import Durations
-    from shardproof.scenarios.budget import plan
+    from shardproof.scenarios.budget import fit_cases
 
     preflight.check_cases(cases)
     root = results.parent if results is not None else RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()
-    planned = plan(cases, durations, workers, budget)
+    planned = fit_cases(cases, durations, workers, budget)
     if dry_run:
         for case in planned.chosen:
             typer.echo(case.id)
@@ -175,14 +175,14 @@ def run_and_exit(
 
 def execute(
     folder: RunFolder,
-    plan: CaseSchedule,
+    schedule: CaseSchedule,
     jobs: int,
     budget: float | None,
     durations: Durations,
     kept: Sequence[dict[str, Any]] = (),
     junit_file: Path | None = None,
 ) -> int:
-    """Run the cases of ``plan``; ``budget`` is in minutes.  Returns the exit code.
+    """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
 
     ``kept`` are results that the folder holds already: they count, too, as do those of cases that
     the budget leaves out.
@@ -198,10 +198,10 @@ def execute(
     found = [*kept]
 
     def body(interrupts: Interrupts) -> int:
-        folder.plan(plan.chosen + plan.left_out)
-        for case in plan.left_out:
+        folder.plan(schedule.chosen + schedule.left_out)
+        for case in schedule.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-        with Progress(console, len(plan.chosen), "judging") as progress:
+        with Progress(console, len(schedule.chosen), "judging") as progress:
 
             def note(result: dict[str, Any]) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -212,10 +212,10 @@ def execute(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            _, late = run_cases(plan.chosen, jobs, note, seconds, folder.keep)
+            _, late = run_cases(schedule.chosen, jobs, note, seconds, folder.keep)
         for case in late:
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
-        left_out = [*plan.left_out, *late]
+        left_out = [*schedule.left_out, *late]
         stay = _results_of(folder, left_out)
         found.extend(stay)
         if found:
@@ -235,10 +235,10 @@ def execute(
 
     def interrupted() -> None:
         done = {result["id"] for result in found}
-        for case in plan.chosen:
+        for case in schedule.chosen:
             if case.id not in done:
                 folder.leave_out(case, "stopped by Ctrl-C")
-        left_out = len(plan.left_out) + len(plan.chosen) - (len(found) - len(kept))
+        left_out = len(schedule.left_out) + len(schedule.chosen) - (len(found) - len(kept))
         print_line(console, f"stopped: {verdicts.summary(verdicts.count(found), left_out)}")
 
     def finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,8 @@ studies = typer.Typer(
     shardproof study campaign 1000 --seed 7     random clean cases: does any fail?
     shardproof study calibrate                  clean errors beside the thresholds
     shardproof study overhead                   what the suite costs a training step
+    shardproof study false-alarms --results R   how often `bench` errs here
+    shardproof study model-check                does the model of step times hold here?
     """,
 )
 
@@ -86,3 +89,52 @@ def overhead() -> None:
 
     for sentence in sentences():
         typer.echo(sentence)
+
+
+@studies.command("false-alarms", short_help="How often `bench` errs on this machine.")
+def false_alarms(
+    results: Annotated[Path, typer.Option("--results", metavar="RUN", help="new or old")],
+    alike: Annotated[int, typer.Option("--alike", metavar="N", help="A/A comparisons")] = 100,
+    slowed: Annotated[int, typer.Option("--slowed", metavar="N", help="slowed sessions")] = 30,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", metavar="M", help="stop before the session that would pass it"),
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option("--also", metavar="RUN", help="a run whose A/A blocks count, too"),
+    ] = None,
+) -> None:
+    """Compare a system with itself, and with itself made 10 % slower.
+
+    Exit codes: 0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far.
+    """
+    from shardproof.studies import false_alarms as study
+
+    raise typer.Exit(study.run(results, alike, slowed, minutes, also or ()))
+
+
+@studies.command("model-check", short_help="Does the alpha-beta model hold here?")
+def model_check(
+    implementation: Annotated[
+        str, typer.Option("--implementation", metavar="NAME", help="family/name")
+    ] = "reference/ddp",
+    backend: Annotated[str, typer.Option("--backend", metavar="B")] = "gloo",
+    world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="write the Markdown here, too")
+    ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="FILE", help="keep what the ranks measured (JSON)"),
+    ] = None,
+) -> None:
+    """Predict steps of three models by the alpha-beta model, and measure them.
+
+    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 too restless a
+    machine to tell.
+    """
+    from shardproof.studies import model_check as study
+
+    raise typer.Exit(study.run(implementation, backend, world, rounds, out, records))

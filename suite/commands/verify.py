@@ -23,7 +23,7 @@ from shardproof.runs import records
 from shardproof.runs.bundle import Listing, printable, unpacked
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import RecordError
-from shardproof.runs.run_folder import Run, lines, read, standard
+from shardproof.runs.run_folder import FORMAT, OtherFormat, Run, lines, other_format, read, standard
 from shardproof.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
@@ -54,9 +54,11 @@ class Verified:
 def verify(path: Path) -> Verified:
     """Check the run in ``path``.
 
-    :raises SelectionError: there is no run.
+    :raises SelectionError: there is no run, or its evidence has another format.
     """
     run = read(path)
+    if run.header["format"] != FORMAT:
+        raise other_format(run.header, path)
     problems = [*changed(path)]
     results = [*run.cases, *run.mutant_cases]
     try:
@@ -83,6 +85,9 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
     with unpacked(archive) as found:
         try:
             verified = verify(found.folder)
+        except OtherFormat as error:
+            file = str(archive / "run.json")
+            raise OtherFormat([replace(problem, file=file) for problem in error.problems]) from None
         except SelectionError:
             told = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
             verified = Verified(0, 0, 0, [told])
@@ -148,11 +153,9 @@ def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
 def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
     """Judge the raw times of a comparison, or of a scaling cell."""
     from shardproof.bench import evidence
-    from shardproof.bench.scaling import session as scaling
 
-    kind = scaling if line["kind"] == "scaling" else evidence
     try:
-        problem = kind.verify_line(path, line)
+        problem = evidence.verify_line(path, line)
     except (RecordError, KeyError, TypeError, ValueError) as error:
         problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
     if problem is not None:

@@ -70,13 +70,7 @@ def of_folder(path: Path) -> Snapshot:
 
     :raises SelectionError: it is damaged, or of another format.
     """
-    run = run_folder.read(path, strict=True)
-    version = run.header.get("format")
-    if version != run_folder.FORMAT:
-        what = f"is a run of format {version!r}, this suite reads {run_folder.FORMAT}"
-        remedy = "compare it with the version of the suite that wrote it"
-        raise SelectionError(Problem(what, remedy, file=str(path / "run.json")))
-    return of_run(run)
+    return of_run(run_folder.read(path, strict=True))
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -140,9 +134,11 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=isinstance(value, Mapping))
 
 
-def _row(entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered) -> dict[str, Any]:
+def _row(
+    entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered
+) -> dict[str, object]:
     ordered = sorted(entry.figures)
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
         "verdict": entry.verdict,
         "at": [

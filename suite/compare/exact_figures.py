@@ -87,13 +87,13 @@ _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 
 def of_checks(
     checks: Sequence[Mapping[str, Any]], stages: int = 1
-) -> tuple[dict[str, Scalar], dict[str, Any]]:
+) -> tuple[dict[str, Scalar], dict[str, Json]]:
     """Figures of a result's checks, and the lists and mappings that digests stand for.
 
     ``stages`` is the number of ranks of a pipeline.
     """
     figures: dict[str, Scalar] = {}
-    deep: dict[str, Any] = {}
+    deep: dict[str, Json] = {}
     for check in checks:
         name = check["check"]
         figures[name + STATUS] = check["status"]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TEMPLATES = Path(__file__).parents[1] / "report" / "templates"
+#: Where `--into` puts the Markdown.
+BEGIN, END = "<!-- hardware:begin -->", "<!-- hardware:end -->"
 #: Version of the JSON form.
 FORMAT = 1
 #: Rows of a table on the terminal; the other forms have all.

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
+from shardproof.compare.exact_figures import JsonObject
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
 
@@ -82,11 +83,11 @@ class Entry:
     verdict: str
     version: Version
     figures: Mapping[str, exact_figures.Scalar]
-    cell: Mapping[str, Any]
+    cell: JsonObject
     data: str = ""
     source: str = ""
     reason: str = ""
-    deep: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    deep: JsonObject = field(default_factory=dict, compare=False)
     samples: Mapping[str, Sample] = field(default_factory=dict)
     same: Sample | None = None
     #: Figures of a timed result that belong to its machine: modelled, scorecard, resident memory.
@@ -99,7 +100,7 @@ class Snapshot:
 
     name: str
     hardware: str
-    machine: Mapping[str, Any]
+    machine: JsonObject
     taken: str
     versions: Sequence[Version]
     cases: dict[str, Entry]
@@ -107,7 +108,7 @@ class Snapshot:
     kills: dict[str, bool]
     left_out: dict[str, str] = field(default_factory=dict)
     #: Digests of what was planned and of its data sets, as ``run.json`` has them.
-    keys: Sequence[Mapping[str, Any]] = ()
+    keys: Sequence[JsonObject] = ()
 
     @property
     def ids(self) -> set[str]:
@@ -284,10 +285,10 @@ def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
     )
 
 
-def _numbers(told: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value)
-        for name, value in told.items()
+        for name, value in figures.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 

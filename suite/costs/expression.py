@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from shardproof.case import AXES
 from shardproof.costs import COST_MODELS, CostModel, memory_ratio
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
@@ -154,7 +155,7 @@ def facts_of(case: Case) -> CaseFacts:
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     trainable_bytes = sum(p.nbytes for p in trainable)
     frozen_bytes = sum(p.nbytes for p in frozen)
-    axes = {axis: case.mesh.get(axis, 1) for axis in ("pipe", "replicate", "shard", "tensor")}
+    axes: dict[str, int] = {axis: case.mesh.get(axis, 1) for axis in AXES}
     model_facts = model_facts_of(case, workload, model)
     numbers = {
         "world": case.world,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
+from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, flow
@@ -24,7 +25,6 @@ from shardproof.costs.zero import Zero1, Zero2, Zero3
 _DATA: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model for cost_model in (DDP, Zero1, Zero2, Zero3, FSDP)
 }
-_AXES = ("replicate", "shard")
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
 
@@ -122,14 +122,14 @@ class Hybrid(CostModel):
     def data_axes(self) -> dict[str, int]:
         """The data axes as their strategy knows them."""
         facts = self.facts
-        sizes = {axis: facts.size(axis) for axis in _AXES if axis in facts.axes}
+        sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
         if self.data != "ddp":
             return sizes or {"shard": 1}
         return {"replicate": facts.size("replicate") * facts.size("shard")}
 
     def of(self, rank: int) -> tuple[list[CostModel], int]:
         """The models of global ``rank``, and its number on the data axes."""
-        at = dict.fromkeys(("pipe", *_AXES, "tensor"), 0) | self.facts.coordinate(rank)
+        at = dict.fromkeys(("pipe", *DATA_AXES, "tensor"), 0) | self.facts.coordinate(rank)
         number = at["replicate"] * self.facts.size("shard") + at["shard"]
         return self.models(at["pipe"], at["tensor"]), number
 
@@ -157,7 +157,7 @@ class Hybrid(CostModel):
         """Replicas over both data axes are one group."""
         if self.data != "ddp":
             return one
-        return replace(one, axis="+".join(axis for axis in _AXES if self.facts.size(axis) > 1))
+        return replace(one, axis="+".join(axis for axis in DATA_AXES if self.facts.size(axis) > 1))
 
     def messages(self) -> Iterator[int]:
         """Bytes of every message between stages; of a split sequence each rank has a part."""

@@ -51,19 +51,19 @@ class Offloaded(CostModel):
         return self.facts.option(OPTION, "none") == "parameters"
 
     def flows(self) -> list[Flow]:
-        """As without."""
+        """The same as without offload."""
         return self.inner.flows()
 
     def local(self, rank: int) -> Local:
-        """As without."""
+        """The same as without offload."""
         return self.inner.local(rank)
 
     def prefetch(self) -> Prefetch | None:
-        """As without."""
+        """The same as without offload."""
         return self.inner.prefetch()
 
     def unclassified_limit(self, rank: int, step: int) -> int | None:
-        """As without."""
+        """The same as without offload."""
         return self.inner.unclassified_limit(rank, step)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -74,7 +74,7 @@ class Offloaded(CostModel):
         return found | {"masters": 0, "optimizer_state": 0}
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
-        """State and, of what is not there as such, masters: one copy of what this rank updates."""
+        """Optimizer state, and masters of what this rank updates unless its shards are masters."""
         found = self.inner.resident(rank, step, updated)
         if self.shards_rest_there:  # gradients come down to where those of every step lie
             assert isinstance(self.inner, Zero3)
@@ -84,12 +84,10 @@ class Offloaded(CostModel):
         return {"masters": masters, "optimizer_state": found["optimizer_state"]}
 
     def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
-        """Gradients down, parameters up; in a step whose update is skipped only what is computed
-        with.
-        """
+        """Gradients down, parameters up; after a skipped update only shards for computing move."""
         if self.shards_rest_there:
             assert isinstance(self.inner, Zero3)
-            # What a unit that only some micro-batches call moves is promised no more than sent.
+            # There is no formula for a unit that only some micro-batches call, as for its traffic.
             return {} if self.inner.uncalled else self._moved_shards(self.inner)
         if updated != step:
             return {"down": 0, "up": 0}
@@ -102,7 +100,7 @@ class Offloaded(CostModel):
         return {"down": down, "up": up}
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """As without; what rests on the host leaves only votes on the device."""
+        """The same as without offload; if shards rest on the host, only votes are on the device."""
         return (
             votes(self.facts)
             if self.shards_rest_there
@@ -110,7 +108,7 @@ class Offloaded(CostModel):
         )
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """As without, less the shards that are on the host."""
+        """The same as without offload, less the shards that are on the host."""
         found = self.inner.peaks(rank, phase, step)
         if not self.shards_rest_there or "parameters" not in found:
             return found

@@ -17,13 +17,12 @@ _SCALARS = 64
 
 
 class Pipeline(Single):
-    """The state of a rank's stages only; activations and their gradients from stage to stage.
+    """A rank holds its own stages; activations and their gradients go from stage to stage.
 
-    2 messages a micro-batch and boundary, forward and backward, of the bytes of what one unit hands
-    to the next; neighbouring stages on one rank send none.  So there are v times as many boundaries
-    between ranks for interleaved 1F1B with v chunks, and twice as many for ZB-V.  The norm's scalar
-    goes over the pipe axis; the gradients of a tensor that is tied over stages of several ranks
-    are exchanged once a step.
+    Each micro-batch sends 2 messages over each boundary between ranks: the activation forward, its
+    gradient backward.  Neighbouring stages on one rank send none, so interleaved 1F1B with v chunks
+    has v times as many boundaries, and ZB-V twice as many.  The norm's scalar is summed over the
+    pipe axis.  Ranks that share a tied tensor exchange its gradients once a step.
     """
 
     strategy: ClassVar[str] = "pipeline"
@@ -41,7 +40,7 @@ class Pipeline(Single):
     # ------------------------------------------------------------------------------- traffic
 
     def flows(self) -> list[Flow]:
-        """Activations and their gradients, the norm, what is tied."""
+        """2 messages a micro-batch and boundary, gradients of tied tensors, the norm."""
         sizes = [*self.messages(), *self.tied_messages()]
         return [*exchanged(sizes), *norm_flow(self.facts, "pipe")]
 

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: what is split, what stands on every rank, what they exchange."""
+"""Tensor and sequence parallelism: what is split, what is on every rank, what ranks exchange."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VOCABULARY = ("embed.token", "head")
 
 
 class TensorParallel(CostModel):
-    """(P + G + O)(Psi_split / t + Psi_whole)."""
+    """A rank holds (P + G + O) (Psi_split / t + Psi_whole)."""
 
     strategy: ClassVar[str] = "tensor"
     divided = (True, True, True)
@@ -141,7 +141,7 @@ class TensorParallel(CostModel):
         return -(-positions // self.ranks) * self.ranks if self.is_sequence else positions
 
     def flows(self) -> list[Flow]:
-        """Hidden states, outputs, gradients that are terms, the norm."""
+        """2 all-reduces of hidden states a layer and direction; loss, partial gradients, norm."""
         if self.ranks == 1:
             return []
         facts, width = self.facts, self.table.shape[1]

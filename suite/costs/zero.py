@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar
 
+from shardproof.case import DATA_AXES
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import (
     VOTE_BYTES,
@@ -193,11 +194,10 @@ class Zero2(Zero1):
 
 
 class Zero3(CostModel):
-    """Everything sharded: (P + G + O) Psi / N, and what is gathered while it is used.
+    """Everything sharded: (P + G + O) Psi / N, plus the units that are gathered at the moment.
 
-    A unit is gathered before its forward (every one, if it is called again) and again before its
-    backward, and its gradient is reduced and scattered at once: 2 gathers and 1 reduction a unit
-    and micro-batch.
+    Each micro-batch gathers a unit twice, before its forward (before each, if it is called again)
+    and before its backward, and reduces its gradients once.
     """
 
     strategy: ClassVar[str] = "zero3"
@@ -230,7 +230,7 @@ class Zero3(CostModel):
         return [flat for unit in self.units if called(unit.name) for flat in unit.trained]
 
     def flows(self) -> list[Flow]:
-        """Gathers of all, reductions of what is trained, the norm."""
+        """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
         facts, found = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
@@ -280,7 +280,7 @@ class Zero3(CostModel):
         return self.facts.coordinate(rank).get("shard", 0)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards, as built: they are their own masters (one of padding only is nobody's)."""
+        """Shards as built, which are their own masters; one of padding only does not count."""
         mine = self.shard_of(rank)
         return {
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
@@ -313,8 +313,8 @@ class Zero3(CostModel):
         return _local(self.facts, dict(own), self.parts(rank))
 
     def prefetch(self) -> Prefetch:
-        """The next unit is gathered while one computes, in both directions; what ends with the
-        whole backward is reduced late where that may end without some gradient.
+        """In both directions the next unit is gathered while one computes.  A unit that ends with
+        the whole backward is reduced late if that may end without one of its gradients.
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
@@ -350,8 +350,8 @@ class Zero3(CostModel):
         return ends if any(map(_may_go_unused, ends)) else []
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """Whole parameters beside the shards: at least root and largest unit, with the units that
-        it lies in; at most those gathered meanwhile (or recomputed together, or in vain) as well.
+        """Whole parameters beside the shards: at least root and largest unit, with the units
+        around it; at most also those gathered ahead, recomputed together or gathered in vain.
         """
         if phase not in ("forward", "backward") or self.facts.size("shard") == 1:
             return {}
@@ -447,7 +447,7 @@ class Zero3(CostModel):
     def _coordinate(self, rank: int) -> int:
         place, index = self.facts.coordinate(rank), 0
         for axis, size in self.facts.axes.items():
-            if axis in ("replicate", "shard"):
+            if axis in DATA_AXES:
                 index = index * size + place[axis]
         return index
 

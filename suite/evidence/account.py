@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
+from shardproof.launch.outcome import RankOutcome
 from shardproof.registry.declaration import Declaration
 
 if TYPE_CHECKING:
@@ -23,6 +24,34 @@ if TYPE_CHECKING:
 
 #: A failing tensor with more bytes than this is not kept whole.
 WHOLE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderEnd:
+    """How a judging process ended that left nothing else."""
+
+    exit_code: int | None
+    signal: int | None
+    timed_out: bool
+    seconds: float
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A copy of a tensor that a failing check names; ``owner``: a replica, or the oracle.
+
+    ``data``: its bytes in base64.
+    """
+
+    step: int
+    point: str
+    kind: str
+    name: str
+    owner: str
+    dtype: str
+    shape: list[int]
+    data: str
 
 
 @dataclass
@@ -46,10 +75,10 @@ class Account:
     missing: str = ""
     no_oracle_because: str = ""
     fault: str = ""
-    leader: dict[str, Any] | None = None
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    leader: LeaderEnd | None = None
+    outcomes: list[RankOutcome] = field(default_factory=list)
     figures: dict[str, Any] | None = None
-    whole: list[dict[str, Any]] = field(default_factory=list)
+    whole: list[WholeTensor] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     data_digest: str = ""
 
@@ -57,7 +86,14 @@ class Account:
         """JSON-ready form; :meth:`from_dict` is its inverse."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         declared = None if self.declaration is None else self.declaration.to_dict()
-        return fields | {"case": self.case.to_dict(), "declaration": declared}
+        return fields | {
+            "case": self.case.to_dict(),
+            "declaration": declared,
+            "leader": None if self.leader is None else dataclasses.asdict(self.leader),
+            # The file of a rank's record is gone when the case is over.
+            "outcomes": [dataclasses.asdict(end) | {"record": None} for end in self.outcomes],
+            "whole": [dataclasses.asdict(tensor) for tensor in self.whole],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Account:
@@ -65,6 +101,10 @@ class Account:
         fields = {**data, "case": Case.from_dict(data["case"])}
         declared = fields.pop("claims", None) or fields.get("declaration")  # the name in older runs
         fields["declaration"] = None if declared is None else Declaration.from_dict(declared)
+        if data.get("leader") is not None:
+            fields["leader"] = LeaderEnd(**data["leader"])
+        fields["outcomes"] = [RankOutcome(**end) for end in data.get("outcomes", ())]
+        fields["whole"] = [WholeTensor(**tensor) for tensor in data.get("whole", ())]
         return cls(**fields)
 
 
@@ -78,7 +118,7 @@ def restore(case: Case, data: Mapping[str, Any]) -> Figures:
 # ------------------------------------------------------------------------------ whole tensors
 
 
-def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[dict[str, Any]]:
+def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[WholeTensor]:
     """Every copy, and the oracle's, of the tensor that a failing check names."""
     place = _place(worst["step"], worst["phase"])
     if place is None:
@@ -92,9 +132,19 @@ def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[dict[str
     truth = _truth(evidence.truth, step, point, kind).get(name)
     if truth is not None and not worst["phase"].startswith("replayed"):
         copies["oracle"] = truth
-    where = {"step": step, "point": point, "kind": kind, "name": name}
+    from shardproof import tensor_bytes
+
     return [
-        where | {"owner": owner} | _bytes_of(tensor)
+        WholeTensor(
+            step,
+            point,
+            kind,
+            name,
+            owner,
+            tensor_bytes.dtype_name(tensor),
+            list(tensor.shape),
+            base64.b64encode(tensor_bytes.raw(tensor)).decode(),
+        )
         for owner, tensor in copies.items()
         if tensor.numel() * tensor.element_size() <= WHOLE_BYTES
     ]
@@ -124,13 +174,3 @@ def _truth(oracle: Mapping[str, Any], step: int, point: str, kind: str) -> Mappi
     else:
         found = oracle["steps"][step].get("clipped" if point == "after_clip" else kind)
     return found or {}
-
-
-def _bytes_of(tensor: Tensor) -> dict[str, Any]:
-    from shardproof import tensor_bytes
-
-    return {
-        "dtype": tensor_bytes.dtype_name(tensor),
-        "shape": list(tensor.shape),
-        "data": base64.b64encode(tensor_bytes.raw(tensor)).decode(),
-    }

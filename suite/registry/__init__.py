@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.registry import old_names
 
 if TYPE_CHECKING:
     from shardproof.contract import Implementation
@@ -181,6 +182,8 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
 def _import(name: str, module: str, local: bool = False) -> Any:
     if local:
         _find_local_modules()
+    if not module.startswith("shardproof."):
+        old_names.install()
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:

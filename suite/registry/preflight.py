@@ -6,6 +6,8 @@ leader, never here, and what is wrong is told in one sentence instead of once fo
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -14,6 +16,7 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.errors import InputError, Problem, SelectionError, shorten
 from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.registry import old_names
 
 #: For the import of a user's modules; torch is imported already.
 SECONDS = 60.0
@@ -42,11 +45,14 @@ def check(
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
         items = [(name, {"name": name}, SECONDS) for name in own]
-        ends = list(stack.enter_context(closing(leaders.run(fault_of, items))))
-    wrong = {end.key: _unfinished(end) if end.value is None else end.value for end in ends}
+        ends = list(stack.enter_context(closing(leaders.run(try_to_load, items))))
+    loaded = {end.key: end.value or {"fault": _unfinished(end), "old": []} for end in ends}
+    for text in dict.fromkeys(text for value in loaded.values() for text in value["old"]):
+        print(f"warning: {text}", file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
-    for name, fault in wrong.items():
+    for name, value in loaded.items():
+        fault = value["fault"]
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             at: dict[str, Any] = {"file": file, "line": int(line)} if file else {}
@@ -55,13 +61,21 @@ def check(
         raise SelectionError(problems)
 
 
-def fault_of(payload: Mapping[str, Any]) -> str:
-    """Task of a leader: load one implementation; what is wrong with it, empty for nothing."""
-    try:
-        registry.load(payload["name"])
-    except (InputError, registry.BrokenImplementation) as error:
-        return str(error)
-    return ""
+def try_to_load(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Task of a leader: load one implementation.
+
+    Returns the ``fault`` (empty: none), and the warnings about ``old`` names that it imports.
+    """
+    fault = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeprecationWarning)
+        try:
+            registry.load(payload["name"])
+        except (InputError, registry.BrokenImplementation) as error:
+            fault = str(error)
+    of_old_names = (each for each in caught if str(each.message).endswith(old_names.ENDS))
+    texts = [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
+    return {"fault": fault, "old": texts}
 
 
 def _unfinished(end: TaskEnd) -> str:

@@ -25,11 +25,11 @@ _MOST = 20
 def changed(path: Path) -> Iterator[str]:
     """Files and lines of the run in ``path`` that are not what its manifest says, as sentences."""
     try:
-        sealed = Manifest(path).read()
+        listed = Manifest(path).read()
     except RecordError as error:
         yield str(error)
         return
-    if not sealed:
+    if not listed:
         yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
         return
     is_there = (path / "cases.jsonl").is_file()
@@ -38,27 +38,27 @@ def changed(path: Path) -> Iterator[str]:
     if not is_there:
         yield f"{path / 'cases.jsonl'}: missing"
     for number, line in enumerate(lines, 1):
-        known = sealed.get(("cases.jsonl", number))
+        known = listed.get(("cases.jsonl", number))
         if known is None:
             yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) is not in the manifest"
         elif known != hashlib.sha256(line).hexdigest():
             yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) was changed"
     if ended:
         yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
-    for file, place in sealed:
+    for file, place in listed:
         if place is not None:
             if place > len(lines) and is_there:
                 yield f"{path / file}: line {place} is missing"
         elif not (path / file).is_file():
             yield f"{path / file}: missing"
-        elif records.digest(path / file) != sealed[file, None]:
+        elif records.digest(path / file) != listed[file, None]:
             yield f"{path / file}: was changed"
 
 
 def _id(line: bytes) -> str:
     try:
-        told = json.loads(line)
-        return str(told.get("id") or told.get("name"))
+        fields = json.loads(line)
+        return str(fields.get("id") or fields.get("name"))
     except (ValueError, AttributeError, RecursionError):
         return "unreadable"
 
@@ -68,10 +68,10 @@ def require_unchanged(path: Path) -> None:
 
     :raises SelectionError: the files and lines that are not what the manifest says.
     """
-    told = list(changed(path))
-    if told:
-        remedy = "take a whole copy, or run it again: `shardproof verify` tells more"
-        raise SelectionError([Problem(text, remedy) for text in told[:_MOST]])
+    problems = list(changed(path))
+    if problems:
+        remedy = "take a whole copy, or run it again: `shardproof verify` says more"
+        raise SelectionError([Problem(text, remedy) for text in problems[:_MOST]])
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def damage_is_bad_input(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except _DAMAGE:
-        told = list(changed(path))
-        if not told:
+        problems = list(changed(path))
+        if not problems:
             raise
         remedy = "take a whole copy, or run it again: nothing is shown of a damaged run"
-        raise SelectionError([Problem(text, remedy) for text in told[:_MOST]]) from None
+        raise SelectionError([Problem(text, remedy) for text in problems[:_MOST]]) from None

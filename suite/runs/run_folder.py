@@ -41,7 +41,10 @@ from shardproof.runs.records import Manifest, append_line, write
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
 
-FORMAT = 1
+#: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
+#: Records of format 1 are judged by the suite that wrote them: messages of checks differ.
+FORMAT = 2
+READABLE = (1, FORMAT)
 _PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
 _KEPT_DURATIONS = 5
 #: They make torch, oneDNN and MKL use other kernels than the CPU's best: those round otherwise.
@@ -77,6 +80,8 @@ class RunFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._header = _read_header(path) or {"format": FORMAT, "id": path.name, "invocations": []}
+        if self._header["format"] != FORMAT:
+            raise other_format(self._header, path)  # one run, one format
         self._invocation: dict[str, Any] = {
             "command": list(command),
             "started": _now(),
@@ -176,13 +181,13 @@ class RunFolder:
         self.seal("run.json")
 
     def _mend_last_line(self) -> None:
-        """A line that a kill cut off must not swallow the next one; a whole one is sealed late."""
+        """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = self._lines.read_bytes()
         if content and not content.endswith(b"\n"):
             os.truncate(self._lines, content.rfind(b"\n") + 1)
         lines = self._lines.read_bytes().splitlines()
-        sealed = self._manifest.read()
-        if lines and sealed and ("cases.jsonl", len(lines)) not in sealed:
+        listed = self._manifest.read()
+        if lines and listed and ("cases.jsonl", len(lines)) not in listed:
             digest = hashlib.sha256(lines[-1]).hexdigest()
             self._manifest.seal("cases.jsonl", digest, len(lines))
 
@@ -297,11 +302,26 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         raise SelectionError(
             Problem("is damaged", "choose another folder, or a whole copy of it", file=file)
         )
+    if header.get("format") not in READABLE:
+        raise other_format(header, path)
     for invocation in header["invocations"]:
         if "planned" in invocation:
             planned = map(str, invocation["planned"])
             invocation["planned"] = [old_words.renamed_name(name) for name in planned]
     return header
+
+
+class OtherFormat(SelectionError):
+    """A run whose evidence has a format that cannot be used here."""
+
+
+def other_format(header: Mapping[str, Any], path: Path) -> OtherFormat:
+    """Why the run in ``path`` cannot be used, and which suite can."""
+    last = header["invocations"][-1]
+    commit = f" (commit {last['commit']})" if last.get("commit") else ""
+    what = f"evidence format {header.get('format')!r}; this version ({VERSION}) reads {FORMAT}"
+    remedy = f"use the suite that wrote it: shardproof {last.get('suite', 'unknown')}{commit}"
+    return OtherFormat(Problem(what, remedy, file=str(path / "run.json")))
 
 
 def _is_header(told: Any) -> TypeGuard[dict[str, Any]]:

@@ -31,7 +31,7 @@ class CaseSchedule:
     seconds: float
 
 
-def plan(
+def fit_cases(
     cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None
 ) -> CaseSchedule:
     """Choose from ``cases`` what ``jobs`` workers can run in ``minutes`` (``None``: all)."""
@@ -60,14 +60,14 @@ def _estimates(cases: Sequence[Case], durations: Durations) -> dict[str, float]:
         if seconds is not None:
             by_backend[case.backend].append(seconds)
     typical = {backend: statistics.median(values) for backend, values in by_backend.items()}
-    found = {}
+    seconds_of = {}
     for case in cases:
         seconds = known[case.id]
         if seconds is None:
             default = DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS)
             seconds = typical.get(case.backend, default)
-        found[case.id] = seconds
-    return found
+        seconds_of[case.id] = seconds
+    return seconds_of
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:

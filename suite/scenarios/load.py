@@ -69,10 +69,10 @@ def timed(path: Path) -> str:
     What stands at the top level says so, whatever the file's folder: ``pairs:`` or ``mode:``, and
     no ``matrix:``.  A file that cannot be read is left to who loads it.
     """
-    found = _head(path, _TIMED)
-    if found is None:
+    match = _head(path, _TIMED)
+    if match is None:
         return ""
-    return "speed" if found[1] else "scaling"
+    return "speed" if match[1] else "scaling"
 
 
 def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
@@ -170,28 +170,30 @@ def _paths(argument: str, root: Path) -> list[Path]:
         return _judged_in(path)
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
-    stems = {found.stem: found for found in _in_folder(root)}
+    stems = {candidate.stem: candidate for candidate in _in_folder(root)}
     if argument in stems:
         return [stems[argument]]
     folders = (
-        {found.name: found for found in root.iterdir() if found.is_dir()} if root.is_dir() else {}
+        {candidate.name: candidate for candidate in root.iterdir() if candidate.is_dir()}
+        if root.is_dir()
+        else {}
     )
     if argument in folders:
         return _judged_in(folders[argument])
-    for found in timed_files(root):
-        if argument in (found.stem, f"{found.parent.name}/{found.stem}"):
-            raise SelectionError(_not_judged(found, f"a {timed(found)} scenario"))
+    for candidate in timed_files(root):
+        if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
+            raise SelectionError(_not_judged(candidate, f"a {timed(candidate)} scenario"))
     if path.parent != Path():
         return [path]
     # The name inside a file may differ from the file's own.
     names: list[str] = []
-    for found in stems.values():
+    for candidate in stems.values():
         try:
-            name = load(found).name
+            name = load(candidate).name
         except ScenarioError:
             continue
         if name == argument:
-            return [found]
+            return [candidate]
         names.append(name)
     remedy = nearest(argument, [*names, *stems], "scenarios")
     raise SelectionError(Problem("unknown scenario", remedy, argument))
@@ -199,10 +201,10 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 def _judged_in(folder: Path) -> list[Path]:
     """The scenarios below a folder that was named; one with timed files only is a mistake."""
-    found = _in_folder(folder)
-    if not found and timed_files(folder):
+    files = _in_folder(folder)
+    if not files and timed_files(folder):
         raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
-    return found
+    return files
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -227,6 +229,14 @@ def _shown(path: Path) -> str:
 
 
 # ----------------------------------------------------------- pydantic's errors, in our words
+
+
+def of_text(text: str, name: str) -> ScenarioFile:
+    """The scenario that YAML ``text`` says; ``name`` stands for the file in errors.
+
+    :raises ScenarioError: as :func:`load`.
+    """
+    return _validate(parse(text, name), name)
 
 
 def _validate(node: Node, file: str) -> ScenarioFile:
@@ -339,6 +349,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in typing.get_args(annotation):
-        if (found := _model_in(argument)) is not None:
-            return found
+        if (model := _model_in(argument)) is not None:
+            return model
     return None

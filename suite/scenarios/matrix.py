@@ -120,12 +120,12 @@ class _Expansion:
         }
         self._stop_if_faulty()
         clips = {cell.clip for cell in cells} - {None}
-        found = []
+        cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in marks["quick"] else self.scenario.tier)
             skip, xfail = marks["skip"].get(cell.key), marks["xfail"].get(cell.key)
-            found.append(self._case(cell, tier, skip, xfail, several_clips=len(clips) > 1))
-        return found
+            cases.append(self._case(cell, tier, skip, xfail, several_clips=len(clips) > 1))
+        return cases
 
     def _stop_if_faulty(self) -> None:
         if self.problems:
@@ -364,16 +364,16 @@ class _Expansion:
         """Key -> reason of the first rule that matches, for every cell that one matches."""
         marks: dict[tuple[str, ...], str] = {}
         for index, rule in enumerate(rules):
-            found = [cell.key for cell in cells if matches(rule, cell)]
+            keys = [cell.key for cell in cells if matches(rule, cell)]
             reason = getattr(rule, "reason", "")
-            if not found:
+            if not keys:
                 self._add(
                     [section, index],
                     f"{section} rule matches nothing",
                     "correct or remove it",
                     reason,
                 )
-            for key in found:
+            for key in keys:
                 marks.setdefault(key, reason)
         return marks
 
@@ -503,13 +503,13 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
     or what another system gives are left out (they hang on options), as are ``skip``, ``xfail`` and
     expected ``buckets``.  A cell is of the quick tier if any implementation has it there.
     """
-    found: dict[str, Case] = {}
+    substituted: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, implementation.replace("::", ":"), *middle])
-        found.setdefault(
+        substituted.setdefault(
             cell,
             dataclasses.replace(
                 case,
@@ -523,7 +523,7 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 source="",  # the file names another system there
             ),
         )
-    return list(found.values())
+    return list(substituted.values())
 
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:

@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardproof.case import Axis
 from shardproof.costs import expression
 
-Axis = Literal["pipe", "replicate", "shard", "tensor"]
 Tier = Literal["quick", "full"]
 #: Option or knob -> value; an implementation or a workload checks them.
 Values = dict[str, Any]
@@ -275,7 +275,7 @@ class Matrix(Model):
     """The axes; every combination of their values is a case."""
 
     implementation: Implementations = Field(description="systems under test")
-    backend: Words = Field(description="where ranks talk")
+    backend: Words = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
     optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
@@ -292,7 +292,7 @@ class Match(Model):
 
     implementation: Words = Field([], description="glob on the name or name+label")
     label: Words = Field([], description="glob on the implementation's label")
-    backend: Words = Field([], description="where ranks talk")
+    backend: Words = Field([], description="communication backend")
     mesh: Words = Field([], description="short form, e.g. replicate4 or shard2xtensor2")
     world: Sizes = Field([], description="number of ranks")
     workload: Words = Field([], description="glob on the label of the workload variant")
@@ -314,7 +314,7 @@ class Include(Model):
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
     implementation: Implementations = Field([], description="systems under test")
-    backend: Words = Field([], description="where ranks talk")
+    backend: Words = Field([], description="communication backend")
     mesh: Meshes = Field([], description="axes and sizes")
     optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
     clip: Clips = Field([], description="largest global gradient norm; null: no clipping")

@@ -49,11 +49,11 @@ class _Parser:
         self.tokens.append(("", end + 1))
 
     def parse(self) -> Predicate:
-        found = self._any()
+        predicate = self._any()
         token, column = self.tokens[self.position]
         if token:
             raise self._error(column, f"unexpected {token!r}")
-        return found
+        return predicate
 
     def _error(self, column: int, what: str) -> SelectionError:
         remedy = "combine words with and, or, not and parentheses, e.g. 'gloo and not adamw'"

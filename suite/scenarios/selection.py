@@ -46,12 +46,12 @@ class Selection:
         named_by_ids = [_scenario_of(name) for name in ids]
         files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
         everything = [case for file in files for case in expand(file, vocabulary)]
-        found = [resolve(name, everything) for name in ids]
+        selected = [resolve(name, everything) for name in ids]
         if names or not ids:
             wanted = {file.name for file in find(names)} if ids else None
             pool = [c for c in everything if wanted is None or c.scenario in wanted]
-            found += [case for case in self._filtered(pool, vocabulary) if case not in found]
-        return found
+            selected += [case for case in self._filtered(pool, vocabulary) if case not in selected]
+        return selected
 
     def within(self, planned: list[Case]) -> list[Case]:
         """Those of ``planned``, the cases of an earlier run, that every filter keeps.
@@ -88,11 +88,11 @@ class Selection:
             names = {given}
             if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
                 names = {file.name for file in find([given])}
-            found = {case.id for case in planned if names & {case.id, case.scenario}}
-            if not found:
+            named = {case.id for case in planned if names & {case.id, case.scenario}}
+            if not named:
                 there = {case.scenario for case in planned}
                 raise _unplanned("SCENARIO", given, nearest(given, there, "planned"))
-            kept |= found
+            kept |= named
         return [case for case in planned if case.id in kept or not self.scenarios]
 
     def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
@@ -128,7 +128,7 @@ class Selection:
     def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
         from shardproof import registry
 
-        found: list[Case] = []
+        chosen: list[Case] = []
         for pattern in self.implementations:
             named = [
                 case
@@ -147,8 +147,8 @@ class Selection:
             if not named:
                 remedy = nearest(pattern, known, "implementations")
                 raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
-            found += [case for case in named if case not in found]
-        return found
+            chosen += [case for case in named if case not in chosen]
+        return chosen
 
 
 def resolve(name: str, cases: Sequence[Case]) -> Case:
@@ -212,11 +212,11 @@ def _narrow(
     matches = fnmatchcase if option == "--impl" else str.__eq__
     kept: set[str] = set()
     for value in map(str, values):
-        found = {c.id for c in cases if any(matches(str(name), value) for name in names(c))}
-        if not found:
+        matching = {c.id for c in cases if any(matches(str(name), value) for name in names(c))}
+        if not matching:
             there = {str(names(case)[-1]) for case in cases}
             raise _unplanned(option, value, nearest(value, there, "planned"))
-        kept |= found
+        kept |= matching
     return [case for case in cases if case.id in kept]
 
 

@@ -1,10 +1,11 @@
 """YAML text as plain nodes that remember their lines; no object is ever built from a tag.
 
 The text is read as libyaml's *event stream*.  Limits (size, depth, aliases and what they expand to)
-are counted on the events, before anything is built, so that an alias bomb costs nothing.  Nodes are
-then resolved by a small closed table instead of PyYAML's constructors.  It follows YAML 1.2 where
-YAML 1.1 surprises: ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``,
-``off``, ``yes`` or ``no`` is an error because half of its readers mean a word and half a boolean.
+are counted on the events, before anything is built: an alias bomb costs nothing, and a million
+``[`` are refused (``yaml.compose`` recurses in C and would end the process).  A small closed table
+resolves scalars instead of PyYAML's constructors.  It follows YAML 1.2 where YAML 1.1 surprises:
+``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``, ``off``, ``yes`` or
+``no`` is an error because half of its readers mean a word and half a boolean.
 """
 
 from __future__ import annotations

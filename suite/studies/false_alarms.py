@@ -1,4 +1,4 @@
-"""How often ``shardproof bench`` errs here: ``python -m shardproof.studies.false_alarms``.
+"""How often ``shardproof bench`` errs here: ``shardproof study false-alarms``.
 
 Two rates, measured once a release on sessions of the default procedure, each with fresh ranks:
 
@@ -15,10 +15,11 @@ a second invocation with the same ``--results`` goes on where the first one ende
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from scipy import stats as distributions
 from shardproof import registry, verdicts
 from shardproof.bench import sides
 from shardproof.bench.evidence import keep
-from shardproof.bench.session import Bench
+from shardproof.bench.session import Session
+from shardproof.bench.stats import SMALLEST_MARGIN
 from shardproof.contract import Batch, Observe, StepResult
-from shardproof.errors import InputError
+from shardproof.errors import Problem, SelectionError
 from shardproof.runs import run_folder
 
 PARENT = "reference/ddp"
@@ -81,8 +83,26 @@ def _pair(kind: str, number: int) -> sides.Pair:
     )
 
 
-def count(lines: Sequence[Line]) -> dict[str, Any]:
-    """Alarms and detections among lines of kind ``bench``, with the figures behind them."""
+@dataclass(frozen=True)
+class Counts:
+    """Alarms and detections, with the figures behind them; intervals are 95 %, of a share."""
+
+    comparisons: int
+    alarms: int
+    alarms_interval: tuple[float, float] | None
+    half_width_median: float | None
+    half_width_most: float | None
+    #: Half-widths within what the default number of blocks aims at.
+    half_width_within: int
+    slowed: int
+    detected: int
+    detected_interval: tuple[float, float] | None
+    verdicts: dict[str, int]
+    ratio_median: float | None
+
+
+def count(lines: Sequence[Line]) -> Counts:
+    """The counts among lines of kind ``bench``."""
     alike: list[Line] = []
     slowed: list[Line] = []
     for line in lines:
@@ -94,37 +114,29 @@ def count(lines: Sequence[Line]) -> dict[str, Any]:
             slowed.append(line)
         elif a == b:
             alike.append(line)
-    alarms = sum(told["low"] > 1 or told["high"] < 1 for told in alike)
-    found = sum(line["verdict"] == "slower" for line in slowed)
-    wide = [told["half_width"] for told in alike]
-    return {
-        "comparisons": len(alike),
-        "alarms": alarms,
-        "alarms_interval": _shares(alarms, len(alike)),
-        "half_width_median": sorted(wide)[len(wide) // 2] if wide else None,
-        "half_width_most": max(wide, default=None),
-        "half_width_within": sum(value <= plan_margin() for value in wide),
-        "slowed": len(slowed),
-        "detected": found,
-        "detected_interval": _shares(found, len(slowed)),
-        "verdicts": {
-            verdict: sum(line["verdict"] == verdict for line in slowed)
-            for verdict in sorted({line["verdict"] for line in slowed})
-        },
-        "ratio_median": sorted(line["ratio"] for line in slowed)[len(slowed) // 2]
-        if slowed
-        else None,
-    }
+    alarms = sum(each["low"] > 1 or each["high"] < 1 for each in alike)
+    words = Counter(str(line["verdict"]) for line in slowed)
+    half_widths = [each["half_width"] for each in alike]
+    return Counts(
+        comparisons=len(alike),
+        alarms=alarms,
+        alarms_interval=_share_interval(alarms, len(alike)),
+        half_width_median=_median(half_widths),
+        half_width_most=max(half_widths, default=None),
+        half_width_within=sum(value <= SMALLEST_MARGIN for value in half_widths),
+        slowed=len(slowed),
+        detected=words["slower"],
+        detected_interval=_share_interval(words["slower"], len(slowed)),
+        verdicts=dict(sorted(words.items())),
+        ratio_median=_median([line["ratio"] for line in slowed]),
+    )
 
 
-def plan_margin() -> float:
-    """The half-width that the default number of blocks aims at."""
-    from shardproof.bench.stats import SMALLEST_MARGIN
-
-    return SMALLEST_MARGIN
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
 
 
-def _shares(hits: int, of: int) -> tuple[float, float] | None:
+def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
     """95 % interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
     if not of:
         return None
@@ -132,34 +144,34 @@ def _shares(hits: int, of: int) -> tuple[float, float] | None:
     return float(interval.low), float(interval.high)
 
 
-def sentences(told: Mapping[str, Any]) -> list[str]:
+def sentences(counts: Counts) -> list[str]:
     """The counts in words, a line each."""
     lines = []
-    if told["comparisons"]:
-        low, high = told["alarms_interval"]
+    if counts.alarms_interval is not None:
+        low, high = counts.alarms_interval
         lines += [
-            f"A/A: {told['alarms']} false alarms in {told['comparisons']} comparisons "
+            f"A/A: {counts.alarms} false alarms in {counts.comparisons} comparisons "
             f"(share {low:.1%} to {high:.1%}; aim: at most {MOST_ALARMS} in {ALIKE})",
-            f"A/A half-width: median {told['half_width_median']:.2%}, most "
-            f"{told['half_width_most']:.2%}; within {plan_margin():.0%} in "
-            f"{told['half_width_within']} of {told['comparisons']}",
+            f"A/A half-width: median {counts.half_width_median:.2%}, most "
+            f"{counts.half_width_most:.2%}; within {SMALLEST_MARGIN:.0%} in "
+            f"{counts.half_width_within} of {counts.comparisons}",
         ]
-    if told["slowed"]:
-        low, high = told["detected_interval"]
-        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in told["verdicts"].items())
+    if counts.detected_interval is not None:
+        low, high = counts.detected_interval
+        words = ", ".join(f"{n} {verdict}" for verdict, n in counts.verdicts.items())
         lines.append(
-            f"{SLOWDOWN:.0%} slower: seen in {told['detected']} of {told['slowed']} "
-            f"(share {low:.1%} to {high:.1%}; aim: at least {LEAST_DETECTED:.0%}): {verdicts}; "
-            f"median ratio {told['ratio_median']:.3f}"
+            f"{SLOWDOWN:.0%} slower: seen in {counts.detected} of {counts.slowed} "
+            f"(share {low:.1%} to {high:.1%}; aim: at least {LEAST_DETECTED:.0%}): {words}; "
+            f"median ratio {counts.ratio_median:.3f}"
         )
     return lines or ["no session has figures yet"]
 
 
-def held(told: Mapping[str, Any]) -> bool:
+def held(counts: Counts) -> bool:
     """Whether both aims are met (too few comparisons: not yet)."""
-    enough = told["comparisons"] >= ALIKE and told["slowed"] > 0
-    quiet = told["alarms"] <= MOST_ALARMS * told["comparisons"] / ALIKE
-    return bool(enough and quiet and told["detected"] >= LEAST_DETECTED * told["slowed"])
+    enough = counts.comparisons >= ALIKE and counts.slowed > 0
+    quiet = counts.alarms <= MOST_ALARMS * counts.comparisons / ALIKE
+    return enough and quiet and counts.detected >= LEAST_DETECTED * counts.slowed
 
 
 def _measure(
@@ -170,7 +182,7 @@ def _measure(
     done = {line["id"] for line in run_folder.read(folder.path).benches}
     todo = [pair for pair in pairs if pair.id not in done]
     folder.plan_benches([pair.id for pair in todo])
-    with Bench() as bench:
+    with Session() as session:
         for number, pair in enumerate(todo):
             start = time.monotonic()
             spent = start - began
@@ -180,49 +192,43 @@ def _measure(
                     folder.leave_out_bench(late.to_dict(), why)
                 print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
                 break
-            (measured,) = bench.examine([pair])
-            bench.time(measured, lambda blocks: None)
+            (measured,) = session.examine([pair])
+            session.time(measured, lambda blocks: None)
             line = keep(folder, measured)
             longest = max(longest, time.monotonic() - start)
             ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]
             print(f"{pair.name}: {line['verdict']} {ratio}, {spent:.0f} s", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far, 130 Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardproof.studies.false_alarms", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--results", type=Path, required=True, help="run folder, new or old")
-    parser.add_argument("--alike", type=int, default=ALIKE, help="A/A comparisons")
-    parser.add_argument("--slowed", type=int, default=30, help="repetitions of the slowdown")
-    parser.add_argument("--minutes", type=float, help="stop before the session that would pass it")
-    parser.add_argument(
-        "--also", type=Path, action="append", default=[], help="a run whose A/A blocks count, too"
-    )
-    chosen = parser.parse_args(arguments)
-    if chosen.minutes is not None and chosen.minutes <= 0:
-        parser.error("--minutes: more than 0")
-    try:
-        others = [line for run in chosen.also for line in run_folder.read(run).benches]
-        folder = run_folder.RunFolder(chosen.results, [parser.prog, *(arguments or sys.argv[1:])])
-    except (InputError, OSError) as error:
-        parser.error(str(error))
-    with folder:
+def run(
+    results: Path,
+    alike: int = ALIKE,
+    slowed: int = 30,
+    minutes: float | None = None,
+    also: Sequence[Path] = (),
+) -> int:
+    """Time sessions into the run folder ``results`` until it has ``alike`` A/A comparisons and
+    ``slowed`` repetitions of the slowdown; stop before the session that would pass ``minutes``.
+    A/A blocks of the runs ``also`` count, too.
+
+    Exit code: 0 both aims met, 1 one missed, 3 too few comparisons so far, 130 Ctrl-C.
+
+    :raises InputError: a run that cannot be read, or no time at all.
+    :raises OSError: ``results`` cannot be written.
+    """
+    if minutes is not None and minutes <= 0:
+        raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
+    others = [line for path in also for line in run_folder.read(path).benches]
+    with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
-            _measure(folder, sessions(chosen.alike, chosen.slowed), chosen.minutes)
+            _measure(folder, sessions(alike, slowed), minutes)
         except KeyboardInterrupt:
             folder.close(verdicts.INTERRUPTED)
             print("stopped: the sessions that had ended are kept", file=sys.stderr)
             return verdicts.INTERRUPTED
-    lines = run_folder.read(chosen.results).benches
-    told = count([*lines, *(line for line in others if line.get("blocks") == sides.BLOCKS)])
-    print("\n".join(sentences(told)))
-    if told["comparisons"] < chosen.alike or told["slowed"] < chosen.slowed:
-        return 3
-    return 0 if held(told) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    lines = run_folder.read(results).benches
+    counts = count([*lines, *(line for line in others if line.get("blocks") == sides.BLOCKS)])
+    print("\n".join(sentences(counts)))
+    if counts.comparisons < alike or counts.slowed < slowed:
+        return verdicts.NOT_DECIDED
+    return verdicts.HELD if held(counts) else verdicts.BROKEN

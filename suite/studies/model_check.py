@@ -1,28 +1,30 @@
-"""Does the alpha-beta model hold on this machine?  ``python -m shardproof.studies.model_check``.
+"""Does the alpha-beta model hold on this machine?  ``shardproof study model-check``.
 
 Models of three sizes train side by side on the same ranks.  None of their messages has a size at
-which alpha and beta are probed (else this tool refuses), and no step of theirs is used in a fit.
-Written: tables, as Markdown.  How rounds are made and figures come about:
-suite/bench/model/measurement.py.
+which alpha and beta are probed (else the study refuses), and no step of theirs is used in a fit.
+Rounds and figures: suite/bench/model/measurement.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardproof import registry
+from shardproof import registry, verdicts
 from shardproof.bench import sides
+from shardproof.bench.launches import SideRun, to_json
+from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, measurement, step_time
-from shardproof.errors import InputError
+from shardproof.bench.model.records import Rounds
+from shardproof.bench.session import Session
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
 SIZES: dict[str, dict[str, Any]] = {
@@ -37,166 +39,178 @@ LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 ROUNDS = 10
 #: Relative disagreement that the measure allows.
 LIMIT = 0.15
+#: Seconds of a launch, at most.
+DEADLINE = 900.0
+
+INTRODUCTION = """\
+# Does the alpha-beta prediction hold?
+
+Written by `shardproof study model-check`; how: [docs/model.md](../../docs/model.md).
+Models of three sizes train side by side; none of their messages has a probed size (the
+study refuses), none of their steps is in the fit. Limit: 15 %, for the whole interval;
+`open`: the machine was too restless to tell.
+"""
+PREDICTED_HEADINGS = (
+    *("model", "calls, bytes a step", "compute ms", "communication ms (alpha + beta)"),
+    *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
+)
+CARD_HEADINGS = (
+    *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
+)
+FIT_HEADINGS = (
+    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "cores busy a rank"),
+    "us at each payload (bytes)",
+)
 
 
-def subjects(implementation: str, backend: str, world: int) -> list[measurement.Subject]:
-    """One for each size."""
+def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
+    """A run for each size.
+
+    :raises InputError: an unknown implementation, or one that has no data axis.
+    """
     registry.check(implementation)
     axes = sides.natural_mesh(registry.load(implementation).capabilities({}).axes, world)
-    side = sides.Side(implementation)
-    found = []
-    for name, params in SIZES.items():
-        pair = sides.Pair(
+    return [
+        SideRun(
             name=name,
-            a=side,
-            b=side,
+            side=sides.Side(implementation),
+            axes=axes,
             backend=backend,
             world=world,
             workload=sides.spec_of("charnames_gpt", "", params, BATCH, 1, 0),
             optimizer=sides.default_optimizer("adamw"),
-            size=name,
+            dtype="float32",
+            deadline=DEADLINE,
         )
-        sides.check(pair)
-        found.append(measurement.Subject(pair, "a", axes))
-    return found
+        for name, params in SIZES.items()
+    ]
 
 
 def judge(
-    given: Sequence[measurement.Subject], told: Mapping[str, Any]
+    runs: Sequence[SideRun], found: Rounds
 ) -> tuple[list[measurement.Score], alpha_beta.Machine]:
     """As :func:`shardproof.bench.model.measurement.judge`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
-    scores, found = measurement.judge(given, told)
-    for subject, each in zip(given, scores, strict=True):
-        for operation, payloads in step_time.sizes(each.calls).items():
-            if shared := set(payloads) & set(found.times.get(operation, ())):
-                raise ValueError(f"{subject.pair.name}: probed at its own sizes {sorted(shared)}")
-    return scores, found
+    scores, machine = measurement.judge(runs, found)
+    for run, score in zip(runs, scores, strict=True):
+        for operation, payloads in step_time.sizes(score.calls).items():
+            if shared := set(payloads) & set(machine.times.get(operation, ())):
+                raise ValueError(f"{run.name}: probed at its own sizes {sorted(shared)}")
+    return scores, machine
 
 
-def verdict(each: measurement.Score) -> str:
+def verdict(score: measurement.Score) -> str:
     """`yes`: the whole interval is within the limit; `NO`: the whole of it is not; else `open`."""
-    if each.low >= -LIMIT and each.high <= LIMIT:
+    if score.low >= -LIMIT and score.high <= LIMIT:
         return "yes"
-    return "NO" if each.low > LIMIT or each.high < -LIMIT else "open"
+    return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
+
+
+def tables(
+    runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
+) -> list[Table]:
+    """Predictions beside measurements, scorecards, and the fits behind them."""
+    names = [run.name for run in runs]
+    predicted, cards = [], []
+    for name, score in zip(names, scores, strict=True):
+        made, card = score.prediction, score.card
+        calls = sum(call.count for call in score.calls)
+        payload = sum(call.bytes * call.count for call in score.calls)
+        predicted.append(
+            (
+                name,
+                f"{calls:.0f}, {payload:,.0f}",
+                f"{1e3 * made.compute_seconds:.1f}",
+                f"{1e3 * made.communication_seconds:.1f} "
+                f"({1e3 * made.alpha_seconds:.2f} + {1e3 * made.beta_seconds:.1f})",
+                f"{1e3 * made.step_seconds:.1f} "
+                f"({1e3 * made.low_seconds:.1f} to {1e3 * made.high_seconds:.1f})",
+                f"{1e3 * score.measured_seconds:.1f}",
+                f"{score.error:+.1%} [{score.low:+.1%}, {score.high:+.1%}]",
+                verdict(score),
+            )
+        )
+        rate = "-" if card.achieved_over_probed is None else f"{card.achieved_over_probed:.2f}"
+        cards.append(
+            (name, f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}", rate)
+        )
+    fits = [
+        (
+            *(operation, f"{1e6 * fit.alpha:.1f}", f"{1e9 * fit.beta:.3f}"),
+            *(f"{fit.residual:.1%}", f"{fit.worst:+.1%}", f"{fit.busy:.2f}"),
+            ", ".join(f"{n}: {1e6 * t:.0f}" for n, t in machine.times[operation].items()),
+        )
+        for operation, fit in machine.fits.items()
+    ]
+    return [
+        Table("", PREDICTED_HEADINGS, predicted),
+        Table("", CARD_HEADINGS, cards),
+        Table("", FIT_HEADINGS, fits),
+    ]
 
 
 def markdown(
-    given: Sequence[measurement.Subject],
+    runs: Sequence[SideRun],
     scores: Sequence[measurement.Score],
-    found: alpha_beta.Machine,
+    machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:
-    """The tables of the evidence."""
-    lines = [
-        "# Does the alpha-beta prediction hold?",
-        "",
-        "Written by `python -m shardproof.studies.model_check`;",
-        "how: [docs/model.md](../../docs/model.md).",
-        "Models of three sizes train side by side; none of their messages has a probed size (the",
-        "tool refuses), none of their steps is in the fit. Limit: 15 %, for the whole interval;",
-        "`open`: the machine was too restless to tell.",
-        "",
-        *([about, ""] if about else []),
-        "| model | calls, bytes a step | compute ms | communication ms (alpha + beta) | "
-        "predicted ms (bounds) | measured ms | measured / predicted - 1 [95 %] | within 15 % |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for subject, each in zip(given, scores, strict=True):
-        made = each.prediction
-        count = sum(call.count for call in each.calls)
-        payload = sum(call.bytes * call.count for call in each.calls)
-        lines.append(
-            f"| {subject.pair.name} | {count:.0f}, {payload:,.0f} | "
-            f"{1e3 * made.compute_seconds:.1f} | {1e3 * made.communication_seconds:.1f} "
-            f"({1e3 * made.alpha_seconds:.2f} + {1e3 * made.beta_seconds:.1f}) | "
-            f"{1e3 * made.step_seconds:.1f} ({1e3 * made.low_seconds:.1f} to "
-            f"{1e3 * made.high_seconds:.1f}) | {1e3 * each.measured_seconds:.1f} | "
-            f"{each.error:+.1%} [{each.low:+.1%}, {each.high:+.1%}] | "
-            f"{verdict(each)} |"
-        )
-    lines += [
-        "",
-        "| model | achieved / predicted | exposed communication | achieved / probed rates |",
-        "| --- | --- | --- | --- |",
-    ]
-    for subject, each in zip(given, scores, strict=True):
-        card = each.card
-        rate = "-" if card.achieved_over_probed is None else f"{card.achieved_over_probed:.2f}"
-        lines.append(
-            f"| {subject.pair.name} | {card.achieved_over_predicted:.3f} | "
-            f"{card.exposed_share:.1%} | {rate} |"
-        )
-    lines += [
-        "",
-        "| operation | alpha us | beta ns/byte | RMS residual | worst | cores busy a rank | "
-        "us at each payload (bytes) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for operation, fit in found.fits.items():
-        times = ", ".join(f"{n}: {1e6 * t:.0f}" for n, t in found.times[operation].items())
-        lines.append(
-            f"| {operation} | {1e6 * fit.alpha:.1f} | {1e9 * fit.beta:.3f} | "
-            f"{fit.residual:.1%} | {fit.worst:+.1%} | {fit.busy:.2f} | {times} |"
-        )
-    rate = "-" if found.flop_rate is None else f"{found.flop_rate / 1e9:.1f} GFLOP/s"
-    lines += ["", f"Rates of a rank, all at once: {rate}, {found.byte_rate / 1e9:.1f} GB/s."]
-    return "\n".join(lines) + "\n"
+    """The page of the evidence."""
+    rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
+    closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
+    return "\n".join([*parts, *(t.markdown() for t in tables(runs, scores, machine)), closing])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 every size is predicted within the limit, 1 one is not, or the ranks broke, 2 bad input,
-    3 the machine was too restless to tell.
+def run(
+    implementation: str = "reference/ddp",
+    backend: str = "gloo",
+    world: int = 2,
+    rounds: int = ROUNDS,
+    out: Path | None = None,
+    records: Path | None = None,
+) -> int:
+    """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
+
+    Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
+    machine was too restless to tell.
+
+    :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
+        message that was probed at its own size.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m shardproof.studies.model_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--implementation", default="reference/ddp", help="family/name")
-    parser.add_argument("--backend", default="gloo", choices=sorted(alpha_beta.ALGORITHMS))
-    parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="at least 2")
-    parser.add_argument("--out", type=Path, help="write the Markdown here, too")
-    parser.add_argument("--records", type=Path, help="keep what the ranks measured (JSON)")
-    chosen = parser.parse_args(arguments)
-    if chosen.world < 2 or chosen.rounds < 2:
-        parser.error(f"at least 2 ranks and 2 rounds, not {chosen.world} and {chosen.rounds}")
-    try:
-        given = subjects(chosen.implementation, chosen.backend, chosen.world)
-    except (InputError, registry.BrokenImplementation) as error:
-        print(error, file=sys.stderr)
-        return 2
+    if world < 2 or rounds < 2:
+        remedy = "at least 2 of each"
+        raise SelectionError(Problem("too few ranks or rounds", remedy, f"{world}, {rounds}"))
+    if backend not in alpha_beta.ALGORITHMS:
+        remedy = nearest(backend, alpha_beta.ALGORITHMS, "backends")
+        raise SelectionError(Problem("no cost formulas for this backend", remedy, backend))
+    runs = runs_of(implementation, backend, world)
     began, load = time.monotonic(), os.getloadavg()[0]
-    told = measurement.launch(
-        given, chosen.rounds, dict.fromkeys(alpha_beta.ALGORITHMS[chosen.backend], LADDER)
-    )
-    if chosen.records:
-        chosen.records.write_text(json.dumps(told))
-    if "problem" in told:
-        print(f"the ranks broke: {told['problem']}", file=sys.stderr)
-        return 1
+    ladder = dict.fromkeys(alpha_beta.ALGORITHMS[backend], LADDER)
     try:
-        scores, found = judge(given, told)
+        with Session() as session:
+            found = session.measure_rounds(runs, rounds, ladder)
+    except LaunchFailed as failed:
+        print(f"the ranks broke: {failed.reason}", file=sys.stderr)
+        return verdicts.BROKEN
+    if records is not None:
+        records.write_text(to_json(found))
+    try:
+        scores, machine = judge(runs, found)
     except ValueError as error:  # a message of a probed size, or a call without a formula
-        print(f"no prediction to hold: {error}", file=sys.stderr)
-        return 2
+        raise SelectionError(Problem("no prediction to hold", str(error))) from None
     about = (
-        f"{chosen.implementation} on {chosen.world} {chosen.backend} ranks, adamw, "
-        f"{BATCH} samples of 32 tokens, {chosen.rounds} rounds, "
-        f"{time.monotonic() - began:.0f} s; "
-        f"torch {version('torch')}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load average before {load:.1f}."
+        f"{implementation} on {world} {backend} ranks, adamw, {BATCH} samples of 32 tokens, "
+        f"{rounds} rounds, {time.monotonic() - began:.0f} s; torch {version('torch')}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}."
     )
-    text = markdown(given, scores, found, about)
+    text = markdown(runs, scores, machine, about)
     print(text, end="")
-    if chosen.out:
-        chosen.out.write_text(text)
-    verdicts = {verdict(each) for each in scores}
-    return 1 if "NO" in verdicts else 3 if "open" in verdicts else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if out is not None:
+        out.write_text(text)
+    words = {verdict(score) for score in scores}
+    if "NO" in words:
+        return verdicts.BROKEN
+    return verdicts.NOT_DECIDED if "open" in words else verdicts.HELD

@@ -102,6 +102,6 @@ def _scikit_learn_digits() -> np.ndarray:
 
 
 def _check(what: str, content: bytes, expected: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
-        raise DataError(f"the {what} have digest {found[:16]}..., expected {expected[:16]}...")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != expected:
+        raise DataError(f"the {what} have digest {digest[:16]}..., expected {expected[:16]}...")

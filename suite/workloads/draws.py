@@ -41,8 +41,8 @@ def _mix(value: Tensor) -> Tensor:
 
 def generators(module: nn.Module) -> dict[str, torch.Generator]:
     """The generators of ``module``'s own and of its submodules, by dotted name."""
-    found = {name: getattr(child, "generator", None) for name, child in module.named_modules()}
-    return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+    generators = {name: getattr(child, "generator", None) for name, child in module.named_modules()}
+    return {name: g for name, g in generators.items() if isinstance(g, torch.Generator)}
 
 
 def read_draws(module: nn.Module) -> dict[str, Tensor]:

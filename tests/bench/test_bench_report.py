@@ -1,4 +1,4 @@
-"""Many comparisons in one report: Holm's adjustment, the tables, the table of peers, the timetable.
+"""Many comparisons in one report: Holm's adjustment, the tables, the table of peers, the budget.
 
 Lines are made up as ``shardproof bench`` writes them; nothing here is timed.
 """
@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from scipy import stats as distributions
 from typer.testing import CliRunner
 
 from shardproof import registry
-from shardproof.bench import evidence, peers, session, sides, stats, tables, timetable
-from shardproof.commands import bench_pairs
+from shardproof.bench import evidence, peers, session, sides, stats, tables, time_budget
+from shardproof.bench.launches import RankTimes, Subject
+from shardproof.bench.time_budget import Passes
+from shardproof.commands import bench_run
 from shardproof.commands.main import app
 from shardproof.commands.verify import verify
 from shardproof.compare import snapshot
@@ -136,7 +139,7 @@ def test_a_difference_that_does_not_survive_is_inconclusive() -> None:
     assert found[told[0]["id"]]["verdict"] == "inconclusive"
     assert found[told[0]["id"]]["p_holm"] == pytest.approx(found[told[0]["id"]]["p"] * len(names))
     assert all(found[one["id"]]["verdict"] == "same" for one in told[1:])
-    text = tables.markdown(told)
+    text = tables.table(told).markdown()
     assert "small difference" in text and "inconclusive" in text
     assert "may be chance" in (tables.lost(told, found) or "")
 
@@ -231,15 +234,14 @@ def test_rates_come_from_medians_and_the_batch() -> None:
     assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
 
 
-def half_as_fast() -> list[dict[str, Any]]:
+def half_as_fast() -> list[stats.TimedStep]:
     """Raw times of four blocks: A and its twin take 0.2 s, B takes 0.1 s."""
     rows = []
     for block, pair in itertools.product(range(4), ("ab", "aa")):
         order = ("a", "b", "b", "a") if pair == "ab" else ("a", "twin", "twin", "a")
         for segment, side in enumerate(order):
-            where = {"launch": 0, "pair": pair, "block": block, "segment": segment, "rank": 0}
             seconds = {"a": 0.2, "b": 0.1, "twin": 0.2}[side]
-            rows.append(where | {"side": side, "step": 0, "seconds": seconds})
+            rows.append(stats.TimedStep(0, pair, block, segment, side, 0, 0, seconds))
     return rows
 
 
@@ -306,8 +308,8 @@ def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    rows = [row for row in text.splitlines() if row.startswith("| `reference/")]
-    assert len(rows) == len(told) and "`reference/ddp` | `pytorch/ddp` | same" in rows[0]
+    rows = [row for row in text.splitlines() if row.startswith("| reference/")]
+    assert len(rows) == len(told) and "reference/ddp | pytorch/ddp | same" in rows[0]
     by_name = dict(zip(told, rows, strict=True))
     assert "sequence_parallel" in by_name["sequence"] and "| faster |" in by_name["sequence"]
     assert "pipe 2 x shard 2" in by_name["hybrid"] and "1.350 [" in by_name["hybrid"]
@@ -357,7 +359,7 @@ def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
         peers.section(written(tmp_path / "other", [own]))
 
 
-# -------------------------------------------------------------------------------------- timetable
+# -------------------------------------------------------------------------------------- budget
 
 
 def known(tmp_path: Path, seconds: dict[str, float]) -> run_folder.Durations:
@@ -367,26 +369,35 @@ def known(tmp_path: Path, seconds: dict[str, float]) -> run_folder.Durations:
     return found
 
 
+def planned(
+    pairs: list[sides.Pair], durations: run_folder.Durations, minutes: float | None
+) -> time_budget.Schedule:
+    return time_budget.choose([session.Measured(pair) for pair in pairs], durations, minutes)
+
+
 def test_a_budget_chooses_by_past_durations(tmp_path: Path) -> None:
     pairs = sides.read(["peers"])[:4]
     seconds = dict(
-        zip((timetable.name_of(p, True, False) for p in pairs), (40, 50, 15, 30), strict=True)
+        zip((time_budget.duration_name(p, Passes()) for p in pairs), (40, 50, 15, 30), strict=True)
     )
     durations = known(tmp_path, {k: float(v) for k, v in seconds.items()})
-    planned = timetable.plan(pairs, durations, 1.0)
-    assert [p.name for p in planned.chosen] == ["ddp", "zero2"]
-    assert [p.name for p in planned.left_out] == ["zero1", "zero3"] and planned.seconds == 55
-    assert timetable.plan(pairs, durations, None).left_out == []
-    assert timetable.plan(pairs, durations, 0.1).chosen == []
+    schedule = planned(pairs, durations, 1.0)
+    assert [item.subject.name for item in schedule.chosen] == ["ddp", "zero2"]
+    assert [item.subject.name for item in schedule.left_out] == ["zero1", "zero3"]
+    assert schedule.seconds == 55
+    assert planned(pairs, durations, None).left_out == []
+    assert planned(pairs, durations, 0.1).chosen == []
 
 
 def test_what_is_unknown_takes_as_long_as_its_like(tmp_path: Path) -> None:
     first, second, *_ = sides.read(["peers"])
-    durations = known(tmp_path, {timetable.name_of(first, True, False): 33.0})
-    assert timetable.estimates([first, second], durations, True, False)[second.id] == 33.0
+    durations = known(tmp_path, {time_budget.duration_name(first, Passes()): 33.0})
+    assert time_budget.estimates([first, second], durations, Passes())[second.id] == 33.0
     fewer = replace(first, blocks=6)  # another number of blocks is another comparison
-    assert timetable.estimates([fewer], durations, True, False)[fewer.id] != 33.0
-    guess = timetable.estimates([first], known(tmp_path / "none", {}), False, False)[first.id]
+    assert time_budget.estimates([fewer], durations, Passes())[fewer.id] != 33.0
+    guess = time_budget.estimates([first], known(tmp_path / "none", {}), Passes(alone=False))[
+        first.id
+    ]
     assert guess > first.blocks * 8 * sides.SEGMENT_SECONDS
 
 
@@ -404,28 +415,28 @@ def _told(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-class _Clockwork:
+class _Clockwork(session.Session):
     """A session whose comparisons take as long as a clock says."""
 
     def __init__(self, clock: list[float], each: float) -> None:
         self.clock, self.each = clock, each
 
-    def examine(self, pairs: list[sides.Pair]) -> list[session.Measured]:
-        return [session.Measured(pair) for pair in pairs]
+    def examine(self, subjects: Sequence[Subject]) -> list[session.Measured]:
+        return [session.Measured(subject) for subject in subjects]
 
-    def time(self, item: session.Measured, tell: Any) -> None:
+    def time(self, measured: session.Measured, on_blocks: Any) -> None:
         self.clock[0] += self.each
-        warm = {side: {"losses": ALIKE["a"]} for side in "ab"}
-        ends = {"coordinates": {"a": 0, "b": 0}, "warm_up": warm, "targets": {"a": 1, "b": 1}}
-        item.records.append([ends | {"threads": 1, "cores": [], "segment_steps": 2, "pci": None}])
-        where = {"launch": 0, "pair": "ab", "rank": 0, "step": 0}
+        losses: dict[str, list[float | None]] = {side: [*ALIKE["a"]] for side in "ab"}
+        ones = {"a": 1, "b": 1}
+        measured.records.append([RankTimes(0, ones, losses, {"a": 0, "b": 0}, ones, 1, [])])
         for block, (segment, side) in itertools.product(range(3), enumerate("abba")):
-            item.rows.append(
-                where | {"block": block, "segment": segment, "side": side, "seconds": 1}
-            )
+            measured.rows.append(stats.TimedStep(0, "ab", block, segment, side, 0, 0, 1.0))
 
-    def alone(self, item: session.Measured) -> None:
-        item.memory = {"problem": "not weighed here"}
+    def run_alone(self, measured: session.Measured) -> None:
+        """No side runs here."""
+
+    def measure_memory(self, measured: session.Measured) -> None:
+        measured.memory = {"problem": "not measured here"}
 
 
 def test_what_does_not_fit_is_left_out_by_name(
@@ -433,16 +444,15 @@ def test_what_does_not_fit_is_left_out_by_name(
 ) -> None:
     """Guesses let two in; the clock shows that the second no longer fits."""
     clock = [0.0]
-    monkeypatch.setattr(bench_pairs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(bench_run.time, "monotonic", lambda: clock[0])
     pairs = sides.read(["peers"])[:3]
     durations = known(tmp_path, {})
-    guess = timetable.estimates(pairs, durations, True, False)[pairs[0].id]
+    guess = time_budget.estimates(pairs, durations, Passes())[pairs[0].id]
     minutes = 2.5 * guess / 60
-    planned = timetable.plan(pairs, durations, minutes)
-    assert len(planned.chosen) == 2
-    asked = bench_pairs.Asked(0.0, minutes, True, False, frozenset())
+    assert len(planned(pairs, durations, minutes).chosen) == 2
+    request = bench_run.Request(minutes)
     run = tmp_path / "run"
-    code = bench_pairs.run(_Clockwork(clock, 2 * guess), planned, asked, durations, run)
+    code = bench_run.run(_Clockwork(clock, 2 * guess), pairs, request, durations, run)
     found = run_folder.read(run)
     assert [one["pair"]["name"] for one in found.benches] == ["ddp"] and code == 0
     assert [one["pair"]["name"] for one in found.left_out] == ["zero1", "zero2"]
@@ -450,12 +460,10 @@ def test_what_does_not_fit_is_left_out_by_name(
     assert capsys.readouterr().out.count("left out by the budget: bench::") == 2
     assert not [text for text in verify(run).problems if "missing" in text]
     stored = json.loads((tmp_path / "durations.json").read_text())
-    assert stored == {timetable.name_of(pairs[0], True, False): [pytest.approx(2 * guess)]}
+    assert stored == {time_budget.duration_name(pairs[0], Passes()): [pytest.approx(2 * guess)]}
 
     # Left out later, figures of before stay.
-    bench_pairs.run(
-        _Clockwork(clock, 1.0), timetable.plan(pairs, durations, 0.01), asked, durations, run
-    )
+    bench_run.run(_Clockwork(clock, 1.0), pairs, request, durations, run)
     assert [one["pair"]["name"] for one in run_folder.read(run).benches] == ["ddp"]
     assert "(stays as it was: " in _told(capsys)
 
@@ -463,15 +471,13 @@ def test_what_does_not_fit_is_left_out_by_name(
     (line,) = run_folder.read(run).benches
     with run_folder.RunFolder(run, ["bench"]) as folder:
         folder.add(line | {"verdict": "crash"}, "bench")
-    planned = timetable.plan(pairs, durations, 0.01)
-    assert bench_pairs.run(_Clockwork(clock, 1.0), planned, asked, durations, run) == 1
+    assert bench_run.run(_Clockwork(clock, 1.0), pairs, request, durations, run) == 1
     assert "(stays as it was: crash)" in _told(capsys)
 
 
 def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:
     pairs = sides.read(["peers"])[:1]
     durations = known(tmp_path, {})
-    asked = bench_pairs.Asked(0.0, 0.01, True, False, frozenset())
-    planned = timetable.plan(pairs, durations, 0.01)
-    code = bench_pairs.run(_Clockwork([0.0], 1.0), planned, asked, durations, tmp_path / "run")
+    request, clockwork = bench_run.Request(0.01), _Clockwork([0.0], 1.0)
+    code = bench_run.run(clockwork, pairs, request, durations, tmp_path / "run")
     assert code == 3 and not run_folder.read(tmp_path / "run").benches

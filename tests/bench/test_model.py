@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
 from shardproof.bench.model.curve import Compute
+from shardproof.bench.model.records import SeenCall
 from shardproof.bench.model.step_time import Call, predict
 from shardproof.costs import COST_MODELS, ModelFacts
 from shardproof.costs.model import NoCostModel
@@ -249,8 +251,8 @@ def test_sizes_are_those_of_the_calls() -> None:
 
 
 def test_rows_of_the_ledger_become_calls() -> None:
-    row = {"operation": "all_reduce", "group": [0, 1], "payload_bytes": 64, "floating": True}
-    alone = {**row, "group": [0]}
+    row = SeenCall("all_reduce", [0, 1], payload_bytes=64, floating=True)
+    alone = replace(row, group=[0])
     assert step_time.seen([row, row, alone]) == [Call("all_reduce", 2, 64, 2)]
 
 

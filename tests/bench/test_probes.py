@@ -15,8 +15,20 @@ import pytest
 from local_ranks import succeed
 
 from shardproof.bench import sides
+from shardproof.bench.launches import SideRun, from_plain, to_json
+from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
+from shardproof.bench.model.records import (
+    AloneSteps,
+    ProbeRecord,
+    RankRounds,
+    Rounds,
+    SeenCall,
+    WatchedStep,
+)
+from shardproof.bench.session import Session
 from shardproof.costs import cost_model_of
+from shardproof.errors import InputError
 from shardproof.ledgers import traffic
 from shardproof.studies import model_check
 
@@ -25,17 +37,26 @@ PARAMS = {"width": 32, "heads": 4, "layers": 2, "seq": 8}
 SMALL_BUCKETS = {"first_bucket_bytes": 2**12, "bucket_bytes": 2**15}
 
 
-def pair(implementation: str, world: int, **options: Any) -> sides.Pair:
-    side = sides.Side(implementation, options)
-    return sides.Pair(
+def run_of(implementation: str, axis: str, world: int, **options: Any) -> SideRun:
+    return SideRun(
         name="probe",
-        a=side,
-        b=side,
+        side=sides.Side(implementation, options),
+        axes={axis: world},
         backend="in_memory",
         world=world,
         workload=sides.spec_of("charnames_gpt", "", PARAMS, 12, 1, 0),
         optimizer=sides.default_optimizer("adamw"),
+        dtype="float32",
+        deadline=900.0,
     )
+
+
+def watched(run: SideRun, ledgers: bool = True) -> WatchedStep:
+    """A step of ``run`` as rank 0 sees it."""
+    records = succeed(
+        lambda rank, _: dataclasses.asdict(probes.watch(run, rank)), run.world, ledgers=ledgers
+    )
+    return from_plain(WatchedStep, records[0])
 
 
 def totals(calls: list[step_time.Call]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -63,10 +84,9 @@ STRATEGIES = [
 def test_promised_calls_are_those_that_the_ledger_sees(
     implementation: str, strategy: str, axis: str, options: dict[str, Any], world: int
 ) -> None:
-    given, axes = pair(implementation, world, **options), {axis: world}
-    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), world, ledgers=True)
-    seen = step_time.seen(told[0]["calls"])
-    base = curve.facts_of_side(given, "a", {axis: 2})  # of another world: no rank is asked
+    run = run_of(implementation, axis, world, **options)
+    seen = step_time.seen(watched(run).calls)
+    base = dataclasses.replace(run, axes={axis: 2}).facts()  # of another world: no rank is asked
     cost_model = cost_model_of(strategy, curve.facts_at(base, axis, world))
     assert cost_model is not None
     expected = totals(step_time.promised(cost_model))
@@ -79,33 +99,29 @@ def test_promised_calls_are_those_that_the_ledger_sees(
 
 
 def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
-    given, axes = pair("reference/tensor", 2), {"tensor": 2}
-    told = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
-    cost_model = cost_model_of("tensor", curve.facts_of_side(given, "a", axes))
+    run = run_of("reference/tensor", "tensor", 2)
+    cost_model = cost_model_of("tensor", run.facts())
     assert cost_model is not None
-    assert totals(step_time.seen(told[0]["calls"])) == totals(step_time.promised(cost_model))
+    assert totals(step_time.seen(watched(run).calls)) == totals(step_time.promised(cost_model))
 
 
 def test_flops_of_a_gpt_by_hand() -> None:
-    given = pair("reference/ddp", 2)
-    axes = {"replicate": 2}
-    (told, _) = succeed(lambda rank, _: probes.watch(given, "a", axes, rank), 2, ledgers=True)
+    step = watched(run_of("reference/ddp", "replicate", 2))
     samples, seq, width, vocab, layers = 6, 8, 32, 128, 2
     weights = layers * 12 * width * width + width * vocab
     # A product forward is two backward; scores and mixing are two products a head.
     linear = 6 * samples * seq * weights
     attention = 3 * layers * 2 * 2 * samples * seq * seq * width
-    assert told["flops"] == linear + attention
-    assert len(told["products"]) == probes.SHAPES
-    assert told["elements"] == layers * (12 * width**2 + 13 * width) + 2 * width + (
+    assert step.flops == linear + attention
+    assert len(step.products) == probes.SHAPES
+    assert step.elements == layers * (12 * width**2 + 13 * width) + 2 * width + (
         vocab * width + seq * width + vocab * width + vocab
     )
 
 
 def test_a_step_is_watched_with_ledgers_on_only() -> None:
-    given = pair("reference/ddp", 2)
     with pytest.raises(RuntimeError, match="ledgers on"):
-        succeed(lambda rank, _: probes.watch(given, "a", {"replicate": 2}, rank), 2, ledgers=False)
+        watched(run_of("reference/ddp", "replicate", 2), ledgers=False)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +130,10 @@ def test_a_step_is_watched_with_ledgers_on_only() -> None:
 def test_compute_is_measured_without_a_message_between_ranks(
     implementation: str, axis: str
 ) -> None:
-    given = pair(implementation, 3)
+    run = run_of(implementation, axis, 3)
 
     def body(rank: int, world: int) -> dict[str, Any]:
-        alone = probes.Alone(given, "a", {axis: 3}, rank)
+        alone = probes.Alone(run, rank)
         ledger = traffic.current()
         assert ledger is not None
         begin = len(ledger.calls)
@@ -140,7 +156,9 @@ def test_compute_is_measured_without_a_message_between_ranks(
         for steps, gradients in zip(record["steps"], record["gradients"], strict=True):
             assert len(steps) == 2
             assert all(0 < g < s for s, g in zip(steps, gradients, strict=True))
-    compute = curve.measured_compute(told, 4)
+    compute = curve.measured_compute(
+        [AloneSteps(record["steps"], record["gradients"]) for record in told], 4
+    )
     assert compute.update > 0 and compute.per_sample > 0
     slow = [max(record["steps"][0][0] for record in told)]
     assert step_time.slowest([record["steps"] for record in told])[0][0] == slow[0]
@@ -160,9 +178,9 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
         prober = probes.Probes(comm, sizes, [((1, 4, 4, 4), 2), ((2, 3, 4, 5), 1)])
         prober.sweep()
         prober.sweep()
-        return prober.record()
+        return dataclasses.asdict(prober.record())
 
-    records = succeed(body, world, ledgers=False)
+    records = [from_plain(ProbeRecord, each) for each in succeed(body, world, ledgers=False)]
     found = alpha_beta.machine("in_memory", records)
     assert set(found.fits) == set(OPERATIONS) and found.ranks == world
     for operation, each in found.fits.items():
@@ -199,13 +217,13 @@ def test_an_operation_without_a_probe_is_named() -> None:
 
 
 def test_a_machine_is_as_fast_as_its_slowest_rank_in_the_median_sweep() -> None:
-    def record(*seconds: float, used: float, flops: float) -> dict[str, Any]:
-        return {
-            "collectives": [["all_reduce", 1000, list(seconds)]],
-            "used": {"all_reduce": [2.0, used]},
-            "flop_rates": [flops, 5.0, 6.0],
-            "byte_rates": [3.0, 4.0, 100.0],
-        }
+    def record(*seconds: float, used: float, flops: float) -> ProbeRecord:
+        return ProbeRecord(
+            [("all_reduce", 1000, list(seconds))],
+            {"all_reduce": (2.0, used)},
+            flop_rates=[flops, 5.0, 6.0],
+            byte_rates=[3.0, 4.0, 100.0],
+        )
 
     found = alpha_beta.machine(
         "gloo",
@@ -219,39 +237,35 @@ def test_a_machine_is_as_fast_as_its_slowest_rank_in_the_median_sweep() -> None:
 # ----------------------------------------------------------------- the tool, on made-up records
 
 
-def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> dict[str, Any]:
+def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> Rounds:
     """Records in which steps take ``factor`` times what compute and planted alpha, beta give."""
     alpha, beta = 50e-6, 1e-9
     ring = alpha_beta.cost("all_reduce", "ring", 2)
     rows = [
-        {"operation": "all_reduce", "group": [0, 1], "payload_bytes": n, "floating": True}
-        for n in (300_000, 900_000)
+        SeenCall("all_reduce", [0, 1], payload_bytes=n, floating=True) for n in (300_000, 900_000)
     ]
-    step = compute + sum(ring.seconds(row["payload_bytes"], alpha, beta) for row in rows)
+    step = compute + sum(ring.seconds(row.payload_bytes, alpha, beta) for row in rows)
     wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
     sides = len(model_check.SIZES)
-    probe = {
-        "collectives": [
-            ["all_reduce", n, [ring.seconds(n, alpha, beta)] * rounds] for n in model_check.LADDER
-        ],
-        "used": {"all_reduce": [1.0, 0.8]},
-        "flop_rates": [2e10],
-        "byte_rates": [1e10],
-    }
+    probe = ProbeRecord(
+        [("all_reduce", n, [ring.seconds(n, alpha, beta)] * rounds) for n in model_check.LADDER],
+        {"all_reduce": (1.0, 0.8)},
+        flop_rates=[2e10],
+        byte_rates=[1e10],
+    )
     alone = [[compute * w] * 2 for w in wobble for _ in range(2)]
-    record = {
-        "cores": [0],
-        "alone": [{"steps": alone, "gradients": alone}] * sides,
-        "together": [[[factor * step * w] * 4 for w in wobble]] * sides,
-        "probes": probe,
-    }
-    watched = {"sides": [{"calls": rows, "flops": 2e8, "elements": 1_000_000}] * sides}
-    return {"watched": [watched, watched], "measured": [record, record]}
+    record = RankRounds(
+        *(0, [0], 1),
+        alone=[AloneSteps(alone, alone)] * sides,
+        together=[[[factor * step * w] * 4 for w in wobble]] * sides,
+        probes=probe,
+    )
+    return Rounds([WatchedStep(rows, 200_000_000, [], 1_000_000)] * sides, [record, record])
 
 
 @pytest.mark.parametrize(("factor", "held"), [(1.0, True), (1.10, True), (1.30, False)])
 def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
-    given = model_check.subjects("reference/ddp", "gloo", 2)
+    given = model_check.runs_of("reference/ddp", "gloo", 2)
     rows, found = model_check.judge(given, told_of(factor))
     assert [model_check.verdict(row) for row in rows] == ["yes" if held else "NO"] * len(
         model_check.SIZES
@@ -271,18 +285,18 @@ def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> Non
 
 def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
     told = told_of(1.0)
-    told["watched"][0]["sides"][0]["calls"][0]["payload_bytes"] = model_check.LADDER[3]
+    told.watched[0].calls[0] = SeenCall("all_reduce", [0, 1], model_check.LADDER[3], floating=True)
     with pytest.raises(ValueError, match="probed at its own sizes"):
-        model_check.judge(model_check.subjects("reference/ddp", "gloo", 2), told)
+        model_check.judge(model_check.runs_of("reference/ddp", "gloo", 2), told)
 
 
 def test_sizes_are_named_after_their_parameters() -> None:
     from shardproof import workloads
 
-    for given in model_check.subjects("reference/ddp", "gloo", 2):
-        made = workloads.make(given.pair.workload, "float32", "working_precision")
+    for given in model_check.runs_of("reference/ddp", "gloo", 2):
+        made = workloads.make(given.workload, "float32", "working_precision")
         count = sum(math.prod(shape) for shape in made.shapes.values())
-        assert given.pair.name == f"{count / 1e6:.2g}m"
+        assert given.name == f"{count / 1e6:.2g}m"
     assert len(model_check.SIZES) == 3
 
 
@@ -301,22 +315,22 @@ def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
 
 
 def test_ranks_that_break_are_told() -> None:
-    given = model_check.subjects("reference/ddp", "in_memory", 2)[:1]
-    broken = dataclasses.replace(
-        given[0], pair=dataclasses.replace(given[0].pair, a=sides.Side("reference/ddp", {"x": 1}))
-    )
-    assert "x" in measurement.launch([broken], 2)["problem"]
+    given = model_check.runs_of("reference/ddp", "in_memory", 2)[:1]
+    broken = dataclasses.replace(given[0], side=sides.Side("reference/ddp", {"x": 1}))
+    with Session() as session, pytest.raises(LaunchFailed, match="x"):
+        session.measure_rounds([broken], 2)
 
 
 def test_a_score_on_real_ranks() -> None:
     """Two processes, a tiny model: figures exist, add up, and survive JSON."""
-    given = dataclasses.replace(pair("reference/ddp", 2, **SMALL_BUCKETS), backend="gloo")
-    subject = measurement.Subject(given, "a", {"replicate": 2})
-    again = measurement.Subject.from_dict(json.loads(json.dumps(subject.to_dict())))
-    told = measurement.launch([again], 2)
-    (scored,), found = measurement.judge([subject], told, memory=[(3e6, 2e6)])
+    run = run_of("reference/ddp", "replicate", 2, **SMALL_BUCKETS)
+    run = dataclasses.replace(run, backend="gloo")
+    assert from_plain(SideRun, json.loads(to_json(run))) == run
+    with Session() as session:
+        rounds = session.measure_rounds([run], 2)
+    (scored,), found = measurement.judge([run], rounds, memory=[(3e6, 2e6)])
     made = scored.prediction
-    cores = len(told["measured"][0]["cores"]) or None
+    cores = len(rounds.measured[0].cores) or None
     assert made.overlap == step_time.overlap_of("gloo", cores)[0]
     assert made.compute_seconds <= made.low_seconds <= made.step_seconds <= made.high_seconds
     assert made.high_seconds == made.compute_seconds + made.communication_seconds
@@ -329,7 +343,7 @@ def test_a_score_on_real_ranks() -> None:
     assert found.flop_rate is not None
     (point,) = curve.modelled(
         "ddp",
-        curve.facts_of_side(subject.pair, "a", subject.axes),
+        run.facts(),
         "replicate",
         "weak",
         6,
@@ -342,9 +356,10 @@ def test_a_score_on_real_ranks() -> None:
     assert point.efficiency is not None and 0 < point.efficiency < 1
 
 
-def test_the_tool_says_what_is_wrong_with_its_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert model_check.main(["--implementation", "reference/dpd"]) == 2
-    assert "reference/ddp" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        model_check.main(["--world", "1"])
-    assert ended.value.code == 2
+def test_the_study_says_what_is_wrong_with_its_input() -> None:
+    with pytest.raises(InputError, match="reference/ddp"):
+        model_check.run("reference/dpd")
+    with pytest.raises(InputError, match="at least 2 of each"):
+        model_check.run(world=1)
+    with pytest.raises(InputError, match="no cost formulas"):
+        model_check.run(backend="mpi")

@@ -10,6 +10,7 @@ import math
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import numpy as np
 import pytest
 from commands import shardproof, started
 
-from shardproof.bench import stats
+from shardproof.bench import session, stats, time_budget
 from shardproof.bench.evidence import load_times, write_times
-from shardproof.bench.scaling import judge, matrix, session, table
-from shardproof.bench.sides import Side, files
+from shardproof.bench.launches import cell_launch
+from shardproof.bench.scaling import judge, matrix, tables
+from shardproof.bench.sides import files
 from shardproof.commands.verify import verify
 from shardproof.compare import snapshot
 from shardproof.errors import InputError, SelectionError
+from shardproof.registry.declaration import Answer, Declaration
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios import load
 
@@ -71,7 +74,7 @@ def simulated(
     blocks: int = matrix.BLOCKS,
     sd: float = SD,
     seed: int = 0,
-) -> list[stats.Row]:
+) -> list[stats.TimedStep]:
     """Raw times: a machine that drifts, ``world`` ranks at ``efficiency`` against the plain T1."""
     rng = np.random.default_rng(seed)
     factor = {
@@ -79,26 +82,17 @@ def simulated(
         "wrapped": wrapping,
         "ranks": 1 / (efficiency * (world if mode == "strong" else 1)),
     }
-    rows: list[stats.Row] = []
+    rows: list[stats.TimedStep] = []
     for block in range(blocks):
         machine = math.exp(rng.normal(0, 0.3))  # met by all sides alike
         own = {"plain": 0.0, "wrapped": 0.0, "ranks": rng.normal(0, sd)}
-        for segment, side in enumerate(judge.ORDER):
+        for segment, side in enumerate(matrix.ORDER):
             for step in range(2):
                 for rank in range(world if side == "ranks" else 1):
                     slower = 1 - 0.001 * rank
-                    rows.append(
-                        {
-                            "launch": block % 2,
-                            "pair": judge.PAIR,
-                            "block": block,
-                            "segment": segment,
-                            "side": side,
-                            "step": step,
-                            "rank": rank,
-                            "seconds": machine * factor[side] * math.exp(own[side]) * slower,
-                        }
-                    )
+                    where = (block % 2, matrix.PAIR, block, segment, side, step, rank)
+                    seconds = machine * factor[side] * math.exp(own[side]) * slower
+                    rows.append(stats.TimedStep(*where, seconds))
     return rows
 
 
@@ -149,22 +143,24 @@ def test_verdicts(low: float, high: float, expected: str) -> None:
 
 def test_blocks_that_were_cut_off_do_not_count() -> None:
     rows = simulated(0.9, blocks=4)
-    last = [row for row in rows if row["block"] == 3]
+    last = [row for row in rows if row.block == 3]
     for missing in (
-        [row for row in last if row["segment"] == 5],
-        [row for row in last if row["rank"] == 1],
+        [row for row in last if row.segment == 5],
+        [row for row in last if row.rank == 1],
     ):
         cut = [row for row in rows if row not in missing]
         assert judge.judge(cut, "strong", 2)["blocks"] == 3
-    alone = judge.judge([row for row in rows if row["block"] == 0], "strong", 2)
+    alone = judge.judge([row for row in rows if row.block == 0], "strong", 2)
     assert alone["blocks"] == 1 and alone["efficiency"] is None
 
 
 # --------------------------------------------------------------------------- lines and the table
 
 
-def line_of(cell: matrix.Cell, room: int, rows: Sequence[stats.Row], **more: Any) -> dict[str, Any]:
-    """A line as :func:`session.result` has it, judged."""
+def line_of(
+    cell: matrix.Cell, room: int, rows: Sequence[stats.TimedStep], **more: Any
+) -> dict[str, Any]:
+    """A line as :func:`evidence.result` has it, judged."""
     sides = ("plain", "wrapped", "ranks")
     line: dict[str, Any] = {
         "kind": "scaling",
@@ -204,13 +200,15 @@ def test_more_ranks_than_cores_are_refused_and_modelled() -> None:
         assert told[world]["verdict"] == "oversubscribed"
         assert told[world]["efficiency"] is None and "ranks" not in told[world]["median_seconds"]
         assert f"{world} ranks, 2 physical cores" in told[world]["reason"]
-    headings, table_rows = table(found)
-    assert len(table_rows) == 2 and all(len(row) == len(headings) for row in table_rows)
+    table = tables.table(found)
+    table_rows = table.texts
+    assert len(table_rows) == 2 and all(len(row) == len(table.headings) for row in table_rows)
     assert table_rows[1][3] == "4 to 1,024" and "25.0% at 4" in table_rows[1][7]
     assert re.fullmatch(r"[\d.]+% \[[\d.]+%, [\d.]+%\]", table_rows[0][5]), "E has one unit"
-    assert len(judge.narrow(table_rows[0])) == len(judge.NARROW)
-    worlds, modelled = judge.modelled_table(found)
-    assert "1,024" in worlds and len(modelled) == 1 and len(modelled[0]) == len(worlds)
+    assert len(tables.table(found, tables.NARROW).texts[0]) == len(tables.NARROW)
+    modelled = tables.modelled_table(found)
+    assert "1,024" in modelled.headings
+    assert [len(row) for row in modelled.rows] == [len(modelled.headings)]
     # With a core for every rank nothing is refused.
     assert line_of(cells()[4], 4, simulated(0.5, world=4))["verdict"] == "below"
 
@@ -250,18 +248,19 @@ def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
 
 
 def test_exit_codes() -> None:
-    from shardproof.commands.bench_scaling import exit_code
+    from shardproof.commands.bench_run import exit_code
+    from shardproof.commands.options import FailOn
 
     def told(*words: str) -> list[dict[str, str]]:
         return [{"verdict": word} for word in words]
 
-    assert exit_code(told("holds", "oversubscribed"), False) == 0
-    assert exit_code(told("below", "oversubscribed"), False) == 0
-    assert exit_code(told("below"), True) == 1
-    assert exit_code(told("oversubscribed"), False) == 3
-    assert exit_code(told("holds", "inconclusive"), False) == 3
-    assert exit_code(told("holds", "crash"), False) == 1
-    assert exit_code([], False) == 3
+    assert exit_code(told("holds", "oversubscribed"), ()) == 0
+    assert exit_code(told("below", "oversubscribed"), ()) == 0
+    assert exit_code(told("below"), [FailOn.goal]) == 1
+    assert exit_code(told("oversubscribed"), ()) == 3
+    assert exit_code(told("holds", "inconclusive"), ()) == 3
+    assert exit_code(told("holds", "crash"), ()) == 1
+    assert exit_code([], ()) == 3
 
 
 # ------------------------------------------------------------------------------ scenario files
@@ -411,18 +410,23 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
 
 
 def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
-    from shardproof.commands.bench_scaling import within
     from shardproof.runs.run_folder import Durations
 
     durations = Durations(tmp_path / "durations.json")
-    group = session._in_order([item(cell, 4) for cell in cells().values()])
+    group = session.in_order([item(cell, 4) for cell in cells().values()])
     for measured in group[:2]:
-        cell = measured.cell
+        cell = measured.subject
         durations.note(f"{cell.id}::{cell.blocks}x{cell.launches}", 40.0)
-    assert within(group, 2.0, durations) == (group, 80.0)
+
+    def chosen(minutes: float) -> tuple[list[session.Measured], float]:
+        schedule = time_budget.choose(group, durations, minutes)
+        assert len(schedule.chosen) + len(schedule.left_out) == len(group)
+        return schedule.chosen, schedule.seconds
+
+    assert chosen(2.0) == (group, 80.0)
     # Worlds beyond the machine are modelled from 4 ranks, which do not fit.
-    assert within(group, 1.0, durations) == (group[:1], 40.0)
-    assert within(group, 0.5, durations) == ([], 0.0)
+    assert chosen(1.0) == (group[:1], 40.0)
+    assert chosen(0.5) == ([], 0.0)
     done = shardproof(
         "bench", str(small(tmp_path, worlds=(2, 64))), "--dry-run", "--budget", "0.01"
     )
@@ -440,30 +444,34 @@ def test_options_change_cells() -> None:
 
 
 def item(cell: matrix.Cell, room: int) -> session.Measured:
-    return session.Measured(
-        cell, {}, {"ranks": room, "of": "physical cores", "threads": matrix.THREADS}
-    )
+    return session.Measured(cell, room=matrix.Room(room, "physical cores"))
 
 
 def test_the_largest_world_that_fits_explains_those_that_do_not() -> None:
-    group = session._in_order([item(cell, 4) for cell in cells().values()])
-    assert [m.cell.world for m in group[:2]] == [2, 4]
+    group = session.in_order([item(cell, 4) for cell in cells().values()])
+    assert [m.subject.world for m in group[:2]] == [2, 4]
     assert [m.timed for m in group] == [True, True, *[False] * 8]
     assert all(m.source is group[1] for m in group[2:])
     # On one core a single rank is timed, and every world is modelled from it.
-    group = session._in_order([item(cell, 1) for cell in cells().values()])
+    group = session.in_order([item(cell, 1) for cell in cells().values()])
     assert [m.timed for m in group] == [True, *[False] * 9]
     assert all(m.refused and m.source is group[0] for m in group)
 
 
 def test_systems_without_a_data_axis_are_told_so() -> None:
     cell = cells()[2]
-    told = session._measured(cell, {"axes": ["pipe"], "missing": "", "max_world": None})
+
+    def declared(axes: tuple[str, ...], max_world: int | None) -> session.Measured:
+        measured, says = session.Measured(cell), Declaration(axes=axes, max_world=max_world)
+        session.declare(measured, {"ranks": Answer(says)}, gpus=None)
+        return measured
+
+    told = declared(("pipe",), None)
     assert told.problem == ("precondition", "reference/ddp: has no data axis, only pipe")
-    told = session._measured(cell, {"axes": ["shard"], "missing": "", "max_world": 1})
-    assert told.problem is not None and "at most 1 ranks" in told.problem[1]
-    told = session._measured(cell, {"axes": ["replicate", "shard"], "missing": "", "max_world": 8})
-    assert told.problem is None and told.mesh == {"shard": 2}
+    told = declared(("shard",), 1)
+    assert told.problem is not None and "world sizes up to 1" in told.problem[1]
+    told = declared(("replicate", "shard"), 8)
+    assert told.problem is None and told.meshes == {"ranks": {"shard": 2}}
 
 
 def test_two_threads_of_a_core_are_one_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +489,9 @@ def test_the_plain_program_is_an_implementation() -> None:
     from shardproof import registry
 
     registry.check(matrix.PLAIN)
-    assert cells()[2].pair(Side(matrix.PLAIN)).a.implementation == matrix.PLAIN
+    launch = cell_launch(cells()[2], "replicate", 0, [0], together=True)
+    assert launch.sides["plain"].side.implementation == matrix.PLAIN
+    assert launch.sides["plain"].first_rank_only and not launch.sides["ranks"].first_rank_only
 
 
 # --------------------------------------------------------------------------------- whole sessions
@@ -509,8 +519,7 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     assert "| strong | reference/ddp | gloo | 2 |" in table_again
 
     rows = load_times(run / two["times"])
-    for row in rows:
-        row["seconds"] *= 3 if row["side"] == "plain" else 1
+    rows = [replace(row, seconds=3 * row.seconds) if row.side == "plain" else row for row in rows]
     write_times(run, two["id"], rows)
     problems = verify(run).problems
     assert any("was changed" in problem for problem in problems)

@@ -21,6 +21,7 @@ import nvml_recording
 import pytest
 
 from shardproof.bench import evidence, session, sides
+from shardproof.bench.launches import AloneRecord
 from shardproof.bench.telemetry import nvml, sampling
 
 DATA = Path(__file__).parents[1] / "data"
@@ -93,8 +94,8 @@ def test_figures_of_the_synthetic_gpu() -> None:
         look["clock"] = sample["seconds"]
     inside = [s["devices"][0] for s in recording["samples"] if 2.0 <= s["seconds"] <= 8.0]
     counters = [device["energy"] / 1e3 for device in inside]
-    record = {"resident": 1, "allocator": recording["torch"]["allocator"], "pci": None}
-    told = sampling.of_side(seen, [record | {"began": 2.0, "ended": 8.0, "steps": 1200}])
+    record = AloneRecord(0, 1, recording["torch"]["allocator"], None, 2.0, 8.0, 1200)
+    told = sampling.of_side(seen, [record])
     assert told["joules_per_step"] == pytest.approx((counters[-1] - counters[0]) / 1200)
     (gpu,) = told["gpus"]
     assert gpu["power_watts"] == pytest.approx(sum(d["power"] for d in inside) / len(inside) / 1e3)
@@ -107,7 +108,7 @@ def test_figures_of_the_synthetic_gpu() -> None:
     seen = seen_of(nvml_recording.Player(other), len(other["samples"]))
     for look, sample in zip(seen.samples, other["samples"], strict=True):
         look["clock"] = sample["seconds"]
-    told = sampling.of_side(seen, [record | {"began": 2.0, "ended": 8.0, "steps": 1200}])
+    told = sampling.of_side(seen, [record])
     (gpu,) = told["gpus"]
     assert gpu["energy_source"] == "power x time" and gpu["power_limit_watts"] is None
     assert told["joules_per_step"] == pytest.approx(6 * gpu["power_watts"] / 1200)
@@ -273,7 +274,7 @@ def test_a_session_ends_though_the_driver_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck("shutdown")
-    with session.Bench(stuck):
+    with session.Session(stuck):
         monkeypatch.setattr(nvml, "PATIENCE_SECONDS", 0.05)
     assert "telemetry: NVML: no answer in 0.05 s" in capsys.readouterr().err
     stuck.over.set()
@@ -418,24 +419,17 @@ def test_only_the_gpus_of_the_ranks_count() -> None:
     seen = seen_of(nvml_recording.Player(two), 5)
     assert [gpu["name"] for gpu in sampling.summary(seen, [other["pci"]])["gpus"]] == ["The Other"]
     assert len(sampling.summary(seen)["gpus"]) == 2
-    record = {
-        "resident": 10,
-        "allocator": None,
-        "pci": PCI,
-        "began": 1.0,
-        "ended": 3.0,
-        "steps": 50,
-    }
+    record = AloneRecord(0, 10, None, PCI, 1.0, 3.0, 50)
     told = sampling.of_side(seen, [record])
     assert told["joules_per_step"] == pytest.approx(250 * 2 / 50)
-    both = [record, {**record, "pci": other["pci"], "resident": 30}]
+    both = [record, dataclasses.replace(record, pci=other["pci"], resident=30)]
     assert sampling.of_side(seen, both)["joules_per_step"] == pytest.approx(2 * 250 * 2 / 50)
     assert sampling.of_side(seen, both)["resident_bytes"] == 30
 
 
 def test_a_side_on_the_cpu_has_no_energy() -> None:
-    record = {"resident": 2**20, "allocator": None, "pci": None, "began": 1.0, "ended": 1.0}
-    told = sampling.of_side(sampling.Seen(), [record | {"steps": 0}])
+    record = AloneRecord(0, 2**20, None, None, 1.0, 1.0, 0)
+    told = sampling.of_side(sampling.Seen(), [record])
     assert told["joules_per_step"] is None and told["allocator"] is None and told["gpus"] == []
     (text,) = sampling.texts({"launches": None, "sides": {"a": told}})
     assert text == "A alone, worst rank: 1 MiB resident added, advisory"
@@ -545,11 +539,11 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
     (first, *_) = sides.read(["peers"])
     pair = dataclasses.replace(first, backend=backend)
     measured = session.Measured(pair)
-    with session.Bench(nvml_recording.Player.read(DATA / "nvml-synthetic.json")) as bench:
+    with session.Session(nvml_recording.Player.read(DATA / "nvml-synthetic.json")) as bench:
         with bench._sampler(measured, tmp_path) as sampler:
             pass
         measured.seen.add(sampler.seen)
-    assert bench._asked.open == 0  # NVML is let go of
+    assert bench._given_api.open == 0  # NVML is let go of
     told = evidence.result(measured)["telemetry"]
     if backend == "nccl":
         assert [gpu["name"] for gpu in told["launches"]["gpus"]] == ["Synthetic GPU"]
@@ -561,6 +555,6 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
 def test_without_nvml_a_session_says_so(tmp_path: Path) -> None:
     measured = session.Measured(dataclasses.replace(sides.read(["peers"])[0], backend="nccl"))
     none = nvml_recording.Player(made_up() | {"devices": []})
-    with session.Bench(none) as bench, bench._sampler(measured, tmp_path):
+    with session.Session(none) as bench, bench._sampler(measured, tmp_path):
         pass
     assert measured.no_gpu == "NVML sees no GPU" and none.open == 0

@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from commands import shardproof, started
 
 from shardproof.bench import evidence, session, sides, stats
+from shardproof.bench.launches import RankTimes
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs.run_folder import read
@@ -28,7 +30,9 @@ SMALL = ("--param", "layers=1", "--blocks", "4", "--launches", "1")
 SD = 0.10
 
 
-def simulated(ratio: float, sd: float, blocks: int, seed: int, ranks: int = 2) -> list[stats.Row]:
+def simulated(
+    ratio: float, sd: float, blocks: int, seed: int, ranks: int = 2
+) -> list[stats.TimedStep]:
     """Raw times of a session: a machine that drifts, noisy steps, A ``ratio`` times as slow."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -40,8 +44,8 @@ def simulated(ratio: float, sd: float, blocks: int, seed: int, ranks: int = 2) -
             factor = ratio if side == "a" and pair == "ab" else 1.0
             for step, rank in itertools.product(range(2), range(ranks)):
                 seconds = machine * factor * math.exp(own[side]) * (1 + 0.001 * rank)
-                where = {"launch": block % 3, "pair": pair, "block": block, "segment": segment}
-                rows.append(where | {"side": side, "step": step, "rank": rank, "seconds": seconds})
+                where = (block % 3, pair, block, segment, side, step, rank)
+                rows.append(stats.TimedStep(*where, seconds))
     return rows
 
 
@@ -145,17 +149,17 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     times = stats.step_times(rows)
     longest: dict[Any, float] = {}
     for row in rows:
-        key = row["launch"], row["pair"], row["block"], row["side"]
-        longest[key] = max(longest.get(key, 0.0), row["seconds"])
+        key = row.launch, row.pair, row.block, row.side
+        longest[key] = max(longest.get(key, 0.0), row.seconds)
     assert {key: max(seen) for key, seen in times.items()} == longest
 
 
 def test_blocks_that_were_cut_off_do_not_count() -> None:
     rows = simulated(1.0, SD, 6, 5)
     assert stats.judge(rows)["blocks"] == 6
-    cut = [row for row in rows if not (row["block"] == 5 and row["rank"] == 1)]
+    cut = [row for row in rows if not (row.block == 5 and row.rank == 1)]
     assert stats.judge(cut)["blocks"] == 5
-    cut = [row for row in rows if not (row["block"] == 5 and row["segment"] > 1)]
+    cut = [row for row in rows if not (row.block == 5 and row.segment > 1)]
     assert stats.judge(cut)["blocks"] == 5
     assert stats.judge(rows[:8])["verdict"] == "inconclusive"
 
@@ -173,7 +177,7 @@ def test_launches_that_differ_are_told() -> None:
 
 def test_segments_are_balanced() -> None:
     """Each side follows itself once and another once, in the order in which blocks run."""
-    from shardproof.bench.timed_ranks import ORDERS
+    from shardproof.bench.launches import ORDERS
 
     order = [side for pair in ("ab", "aa") for side in ORDERS[pair]] * 2
     for pair, start in (("ab", 8), ("aa", 12)):
@@ -287,12 +291,11 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert set(told["sides"]) == (set() if backend == "in_memory" else {"a", "b"})
     assert all(side["resident_bytes"] > 0 for side in told["sides"].values())
     rows = evidence.load_times(run / line["times"])
-    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row.rank for row in rows} == {0, 1}
     found = verify(run)
     assert not found.problems and found.benches == 1
 
-    for row in rows[::2]:
-        row["seconds"] *= 100
+    rows[::2] = [replace(row, seconds=100 * row.seconds) for row in rows[::2]]
     evidence.write_times(run, line["id"], rows)
     assert any("was changed" in problem for problem in verify(run).problems)
     assert any("raw times give" in problem for problem in verify(run).problems)
@@ -374,13 +377,13 @@ def test_a_side_that_refuses_the_model_is_a_precondition(tmp_path: Path) -> None
 
 
 def test_ledgers_that_are_on_stop_a_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardproof.bench import timed_ranks
+    from shardproof.bench.arm import assert_nothing_is_recorded
     from shardproof.ledgers import program_order
 
-    timed_ranks.assert_nothing_is_recorded("gloo")
+    assert_nothing_is_recorded("gloo")
     monkeypatch.setattr(program_order, "current", lambda: program_order.RankLog())
     with pytest.raises(RuntimeError, match="ledger is on"):
-        timed_ranks.assert_nothing_is_recorded("gloo")
+        assert_nothing_is_recorded("gloo")
 
 
 @pytest.mark.slow
@@ -406,10 +409,10 @@ def test_losses_are_those_of_the_ranks_that_learn_them() -> None:
     """Of a pipeline that is the last stage: sides that differ there do not train the same."""
     pair = sides.read(["pipeline"])[0]
 
-    def record(coordinate: int, loss: float | None) -> dict[str, Any]:
-        warm = {"losses": [loss, loss]}
-        return {"coordinates": dict.fromkeys("ab", coordinate), "warm_up": {"a": warm, "b": warm}}
+    def record(rank: int, coordinate: int, loss: float | None) -> RankTimes:
+        places = dict.fromkeys("ab", coordinate)
+        return RankTimes(rank, {}, {side: [loss, loss] for side in "ab"}, places, {}, 1, [])
 
-    ranks = [record(0, None), record(0, 2.0), record(1, 3.0), record(1, 3.0)]
-    told = evidence.losses(session.Measured(pair, records=[ranks]))
-    assert told == {"a": [5.0, 5.0], "b": [5.0, 5.0]}
+    ranks = [record(0, 0, None), record(1, 0, 2.0), record(2, 1, 3.0), record(3, 1, 3.0)]
+    found = evidence.losses(session.Measured(pair, records=[ranks]), sides.LETTERS)
+    assert found == {"a": [5.0, 5.0], "b": [5.0, 5.0]}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

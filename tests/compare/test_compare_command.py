@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import synthetic_runs as made
+import synthetic as made
 
 from shardproof.compare import baseline, formats, hardware
 from shardproof.compare.compare import compare
@@ -80,7 +80,7 @@ def test_the_committed_table_is_what_the_command_makes(tmp_path: Path) -> None:
     copy = tmp_path / "README.md"
     committed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     copy.write_text(committed, encoding="utf-8")
-    insert(formats.markdown(report), copy)
+    insert(formats.markdown(report), copy, formats.BEGIN, formats.END)
     assert copy.read_text(encoding="utf-8") == committed
     assert all(path.stat().st_size < 500_000 for path in files)
 

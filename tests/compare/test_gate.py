@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 
 from shardproof import verdicts
 from shardproof.compare import baseline, gate_output, policy

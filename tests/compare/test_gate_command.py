@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 import typer.main
 import yaml
 
@@ -27,7 +27,7 @@ from shardproof.compare import baseline, policy
 from shardproof.registry import load_mutant
 from shardproof.runs import bundle
 from shardproof.runs.run_folder import Durations, RunFolder, read
-from shardproof.scenarios.budget import plan
+from shardproof.scenarios.budget import fit_cases
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "deploy" / "ci"
@@ -41,7 +41,7 @@ def executed(path: Path, cases: list[Case]) -> Path:
     """A run that was run, with records to judge again."""
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
-        run_command.execute(folder, plan(cases, durations, 1, None), 1, None, durations)
+        run_command.execute(folder, fit_cases(cases, durations, 1, None), 1, None, durations)
     return path
 
 

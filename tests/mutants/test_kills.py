@@ -17,13 +17,13 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases import kills as kill_matrix
 from shardproof.cases.kills import (
-    CHECKS,
     VERDICT_KILLERS,
     Kill,
     judge_kill,
     pair,
     run_mutants,
 )
+from shardproof.checks import GENERAL
 
 #: Other kernels than those that torch and MKL choose for a machine.
 KERNELS = (
@@ -70,7 +70,7 @@ def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
 
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for mutant in representatives() for name in mutant.killed_by}
-    assert killers == {*CHECKS, *VERDICT_KILLERS, "relations"}
+    assert killers == {*GENERAL, *VERDICT_KILLERS, "relations"}
 
 
 def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:

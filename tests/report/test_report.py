@@ -32,7 +32,7 @@ from shardproof.runs.run_folder import (
     fingerprint,
     read,
 )
-from shardproof.scenarios.budget import plan
+from shardproof.scenarios.budget import fit_cases
 
 
 def case(name: str = "c", implementation: str = "plain", world: int = 2, **fields: Any) -> Case:
@@ -296,12 +296,12 @@ def test_a_plan_keeps_to_the_budget_and_touches_everything(tmp_path: Path) -> No
     ]
     for item in cases:
         known.note(item.id, 2.0)
-    planned = plan(cases, known, jobs=2, minutes=0.5)
+    planned = fit_cases(cases, known, jobs=2, minutes=0.5)
     assert planned.seconds <= 30
     assert len(planned.chosen) == 26
     assert len(planned.chosen) + len(planned.left_out) == len(cases)
     assert len({(c.implementation, c.backend) for c in planned.chosen}) == 6
-    everything = plan(cases, known, jobs=2, minutes=None)
+    everything = fit_cases(cases, known, jobs=2, minutes=None)
     assert everything.chosen == cases
     assert everything.left_out == []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import FULL, write_run
+from synthetic_run import FULL, write_run
 
 from shardproof import report
 from shardproof.runs.run_folder import read

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import FULL, TENSORS, bench, scaling_lines, write_run
+from synthetic_run import FULL, TENSORS, scaling_lines, timed, write_run
 from test_report import case, fill, result
 
 from shardproof import report
@@ -179,7 +179,7 @@ def test_timings_that_decide_nothing_are_among_what_was_not_checked(tmp_path: Pa
 
 def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     draw = random.Random(0)
-    lines = [bench(number, draw) for number in range(2)]
+    lines = [timed(number, draw) for number in range(2)]
     lines[0] |= {"verdict": "small difference"}
     lines[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
     family = {lines[0]["id"]: {"verdict": "inconclusive"}}

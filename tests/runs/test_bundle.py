@@ -41,7 +41,7 @@ from shardproof.runs.bundle import (
     unpacked,
 )
 from shardproof.runs.run_folder import Durations, RunFolder, read
-from shardproof.scenarios.budget import plan
+from shardproof.scenarios.budget import fit_cases
 
 pytestmark = pytest.mark.usefixtures("temporary")
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fault = pair(load_mutant("ddp_never_reduces"))
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
-        cases = plan([fault.parent, fault.case], durations, 1, None)
+        cases = fit_cases([fault.parent, fault.case], durations, 1, None)
         assert run_command.execute(folder, cases, 1, None, durations) == 1
         side = Side("reference/ddp")
         workload = WorkloadSpec("charnames_gpt")

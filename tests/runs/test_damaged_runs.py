@@ -24,7 +24,7 @@ from shardproof.registry import load_mutant
 from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import Durations, RunFolder
-from shardproof.scenarios.budget import plan
+from shardproof.scenarios.budget import fit_cases
 
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
 
@@ -42,7 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
         assert (
-            run_command.execute(folder, plan(_cases(), durations, 1, None), 1, None, durations) == 1
+            run_command.execute(folder, fit_cases(_cases(), durations, 1, None), 1, None, durations)
+            == 1
         )
     assert json.loads((path / "cases.jsonl").read_text().splitlines()[-1])["verdict"] == "fail"
     return path

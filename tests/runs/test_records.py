@@ -25,7 +25,7 @@ from shardproof.runs import records
 from shardproof.runs.records import Manifest
 from shardproof.runs.resume import split
 from shardproof.runs.run_folder import Durations, RunFolder, find_run, read
-from shardproof.scenarios.budget import CaseSchedule, plan
+from shardproof.scenarios.budget import CaseSchedule, fit_cases
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a clean case, of a failing one, of one that crashes, and of one that is skipped."""
     path = tmp_path_factory.mktemp("results") / "run"
     with RunFolder(path, ["test"]) as folder:
-        chosen = plan(_cases(), Durations(path.parent / "durations.json"), 2, None)
+        chosen = fit_cases(_cases(), Durations(path.parent / "durations.json"), 2, None)
         code = run_command.execute(
             folder, chosen, 2, None, Durations(path.parent / "durations.json")
         )
@@ -171,7 +171,9 @@ def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> Non
     assert [case.id for case in left] == [json.loads(lines[-1])["id"]]
     durations = Durations(run.parent / "durations.json")
     with RunFolder(run, ["test", "--resume"]) as folder:
-        code = run_command.execute(folder, plan(left, durations, 1, None), 1, None, durations, kept)
+        code = run_command.execute(
+            folder, fit_cases(left, durations, 1, None), 1, None, durations, kept
+        )
     assert code == 1
     assert verify(run).problems == []
     assert len(read(run).cases) == 4

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import synthetic_runs as made
+import synthetic as made
 
 from shardproof import old_words, prove, verdicts
 from shardproof.case import Case

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout
+from shardproof.impls.reference.parts.flat_parameters import FlatParameters
 
 #: Scalars, empty, one-element, prime-sized and several-dimensional tensors.
 SHAPES = st.lists(
@@ -138,3 +140,44 @@ def test_what_is_refused() -> None:
         FlatLayout({"a": torch.zeros(1)}, 0)
     with pytest.raises(ValueError, match="shard 2 of a layout with shards 0 to 1"):
         FlatLayout({"a": torch.zeros(1)}, 2).shard_range(2)
+
+
+def flat_parameters(precision: Precision) -> tuple[dict[str, nn.Parameter], FlatParameters]:
+    """A contiguous parameter of 6 elements and a transposed one of 4; this is rank 1 of 2."""
+    named = {
+        "plain": nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "turned": nn.Parameter(torch.arange(10.0, 14.0).view(2, 2).t()),
+    }
+    return named, FlatParameters(named, FlatLayout(named, 2), 1, precision)
+
+
+def test_an_update_of_the_flat_tensor_reaches_every_parameter() -> None:
+    named, parameters = flat_parameters(Precision())
+    for target in parameters.targets.values():
+        target.add_(100.0)
+    assert named["plain"].tolist() == [[0, 1, 2], [3, 4, 105]]
+    assert named["turned"].tolist() == [[10, 12], [11, 13]], (
+        "it lies beside, not in the flat tensor"
+    )
+    with torch.no_grad():
+        parameters.copy_out()
+    assert named["turned"].tolist() == [[110, 112], [111, 113]]
+    assert not named["turned"].is_contiguous(), "or its products would be rounded otherwise"
+
+
+def test_what_is_loaded_beside_the_flat_tensor_reaches_its_shard() -> None:
+    named, parameters = flat_parameters(Precision())
+    named["turned"].data.fill_(7.0)
+    assert parameters.targets["turned"].tolist() == [10, 12, 11, 13]
+    with torch.no_grad():
+        parameters.copy_in()
+    assert parameters.targets["turned"].tolist() == [7.0] * 4
+
+
+def test_narrow_parameters_may_have_wide_gradients() -> None:
+    policy = Precision(parameters=torch.bfloat16, reduce=torch.float32)
+    named, parameters = flat_parameters(policy)
+    assert {p.dtype for p in named.values()} == {parameters.flat.dtype} == {torch.bfloat16}
+    assert parameters.gradient_dtype is torch.float32
+    for target in parameters.targets.values():
+        target.grad = torch.ones_like(target, dtype=torch.float32)

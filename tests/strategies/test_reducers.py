@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +16,24 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, OptimizerSpec, Piece
+from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work, rank_piece
 from shardproof.workloads import Workload
 
-SMALL = {"bucket_bytes": 2_000}
-AXES = {"reference/ddp": "replicate", "reference/zero1": "shard", "reference/zero2": "shard"}
+BUCKETS = {"bucket_bytes": 2_000}
+#: Every way in which gradients are reduced: implementation, mesh, options.
+SYSTEMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("reference/ddp", {"replicate": 2}, BUCKETS),
+    ("reference/zero1", {"shard": 2}, BUCKETS),
+    ("reference/zero2", {"shard": 2}, BUCKETS),
+    ("reference/zero3", {"shard": 2}, {}),
+    ("reference/fsdp", {"replicate": 2, "shard": 2}, {"sharding_strategy": "HYBRID_SHARD"}),
+    ("reference/hybrid", {"replicate": 2, "tensor": 2}, {"data": "ddp"}),
+    ("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero3"}),
+]
 
 
 def test_a_bucket_knows_what_lies_where() -> None:
@@ -74,49 +85,56 @@ def test_the_default_reducer_sums_and_has_no_state() -> None:
 class ErrorFeedback(Reducer):
     """Sends multiples of 1/1024 and adds what was rounded away to the next gradient."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.errors: dict[str, Tensor] = {}
         self.steps: list[int] = []
 
-    def rounded(self, bucket: Bucket) -> None:
+    def round_off(self, bucket: Bucket, operation: str) -> None:
         self.steps.append(bucket.step)
-        for part in bucket.parts:
-            view = bucket.views()[part.name]
-            error = self.errors.setdefault(part.name, torch.zeros_like(view))
+        for name, view in bucket.views().items():
+            key = f"{name}.error_{operation}"
+            error = self.errors.setdefault(key, torch.zeros_like(view))
             wanted = view + error
             view.copy_((wanted * 1024).round() / 1024)
             error.copy_(wanted - view)
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        self.rounded(bucket)
+        self.round_off(bucket, "sum")
         return super().all_reduce(bucket, comm)
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
-        self.rounded(bucket)
+        self.round_off(bucket, "scatter")
         return super().reduce_scatter(bucket, comm, shard)
 
     def pieces(self) -> list[Piece]:
-        return [rank_piece(f"{name}.error", e, self.mesh) for name, e in self.errors.items()]
+        return [rank_piece(name, error, self.rank) for name, error in self.errors.items()]
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
         for piece in pieces:
-            if piece.name.endswith(".error"):
-                self.errors[piece.name.removesuffix(".error")] = piece.tensor[0].clone()
-        return [piece for piece in pieces if not piece.name.endswith(".error")]
+            if is_error(piece):
+                self.errors[piece.name.removesuffix(f"@{self.rank}")] = piece.tensor.clone()
+        return [piece for piece in pieces if not is_error(piece)]
 
 
-def make(name: str, work: Workload, rank: int, world: int) -> Engine:
+def is_error(piece: Piece) -> bool:
+    """Whether this is state of :class:`ErrorFeedback`, not of the optimizer."""
+    return ".error_" in piece.name
+
+
+def make(
+    name: str, mesh: dict[str, int], options: dict[str, Any], work: Workload, rank: int
+) -> Engine:
     """The implementation with a reducer that has state, set up on this rank."""
 
     class Compressed(registry.load(name)):  # type: ignore[misc]
         def make_reducer(self) -> Reducer:
-            return ErrorFeedback(self.mesh)
+            return ErrorFeedback(self.mesh.rank)
 
     system: Engine = Compressed()
     spec = OptimizerSpec("adamw", 0.01)
     state = work.state() if rank == 0 else None
-    system.setup(work.build_for(rank), state, spec, Mesh({AXES[name]: world}), SMALL)
+    system.setup(work.build_for(rank), state, spec, Mesh(mesh), options)
     return system
 
 
@@ -129,8 +147,10 @@ def run(system: Engine, batches: Sequence[Batch]) -> None:
         system.step(batch, lambda point: None)
 
 
-@pytest.mark.parametrize("name", AXES)
-def test_state_of_a_reducer_survives_saving_and_loading(name: str) -> None:
+@pytest.mark.parametrize(("name", "mesh", "options"), SYSTEMS)
+def test_state_of_a_reducer_survives_saving_and_loading(
+    name: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
     """A system that is given all pieces of another goes on as that one does, bit for bit."""
     sizes = {"width": 8, "heads": 2, "seq": 8, "layers": 2}
     work = workloads.make(
@@ -138,17 +158,20 @@ def test_state_of_a_reducer_survives_saving_and_loading(name: str) -> None:
     )
 
     def body(rank: int, size: int) -> list[dict[str, Any]]:
-        batches = [work.batch(step, size)[rank] for step in range(4)]
-        old, new, forgetful = (make(name, work, rank, size) for _ in range(3))
+        replicas, shards = mesh.get("replicate", 1), mesh.get("shard", 1)
+        place = Mesh(mesh).coordinate
+        share = place.get("replicate", 0) * shards + place.get("shard", 0)
+        batches = [work.batch(step, replicas * shards)[share] for step in range(4)]
+        old, new, forgetful = (make(name, mesh, options, work, rank) for _ in range(3))
         run(old, batches[:2])
         saved = {
             kind: [Piece(**piece) for piece in copies(old.local_state(kind))]
             for kind in ("parameters", "buffers", "optimizer")
         }
-        assert [p for p in saved["optimizer"] if p.name.endswith(".error") and p.tensor.any()]
+        assert any(is_error(piece) and piece.tensor.any() for piece in saved["optimizer"])
         for kind, pieces in saved.items():
             new.load_pieces(kind, pieces)
-            kept = [piece for piece in pieces if not piece.name.endswith(".error")]
+            kept = [piece for piece in pieces if not is_error(piece)]
             forgetful.load_pieces(kind, kept)
         for system in (old, new, forgetful):
             run(system, batches[2:])
@@ -162,17 +185,15 @@ def test_state_of_a_reducer_survives_saving_and_loading(name: str) -> None:
         assert sorted(set(old.reducer.steps)) == [0, 1, 2, 3]
         return copies(old.local_state("optimizer"))
 
-    # Every rank's error is a row of its own: the judge finds each element owned exactly once.
-    ranks = succeed(body, 2)
-    state = assembled(dict(enumerate(ranks)))
+    # Each rank's errors have names of their own: the judge takes them for whole tensors.
+    state = assembled(dict(enumerate(succeed(body, math.prod(mesh.values())))))
     assert not state.problems, state.problems
-    shape = dict(work.model("meta").named_parameters())["head.weight"].shape
-    assert state.first()["head.weight.error"].numel() == 2 * shape.numel()
+    assert {name.rpartition("@")[2] for name in state.first() if ".error_" in name} == {
+        str(rank) for rank in range(math.prod(mesh.values()))
+    }
 
 
 def test_a_handle_alone_reduces_by_the_backends_own_collectives() -> None:
-    from shardproof.impls.reference import ddp
-
     def body(rank: int, size: int) -> None:
         comms = {"replicate": Mesh({"replicate": size}).comm("replicate")}
         handle = ddp.apply(nn.Linear(2, 2), comms, ddp.Options())

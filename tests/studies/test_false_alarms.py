@@ -13,6 +13,7 @@ import pytest
 
 from shardproof.bench import pinning, session, sides
 from shardproof.commands.verify import verify
+from shardproof.errors import InputError
 from shardproof.runs import run_folder
 from shardproof.studies import false_alarms
 
@@ -52,16 +53,16 @@ def test_an_interval_of_alike_code_that_excludes_one_is_an_alarm() -> None:
         _line("slowed", 0.99, 1.15, (0.95, 1.05), "inconclusive"),
     ]
     told = false_alarms.count(lines)
-    assert (told["comparisons"], told["alarms"]) == (6, 2)
-    assert (told["slowed"], told["detected"]) == (2, 1)
-    assert told["verdicts"] == {"inconclusive": 1, "slower": 1}
-    low, high = told["alarms_interval"]
+    assert (told.comparisons, told.alarms) == (6, 2)
+    assert (told.slowed, told.detected) == (2, 1)
+    assert told.verdicts == {"inconclusive": 1, "slower": 1}
+    low, high = told.alarms_interval
     assert low < 2 / 6 < high
 
 
 def test_of_a_comparison_of_two_systems_only_the_twin_counts() -> None:
     told = false_alarms.count([_line("other", 1.05, 1.15, (0.90, 0.99), "slower")])
-    assert (told["comparisons"], told["alarms"], told["slowed"]) == (1, 1, 0)
+    assert (told.comparisons, told.alarms, told.slowed) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +112,12 @@ def test_ranks_share_no_core_whose_threads_are_numbered_apart(
     assert [pinning.pin(rank, world, threads=True) for rank in range(world)] == expected
 
 
-def test_bad_input_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_said(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("no JSON")
-    for where, told in ((tmp_path, "is damaged"), (Path("/dev/null/run"), "Not a directory")):
-        with pytest.raises(SystemExit) as ended:
-            false_alarms.main(["--results", str(where)])
-        assert ended.value.code == 2 and told in capsys.readouterr().err
+    with pytest.raises(InputError, match="is damaged"):
+        false_alarms.run(tmp_path)
+    with pytest.raises(OSError, match="Not a directory"):
+        false_alarms.run(Path("/dev/null/run"))
 
 
 def test_a_rank_of_threads_pins_itself_alone() -> None:
@@ -176,22 +177,20 @@ def test_sessions_beyond_the_budget_are_told_as_left_out(
 ) -> None:
     """So that `verify` misses none of them, and a later invocation may still time them."""
     clock, run = [0.0], tmp_path / "run"
-    monkeypatch.setattr(false_alarms, "Bench", lambda: _Clockwork(clock))
+    monkeypatch.setattr(false_alarms, "Session", lambda: _Clockwork(clock))
     monkeypatch.setattr(false_alarms.time, "monotonic", lambda: clock[0])
-    more = ["--results", str(run), "--alike", "8", "--slowed", "4"]
-    assert false_alarms.main([*more, "--minutes", "2.5"]) == 3
+    assert false_alarms.run(run, alike=8, slowed=4, minutes=2.5) == 3
     found = run_folder.read(run)
     assert (len(found.benches), len(found.left_out)) == (2, 4)
     assert {line["reason"] for line in found.left_out} == {"no room in a budget of 2.5 minutes"}
     assert "left out by the budget: 4 sessions" in capsys.readouterr().out
     assert not verify(run).problems
-    assert false_alarms.main(more) == 3
+    assert false_alarms.run(run, alike=8, slowed=4) == 3
     found = run_folder.read(run)
     assert (len(found.benches), len(found.left_out)) == (6, 0) and not verify(run).problems
 
 
-def test_a_budget_is_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        false_alarms.main(["--results", str(tmp_path / "run"), "--minutes", "0"])
-    assert ended.value.code == 2 and "more than 0" in capsys.readouterr().err
+def test_a_budget_is_positive(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="more than 0 minutes"):
+        false_alarms.run(tmp_path / "run", minutes=0)
     assert not (tmp_path / "run").exists()

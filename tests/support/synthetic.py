@@ -1,358 +1,259 @@
-"""Runs that nobody trained: thousands of cases with figures, records, faults, times and scaling.
+"""Runs that nobody trained: results, records, faults, times and scaling, as many as a test wants.
 
 For what reads runs (reports, comparisons), in sizes that would take an hour to train.  The same
-arguments give the same run, but for the moment in its header.
+arguments give the same run.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
+import hashlib
 import json
-import random
-from collections.abc import Iterator
-from fractions import Fraction
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
+from shardproof.compare import baseline
+from shardproof.compare.snapshot import Snapshot
 from shardproof.contract import OptimizerSpec
-from shardproof.runs import records
-from shardproof.runs.run_folder import fingerprint
-from shardproof.schedules import Action, Schedule, simulate, with_messages
+from shardproof.runs.records import Manifest
+from shardproof.runs.run_folder import FORMAT
 
-IMPLEMENTATIONS = (
-    *("reference/ddp", "reference/zero1", "reference/zero2", "reference/zero3", "reference/fsdp"),
-    *("pytorch/ddp", "pytorch/fsdp1", "pytorch/fsdp2", "deepspeed/zero2", "deepspeed/zero3"),
-)
-PIPELINES = ("reference/pipeline", "pytorch/pipelining")
-BACKENDS = ("in_memory", "gloo")
-TRAITS = ("tied", "frozen", "unused", "scalar", "unequal_tokens", "dropout_counter", "late_results")
-LANES = ("fp64", "dyadic", "bitwise", "working_precision")
-CHECKS = ("equivalence", "replicas", "norm", "traffic", "memory", "overlap", "active")
-TENSORS = tuple(
-    f"blocks.{block}.{part}.{kind}"
-    for block in range(4)
-    for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "norm1")
-    for kind in ("weight", "bias")
-)
+Line = dict[str, Any]
 
-
-#: A run that has something of everything.
-FULL: dict[str, Any] = {
-    "cases": 420,
-    "failing": 30,
-    "kills": 40,
-    "survivors": 2,
-    "benches": 5,
-    "scalings": True,
-    "pipelines": 6,
-    "left_out": 3,
+MACHINE = {
+    "cpu": "Synthetic 9000",
+    "cores": 2,
+    "memory_bytes": 2**34,
+    "system": "Linux",
+    "machine": "x86_64",
+    "gpus": [],
 }
+#: In the order in which :func:`case` goes through them.
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "pipeline", "tensor", "hybrid")
+CLASSES = ("activations", "all", "communication", "gradients", "optimizer_state", "parameters")
 
 
-def write_run(
-    path: Path,
-    cases: int = 60,
-    failing: int = 0,
-    seed: int = 0,
-    kills: int = 0,
-    survivors: int = 0,
-    benches: int = 0,
-    scalings: bool = False,
-    pipelines: int = 0,
-    left_out: int = 0,
-) -> Path:
-    """Write a run into the new folder ``path``; ``failing`` of its ``cases`` fail with records."""
-    path.mkdir(parents=True)
-    draw = random.Random(seed)
-    made = list(itertools.islice(_cases(), cases + left_out))
-    lines: list[dict[str, Any]] = []
-    for number, case in enumerate(made[:cases]):
-        broken = number < failing
-        lines.append({"kind": "case", **result(case, draw, broken)})
-        if broken:
-            lines[-1]["record"] = _record(path, case, compared(draw))
-    for number in range(pipelines):
-        lines.append({"kind": "case", **_pipeline(path, number, draw)})
-    for case in made[cases:]:
-        told = {"id": case.id, "case": case.to_dict(), "reason": "no room in a budget of 3 minutes"}
-        lines.append({"kind": "left out", **told})
-    lines += [{"kind": "kill", **kill(number, number >= survivors)} for number in range(kills)]
-    lines += [{"kind": "bench", **bench(number, draw)} for number in range(benches)]
-    if scalings:
-        lines += [{"kind": "scaling", **line} for line in scaling_lines()]
-    (path / "cases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    planned = [case.id for case in made]
-    (path / "run.json").write_text(json.dumps(_header(path.name, planned, int(failing > 0))))
-    return path
-
-
-def _header(name: str, planned: list[str], code: int) -> dict[str, Any]:
-    invocation = {
-        "command": ["shardproof", "run", "--tier", "quick"],
-        "started": "2026-01-02T03:04:05+00:00",
-        "ended": "2026-01-02T03:08:05+00:00",
-        "exit_code": code,
-        "suite": VERSION,
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "python": "3.11.7",
-        "packages": {"torch": "2.13.0+cpu", "numpy": "2.4.6"},
-        "fingerprint": fingerprint(),
-        "planned": planned,
-        "kills": [],
-        "key": {"suite": VERSION, "scenarios": "5ce0a1", "data": "da7a"},
+def case(number: int, world: int = 0, **fields: Any) -> Case:
+    """The case of that number; ids do not repeat."""
+    strategy = STRATEGIES[number % len(STRATEGIES)]
+    family = ("reference", "pytorch", "deepspeed")[number // 8 % 3]
+    backend = ("in_memory", "gloo")[number // 24 % 2]
+    world = world or 2 + number % 4
+    scenario = f"{strategy}-gpt{number // 48}"
+    name = f"{scenario}::{family}/{strategy}::{backend}::shard{world}::adamw::noclip::fp64::quick"
+    values: dict[str, Any] = {
+        "id": name,
+        "scenario": scenario,
+        "implementation": f"{family}/{strategy}",
+        "backend": backend,
+        "mesh": {"shard": world},
+        "workload": WorkloadSpec("charnames_gpt", seed=number // 500),
+        "optimizer": OptimizerSpec(),
+        "lane": "fp64",
+        "checks": ("equivalence", "replicas", "norm", "traffic", "memory", "overlap"),
+        "source": f"scenarios/conformance/{scenario}.yaml:{7 + number % 9}",
     }
-    return {"format": 1, "id": name, "invocations": [invocation]}
+    return Case(**(values | fields))
 
 
-def _cases() -> Iterator[Case]:
-    """Endless, all different: implementation, backend, world, lane, traits, clipping."""
-    for seed in itertools.count():
-        for world, lane, clip, traits in itertools.product(
-            (2, 3, 4), LANES, (None, 0.5), ((), TRAITS[:3], TRAITS[3:])
-        ):
-            for name, backend in itertools.product(IMPLEMENTATIONS, BACKENDS):
-                label = "" if seed % 2 == 0 else "small_buckets"
-                shown = name + (f"+{label}" if label else "")
-                clipping = "noclip" if clip is None else "clip"
-                yield Case(
-                    id=f"made[{seed}-{len(traits)}]::{shown}::{backend}::shard{world}::sgd"
-                    f"::{clipping}::{lane}::quick",
-                    scenario="made",
-                    implementation=name,
-                    backend=backend,
-                    mesh={"shard": world},
-                    workload=WorkloadSpec("charnames_gpt", traits=traits, seed=seed),
-                    optimizer=OptimizerSpec(clip_norm=clip),
-                    lane=lane,  # type: ignore[arg-type]
-                    checks=CHECKS,
-                    label=label,
-                    dtype="float32" if lane in ("working_precision", "bitwise") else "float64",
-                )
+def result(of: Case, number: int = 0, verdict: str = "pass", **more: Any) -> Line:
+    """A line of ``cases.jsonl`` as long as those of real runs."""
+    strategy = of.implementation.split("/")[-1]
+    sent = 1000 * (number + 1)
+    peaks = {
+        str(rank): {
+            phase: {kind: 100 * number + 7 * rank + len(kind) for kind in CLASSES}
+            for phase in ("forward", "backward", "update")
+        }
+        for rank in range(of.world)
+    }
+    figures: dict[str, Line] = {
+        "equivalence": {"compared": 1339, "not_tested": [f"layer.{n}.step" for n in range(15)]},
+        "replicas": {"compared": 960, "different": 0},
+        "norm": {},
+        "traffic": {
+            "formula": f"{strategy}.payload_bytes",
+            "bytes_sent": str(sent),
+            "calls_per_step": 4,
+            "setup_bytes": str(sent // 2),
+            "control_bytes": "592",
+            "source": "a paper, section V-A" * 8,
+            "flows": [{"axis": "shard", "operation": "all_reduce", "calls": 3, "bytes": str(sent)}],
+            "bytes_expected": str(sent),
+        },
+        "memory": {
+            "strategy": strategy,
+            "source": "a paper, section V-A" * 8,
+            "accounting": "A32",
+            "bytes_held": 69724 + number,
+            "bytes_promised": 69724 + number,
+            "bytes_whole": 163704,
+            "not_judged": {},
+            "ratio_measured": "40926/17431",
+            "ratio_limit": None,
+            "resident": {rank: {"device": told["update"]} for rank, told in peaks.items()},
+            "peaks": peaks,
+        },
+        "overlap": {"reductions": 15, "issued_inside_backward": 15, "hidden": 10},
+    }
+    checks = [
+        check_line(name, "skip" if name == "norm" else "pass", figures=told)
+        for name, told in figures.items()
+    ]
+    line = case_line(of, verdict, "" if verdict == "pass" else "because", checks)
+    line |= {
+        "bytes_sent": str(sent),
+        "bytes_expected": str(sent),
+        "record": f"records/{number}.parquet",
+        "data": "ab" * 32,
+    }
+    copied: Line = json.loads(json.dumps(line | more))
+    return copied
 
 
-def result(case: Case, draw: random.Random, broken: bool = False) -> dict[str, Any]:
-    """A line as a judged case leaves it."""
-    world = case.world
-    sent = Fraction(185_920 * (world - 1) * (3 if case.workload.traits else 2))
-    found = sent + 4096 if broken else sent
-    error = 0.7 if broken else draw.uniform(1e-17, 4e-16)
-    exact = case.lane in ("bitwise", "dyadic")
-    verdict, reason = (
-        "pass (working precision only)" if case.lane == "working_precision" else "pass",
-        "",
-    )
-    if broken:
-        verdict = "fail"
-        reason = (
-            "equivalence: differs from the oracle: 'blocks.2.mlp.up.weight' at step 1, "
-            f"gradients_final, rank 1: error {error} against bound 1e-12\n"
-            f"traffic: step 1, axis shard, all_gather: {found} bytes in 12 calls over all ranks, "
-            f"{sent} promised"
-        )
-    elif case.implementation.startswith("deepspeed") and case.backend == "in_memory":
-        verdict, reason = "skip", "runs on gloo, nccl only"
-    elif case.lane == "bitwise" and world == 3 and case.workload.seed:
-        verdict, reason = "undecidable", "equivalence: nothing could be compared at steps [2]"
-    checks = [] if verdict == "skip" else _checks(case, verdict, reason, found, sent)
+def check_line(name: str, status: str, message: str = "", figures: Line | None = None) -> Line:
+    """What one check says."""
     return {
-        "id": case.id,
-        "case": case.to_dict(),
+        "check": name,
+        "status": status,
+        "message": message,
+        "worst": None,
+        "figures": figures or {},
+    }
+
+
+def case_line(of: Case, verdict: str, reason: str, checks: list[Line]) -> Line:
+    """A line of ``cases.jsonl`` without bytes."""
+    return {
+        "kind": "case",
+        "id": of.id,
+        "case": of.to_dict(),
         "verdict": verdict,
         "reason": reason,
         "checks": checks,
-        "seconds": round(draw.uniform(0.2, 4.0), 3),
-        "worst_error": 0.0 if exact and not broken else error,
-        "bound": 0.0 if exact else 1e-12,
-        "bytes_sent": None if verdict == "skip" else str(found),
-        "bytes_expected": None if verdict == "skip" else str(sent),
-        "rerun": f"shardproof run made --tier quick -k '{case.id}'",
+        "seconds": 0.25,
+        "worst_error": 9.2e-16,
+        "bound": 1e-12,
+        "bytes_sent": None,
+        "bytes_expected": None,
+        "rerun": f"shardproof run {of.scenario} -k '{of.id}'",
     }
 
 
-def _checks(
-    case: Case, verdict: str, reason: str, found: Fraction, sent: Fraction
-) -> list[dict[str, Any]]:
-    told = []
-    for name in case.checks:
-        status, message, figures = "pass", "", {}
-        if name == "norm" and case.optimizer.clip_norm is None:
-            status, message = "skip", "clipping is off"
-        if verdict == "fail" and name in ("equivalence", "traffic"):
-            status, message = "fail", reason
-        if verdict == "undecidable" and name == "equivalence":
-            status, message = "undecidable", reason
-        if name == "equivalence":
-            figures = {"compared": 380, "not_tested": ["initial parameters: final.scalar.factor"]}
-        if name == "traffic":
-            parts = (("all_gather", 2), ("reduce_scatter", 1))
-            rows = [
-                {"axis": "shard", "operation": op, "calls": 6 * n, "bytes": str(sent * n / 3)}
-                for op, n in parts
-            ]
-            figures = {"formula": "zero3.payload_bytes", "flows": rows, "sent": rows}
-            figures |= {"bytes_sent": str(found), "bytes_expected": str(sent)}
-        if name == "memory":
-            figures = _memory(case.world)
-        told.append(
-            {"check": name, "status": status, "message": message, "worst": None, "figures": figures}
-        )
-    return told
+def bench(name: str, mean: float = 0.02, sd: float = 0.05, blocks: int = 24, **more: Any) -> Line:
+    """A line of a comparison; ``mean`` and ``sd`` are those of the blocks' log ratios."""
+    side: Line = {"options": {}, "mesh": {}}
+    low, high = mean - sd, mean + sd
+    line = {
+        "kind": "bench",
+        "id": f"bench::{name}::reference/{name} v pytorch/ddp::gloo::2::charnames_gpt+20m",
+        "pair": {
+            "name": name,
+            "a": {"implementation": f"reference/{name}", **side},
+            "b": {"implementation": "pytorch/ddp", **side},
+            "backend": "gloo",
+            "world": 2,
+            "workload": {"name": "charnames_gpt", "traits": [], "params": {}, "micro_batches": 1},
+            "optimizer": {"name": "adamw", "lr": 0.001},
+            "dtype": "float32",
+            "size": "20m",
+            "goal": None,
+            "blocks": blocks,
+            "launches": 3,
+        },
+        "meshes": {"a": {"shard": 2}, "b": {"replicate": 2}, "twin": {"shard": 2}},
+        "seconds": 50.0,
+        "blocks": blocks,
+        "launches": 3,
+        "memory": {"kind": "ledger", "a": 1000, "b": 2000, "ratio": 0.5},
+        "profile": None,
+        "problem": None,
+        "verdict": "same",
+        "reason": "",
+        "ratio": math.exp(mean),
+        "low": math.exp(low),
+        "high": math.exp(high),
+        "half_width": sd,
+        "sd": sd,
+        "p": 0.5,
+        "p_exact": True,
+        "margin": 0.05,
+        "smallest_effect": 0.06,
+        "goal_met": None,
+        "launches_differ_p": 0.4,
+        "aa": {"ratio": 1.0, "low": 0.99, "high": 1.01, "half_width": 0.01, "sd": sd}
+        | {"blocks": blocks, "blocks_needed": 5},
+        "median_seconds": {"a": math.exp(mean), "b": 1.0},
+        "targets_per_step": {"a": 512, "b": 512},
+        "targets_per_second": {"a": 1000.0, "b": 1000.0 * math.exp(mean)},
+        "log": {
+            "blocks": blocks,
+            "mean": mean,
+            "low": low,
+            "high": high,
+            "sd": sd,
+            "p": 0.5,
+            "exact": True,
+        },
+    }
+    return line | more
 
 
-def _memory(world: int) -> dict[str, Any]:
-    whole = 1_487_360
-    held = {"parameters": whole // 4, "gradients": whole // 4 // world}
-    held["optimizer_state"] = whole // 2 // world
-    total = sum(held.values())
-    ranks = {str(rank): {"device": held} for rank in range(world)}
+def scaling(name: str, mean: float = -0.1, sd: float = 0.03, world: int = 2, **more: Any) -> Line:
+    """A line of a scaling scenario; ``mean`` is that of the log efficiency."""
+    told = {"log": {"mean": mean, "sd": sd, "blocks": 12}}
+    workload: Line = {"name": "charnames_gpt", "traits": [], "params": {}, "global_batch": 32}
+    workload["micro_batches"] = 1
+    line = {
+        "kind": "scaling",
+        "id": f"scaling::strong::reference/{name}::gloo::{world}::charnames_gpt+1m",
+        "mode": "strong",
+        "implementation": f"reference/{name}",
+        "backend": "gloo",
+        "world": world,
+        "target": 0.8,
+        "cell": {
+            "system": {"implementation": f"reference/{name}", "options": {}, "mesh": {}},
+            "workload": workload,
+            "base": workload,
+            "optimizer": {"name": "adamw"},
+            "dtype": "float32",
+            "size": "1m",
+            "name": "strong",
+            "mode": "strong",
+            "label": "",
+        },
+        "verdict": "holds",
+        "reason": "",
+        "efficiency": {"plain": told, "wrapped": told},
+        "wrapping": told,
+        "modelled": {"efficiency": 0.88, "compute_seconds": 0.1},
+        "scorecard": {"achieved_over_predicted": 1.05, "exposed_share": 0.2},
+        "median_seconds": {},
+        "times": None,
+        "blocks": 12,
+        "launches": 3,
+        "seconds": 40.0,
+        "launches_differ_p": 0.5,
+    }
+    return line | more
+
+
+def kill(name: str, killed: bool = True, named: str = "equivalence", *also: str) -> Line:
+    """A line of a planted fault: ``named`` should see it, the checks ``also`` do."""
     return {
-        "strategy": "zero2",
-        "accounting": "A32",
-        "bytes_held": total,
-        "bytes_promised": total,
-        "bytes_whole": whole,
-        "not_judged": {},
-        "ratio_measured": str(Fraction(whole, total)),
-        "ratio_promised": str(Fraction(whole, total)),
-        "ratio_theory": str(Fraction(4 * world, world + 3)),
-        "ratio_limit": "4",
-        "promised": ranks,
-        "resident": ranks,
-        "peaks": {},
-    }
-
-
-def compared(draw: random.Random) -> list[dict[str, Any]]:
-    """Comparisons up to the first that is beyond its bound."""
-    rows = []
-    for step, name in itertools.product((-1, 0, 1), TENSORS):
-        at = {"step": step, "name": name, "owner": "rank 1", "bound": 1e-12}
-        phase = "initial parameters" if step < 0 else "gradients_final"
-        bad = step == 1 and name.startswith("blocks.2")
-        rows.append(at | {"phase": phase, "error": 0.7 if bad else draw.uniform(1e-17, 4e-16)})
-        if bad and name.endswith("mlp.up.weight"):
-            break
-    return [*rows, {"step": 1, "name": "norm.bias", "phase": "gradients_final", "tested": False}]
-
-
-def _record(
-    folder: Path,
-    case: Case,
-    rows: list[dict[str, Any]],
-    ranks: list[dict[str, Any]] | None = None,
-) -> str:
-    account = {
-        "case": case.to_dict(),
-        "timings": {"all": 1.0},
-        "whole": [],
-        "figures": {"tensors": [], "compared": {"equivalence": rows}, "records": ranks or []},
-    }
-    return records.write(folder, account)[0]
-
-
-# ------------------------------------------------------------------------------------ pipelines
-
-
-def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B, one stage a rank."""
-    orders = []
-    for rank in range(ranks):
-        ahead = min(ranks - 1 - rank, micro_batches)
-        order = [Action("F", rank, micro) for micro in range(ahead)]
-        for micro in range(micro_batches - ahead):
-            order += [Action("F", rank, ahead + micro), Action("BW", rank, micro)]
-        left = range(micro_batches - ahead, micro_batches)
-        orders.append((*order, *(Action("BW", rank, micro) for micro in left)))
-    return with_messages(Schedule("1f1b", micro_batches, tuple(range(ranks)), tuple(orders)))
-
-
-def _pipeline(path: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    name = PIPELINES[number % 2]
-    ranks, micro_batches = 2 + number % 3, 4 + 2 * (number // 3)
-    case = Case(
-        id=f"pipes::{name}+1f1b::gloo::pipe{ranks}::m{micro_batches}::{number}",
-        scenario="pipes",
-        implementation=name,
-        backend="gloo",
-        mesh={"pipe": ranks},
-        workload=WorkloadSpec("charnames_gpt", micro_batches=micro_batches),
-        optimizer=OptimizerSpec(),
-        lane="fp64",
-        checks=("equivalence", "schedule", "traffic"),
-        label="1f1b",
-    )
-    line = result(case, draw)
-    schedule = one_forward_one_backward(ranks, micro_batches)
-    line["record"] = _record(path, case, [], _logs(schedule))
-    return line
-
-
-def _logs(schedule: Schedule) -> list[dict[str, Any]]:
-    """What ranks would have logged of one step of ``schedule``."""
-    played = simulate(schedule, 0.002, 0.002, 0.002)
-    logs = []
-    for rank, order in enumerate(schedule.orders):
-        number, actions, calls = 0, [], []
-        for action in order:
-            if action in played.begins:
-                times = 5.0 + played.begins[action], 5.0 + played.ends[action]
-                row = dict(zip(("op", "stage", "micro"), action, strict=True))
-                row |= {"step": 0, "window": 0, "begin": number, "end": number + 2}
-                row |= {"began": times[0], "ended": times[1], "cpu": times[1] - times[0]}
-                actions.append(row)
-                number += 3
-            elif action.op in ("SF", "SB"):
-                calls.append(_call(number, len(calls)))
-                number += 2
-        logs.append(
-            {
-                "rank": rank,
-                "steps": [{"step": 0, "loss": 1.0, "norm": None}],
-                "memory": [],
-                "traffic": calls,
-                "actions": actions,
-                "events": [],
-            }
-        )
-    return logs
-
-
-def _call(issued: int, sequence: int) -> dict[str, Any]:
-    return {
-        "sequence": sequence,
-        "operation": "send",
-        "group": [0, 1],
-        "axis": "pipe",
-        "dtype": "float64",
-        "payload_bytes": 4096,
-        "logical_bytes": "4096/1",
-        "phase": "forward",
-        "inside_backward": False,
-        "units_before": 0,
-        "issued": issued,
-        "waited": issued + 1,
-        "floating": True,
-    }
-
-
-# --------------------------------------------------------------------- faults, times and scaling
-
-
-def kill(number: int = 0, killed: bool = True) -> dict[str, Any]:
-    """A line of the kill matrix."""
-    checks = ("equivalence", "replicas", "traffic", "memory", "overlap")
-    named = checks[number % len(checks)]
-    also = ["active"] if number % 3 == 0 else []
-    return {
-        "name": f"zero{1 + number % 3}_fault_{number:03}",
-        "parent": f"reference/zero{1 + number % 3}",
+        "kind": "kill",
+        "name": name,
+        "parent": f"reference/{name.split('_')[0]}",
         "killed_by": [named],
-        "failing": [named, *also] if killed else also,
+        "failing": [named, *also] if killed else list(also),
         "killed": killed,
         "why_not": "" if killed else f"survives {named}",
-        "verdict": "fail" if killed else "pass",
+        "verdict": "fail",
         "reason": "",
         "lane": "fp64",
         "margin": 5e9 if killed else None,
@@ -360,108 +261,78 @@ def kill(number: int = 0, killed: bool = True) -> dict[str, Any]:
     }
 
 
-def bench(number: int, draw: random.Random) -> dict[str, Any]:
-    """A comparison of times: faster, the same, slower, not decided, in turns."""
-    mean = (-0.2, 0.01, 0.3, 0.08)[number % 4]
-    half = (0.02, 0.015, 0.04, 0.15)[number % 4] * draw.uniform(0.8, 1.2)
-    verdict = ("faster", "same", "slower", "inconclusive")[number % 4]
-    optimizer = OptimizerSpec(name="adamw", lr=1e-3)
-    name = f"pair{number}"
-    sides = {
-        "a": {"implementation": "reference/ddp", "options": {}, "mesh": {}},
-        "b": {"implementation": "pytorch/ddp", "options": {"bucket_mb": 25}, "mesh": {}},
+def write(
+    folder: Path,
+    lines: Sequence[Mapping[str, Any]],
+    torch: str = "2.13.0+cpu",
+    suite: str = VERSION,
+    machine: Mapping[str, Any] = MACHINE,
+    key: str = "one",
+    left_out: Sequence[str] = (),
+    exit_code: int = 0,
+) -> Path:
+    """A run's folder that holds ``lines``, as one invocation leaves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = [*(line["id"] for line in lines if "id" in line), *left_out]
+    invocation = {
+        "command": ["shardproof", "run", "--tier", "quick"],
+        "started": "2026-11-22T02:00:00+00:00",
+        "ended": "2026-11-22T02:05:00+00:00",
+        "exit_code": exit_code,
+        "suite": suite,
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "python": "3.11.7",
+        "packages": {"torch": torch, "numpy": "2.4.6"},
+        "fingerprint": dict(machine),
+        "planned": planned,
+        "key": {"suite": suite, "scenarios": key, "data": key},
     }
-    base = 2.718281828459045
-    told = {"ratio": base**mean, "low": base ** (mean - half), "high": base ** (mean + half)}
-    twin = {"ratio": 1.0, "low": 0.98, "high": 1.02, "half_width": 0.02, "sd": 0.03}
-    return {
-        "id": f"bench::{name}::reference/ddp v pytorch/ddp::gloo::2::charnames_gpt",
-        "pair": {
-            "name": name,
-            **sides,
-            "backend": "gloo",
-            "world": 2,
-            "dtype": "float32",
-            "workload": {"name": "charnames_gpt", "micro_batches": 1},
-            "optimizer": {"name": optimizer.name},
-            "size": "20m",
-            "goal": None,
-            "blocks": 16,
-            "launches": 3,
-        },
-        "meshes": {"a": {"replicate": 2}, "b": {"replicate": 2}, "twin": {"replicate": 2}},
-        "verdict": verdict,
-        "reason": "",
-        "seconds": 60.0,
-        "blocks": 16,
-        "launches": 3,
-        **told,
-        "half_width": half,
-        "sd": 0.03,
-        "p": 0.01,
-        "p_exact": True,
-        "margin": 0.05,
-        "smallest_effect": 0.06,
-        "aa": twin | {"blocks": 16, "blocks_needed": 5},
-        "median_seconds": {"a": 0.5 * told["ratio"], "b": 0.5},
-        "targets_per_step": {"a": 512, "b": 512},
-        "targets_per_second": {"a": 1000.0, "b": 1000.0 * told["ratio"]},
-        "launches_differ_p": 0.4,
-        "memory": None,
-        "profile": None,
-        "goal_met": None,
-        "log": {"blocks": 16, "mean": mean, "low": mean - half, "high": mean + half, "sd": 0.03}
-        | {"p": 0.01, "exact": True},
-    }
+    header = {"format": FORMAT, "id": folder.name, "invocations": [invocation]}
+    (folder / "run.json").write_text(json.dumps(header))
+    told = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "cases.jsonl").write_text(told)
+    seal(folder)
+    return folder
 
 
-def scaling_lines() -> list[dict[str, Any]]:
-    """Strong and weak scaling of two systems: measured at 2 ranks, modelled up to 1,024."""
-    lines = []
-    for mode, name in itertools.product(("strong", "weak"), ("reference/ddp", "pytorch/fsdp2")):
-        for world in (2, 4, 8, 64, 1024):
-            measured = world <= 4
-            loss = (0.03 if mode == "weak" else 0.06) * world.bit_length()
-            at = 1 - loss
-            near = {"ratio": at, "low": at - 0.03, "high": at + 0.03}
-            far = {"ratio": at + 0.04, "low": at + 0.02, "high": at + 0.06}
-            verdict = "oversubscribed"
-            if measured:
-                verdict = "holds" if at - 0.03 >= 0.8 else "below"
-            lines.append(
-                {
-                    "id": f"scaling::{mode}::{name}::gloo::{world}",
-                    "mode": mode,
-                    "implementation": name,
-                    "backend": "gloo",
-                    "world": world,
-                    "target": 0.8,
-                    "verdict": verdict,
-                    "reason": "" if measured else f"{world} ranks, 4 physical cores",
-                    "efficiency": {"plain": near, "wrapped": far} if measured else None,
-                    "modelled": {"efficiency": max(0.05, at + 0.01)},
-                    "scorecard": {
-                        "achieved_over_predicted": 0.96,
-                        "exposed_share": 0.12,
-                        "memory_over_formula": 1.0,
-                    }
-                    if measured
-                    else None,
-                    "median_seconds": {},
-                    "times": None,
-                    "cell": {
-                        "name": mode,
-                        "label": "",
-                        "base": {"name": "charnames_gpt", "global_batch": 8, "micro_batches": 1},
-                        "size": "1m",
-                        "optimizer": {"name": "adamw"},
-                        "dtype": "float32",
-                    },
-                    "wrapping": near,
-                    "blocks": 12,
-                    "launches": 3,
-                    "seconds": 40.0,
-                    "launches_differ_p": 0.001 if world == 4 else 0.5,
-                }
-            )
-    return lines
+def seal(folder: Path) -> None:
+    """The manifest of what `write` wrote, as it is now."""
+    lines = (folder / "cases.jsonl").read_bytes().splitlines()
+    parts: list[tuple[str, int | None, bytes]] = [
+        ("cases.jsonl", number, line) for number, line in enumerate(lines, 1)
+    ]
+    parts.append(("run.json", None, (folder / "run.json").read_bytes()))
+    entries, last = [], b""
+    for file, number, content in parts:
+        digest, before = (hashlib.sha256(part).hexdigest() for part in (content, last))
+        entry = {"file": file, "line": number, "sha256": digest, "before": before}
+        last = json.dumps(entry).encode()
+        entries.append(last + b"\n")
+    (folder / Manifest.NAME).write_bytes(b"".join(entries))
+
+
+def results(count: int) -> list[Line]:
+    """That many results, of every strategy."""
+    return [result(case(number), number) for number in range(count)]
+
+
+def changed(lines: Sequence[Line], number: int, change: Callable[[Line], None]) -> list[Line]:
+    """A copy of ``lines`` in which ``change`` was done to one."""
+    copied = copy.deepcopy(list(lines))
+    change(copied[number])
+    return copied
+
+
+def figure(check: str, key: str, value: Any) -> Callable[[Line], None]:
+    """Sets one figure of a check."""
+
+    def change(line: Line) -> None:
+        told = next(c for c in line["checks"] if c["check"] == check)
+        told["figures"][key] = value
+
+    return change
+
+
+def snapshot(folder: Path, lines: Sequence[Mapping[str, Any]], **more: Any) -> Snapshot:
+    """`lines` written as a run, and read as it is compared."""
+    return baseline.load(str(write(folder, lines, **more)))

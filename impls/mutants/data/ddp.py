@@ -1,7 +1,7 @@
 """Faults of data parallelism, planted in ``reference/ddp``.
 
-Recipes that would be equivalent in the parent are planted at their effect; the summary says what
-goes wrong.  Buckets are small, so that several of them exist.
+Where the original mistake would change nothing in the parent, its effect is planted instead; the
+summary says what goes wrong.  Buckets are small, so that there are several of them.
 """
 
 from __future__ import annotations

@@ -122,14 +122,14 @@ class SameMasksOnReplicas(ReferenceHybrid):
 )
 class SumsTermsOverTheShards(ReferenceHybrid):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
-        found = super().transform(module, mesh, options)
+        handle = super().transform(module, mesh, options)
         assert self.layers is not None
         for hook in self.layers.hooks:
             hook.remove()
         for name, parameter in module.named_parameters():
             if "norm" in name:
                 parameter.register_hook(lambda g: all_reduce(g, mesh.comm("shard")))
-        return found
+        return handle
 
 
 @mutant(

@@ -270,11 +270,11 @@ class StageStaysWhole(ReferenceHybrid):
 )
 class NormsStayPartial(ReferenceHybrid):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
-        found = super().transform(module, mesh, options)
+        handle = super().transform(module, mesh, options)
         assert self.layers is not None
         for hook in self.layers.hooks:
             hook.remove()
-        return found
+        return handle
 
 
 @mutant(

@@ -277,9 +277,9 @@ class NormalisesByLocalCounts(ReferenceFSDP):
 class _Crossing(LossScaler):
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
-        found = torch.tensor(int(own), dtype=torch.int32)
-        self.mesh.comm("replicate").all_reduce(found, "max")
-        return bool(found)
+        anywhere = torch.tensor(int(own), dtype=torch.int32)
+        self.mesh.comm("replicate").all_reduce(anywhere, "max")
+        return bool(anywhere)
 
 
 @mutant(

@@ -1,7 +1,8 @@
 """Faults of ZeRO-1 and ZeRO-2: what is reduced and kept, updated, gathered, and what it costs.
 
-Three ranks, so that shards are uneven and no divisor is a power of two.  Recipes that would be
-equivalent in the parent are planted at their effect; the summary says what goes wrong.
+Three ranks, so that shards are uneven and no divisor is a power of two.  Where the
+original mistake would change nothing in the parent, its effect is planted instead; the summary says
+what goes wrong.
 """
 
 from __future__ import annotations

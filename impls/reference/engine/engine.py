@@ -1,6 +1,6 @@
-"""Runs an inner transform as an outer implementation.
+"""A strategy's handle as an implementation under test.
 
-The loop that every reference strategy shares: accumulate, finish, observe, norm, clip, update.
+All reference strategies share this step:
 
     step:  before_step
            for each micro-batch: accumulate(is_last) -> forward -> loss -> backward

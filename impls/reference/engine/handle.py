@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Handle(ABC):
-    """A module under a strategy.  Calls come in the order in which they stand here."""
+    """A module under a strategy.  Methods are called in the order in which they are listed."""
 
     module: nn.Module
     #: How gradients are summed over ranks; handles of one rank share one.

@@ -6,14 +6,15 @@
     buffers      what floating-point buffers are held in
 
 ``None`` leaves a dtype as the model was built; gradients are then summed in the dtype in which
-backward made them, that of ``parameters``.  The optimizer always works in the dtype as built.  Who
-holds whole parameters (DDP, ZeRO-1, ZeRO-2) holds them in ``parameters`` and keeps *masters* of
-what it updates (``impls.reference.engine.masters``): ZeRO's 2 + 2 + 12 bytes a parameter (arXiv
-1910.02054, section 3.1), with ``reduce: float32`` Megatron's 2 + 4 + 12.  Who shards parameters
-(ZeRO-3, FSDP) keeps shards as built, which serve as masters, and casts what it gathers.
+backward made them, that of ``parameters``.  The optimizer always works in the dtype as built.
+Strategies that keep whole parameters (ZeRO-1, ZeRO-2) keep them in ``parameters``, and *masters* of
+what they update (engine/masters.py): ZeRO's 2 + 2 + 12 bytes a parameter (arXiv 1910.02054, section
+3.1), with ``reduce: float32`` Megatron's 2 + 4 + 12.  Strategies that shard parameters (ZeRO-3,
+FSDP) keep shards as built, which serve as masters, and cast what they gather.
 
-Batch norms want weights and running statistics of one dtype: a policy that casts ``parameters``
-must cast ``buffers`` as well.  (FSDP1 leaves them out of the policy and wraps each apart instead.)
+A batch norm needs weights and running statistics of the same dtype: a policy that casts
+``parameters`` must cast ``buffers`` as well.  (FSDP1 leaves batch norms out of the policy and wraps
+each one separately.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling: fp16 gradients too small to be told from 0 are made larger by the loss.
+"""Dynamic loss scaling: fp16 gradients that would round to 0 are scaled up with the loss.
 
-Problem.  fp16 ends at 6e-8; many gradients lie below.  Multiplying the loss by a scale multiplies
-all gradients, and they are divided by it where they are wide.  Too large a scale overflows: then
-the step is left out and the scale halved (Micikevicius et al., arXiv 1710.03740, section 3.2).
+Problem.  The smallest fp16 number is 6e-8, and many gradients are smaller.  Multiplying the loss by
+a scale multiplies all gradients; they are divided by it again where they are wide.  If the scale is
+too large, gradients overflow: then the step is skipped and the scale is halved (Micikevicius et
+al., arXiv 1710.03740, section 3.2).
 
     backward    loss times scale
     finish      reductions are over: an overflow of any rank, or of a sum, shows in the result

@@ -1,4 +1,4 @@
-"""State on its way: load by name, broadcast in few large messages, gather pieces, put them back."""
+"""Moving state: load it by name, broadcast it in few large messages, gather and put back pieces."""
 
 from __future__ import annotations
 

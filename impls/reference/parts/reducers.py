@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Comm
 from shardproof.contract import Piece
 from shardproof.impls.reference.parts.flat import Part
 
@@ -85,12 +85,10 @@ class Reducer:
         return list(pieces)
 
 
-def rank_piece(name: str, tensor: Tensor, mesh: Mesh) -> Piece:
-    """State that this rank alone has (an error of its own), as a row of a tensor over all ranks.
+def rank_piece(name: str, tensor: Tensor, rank: int) -> Piece:
+    """State of this rank alone, such as an error of its own, as ``<parameter>.<slot>@<rank>``.
 
-    ``tensor`` of any shape S becomes row ``mesh.rank`` of a tensor of shape (ranks, *S), of which
-    every element has one owner: it is not mistaken for a copy of what others hold.
+    The name keeps it from being taken for a copy, or a part, of what other ranks hold: they may
+    have other values, other shapes, or nothing of the kind.
     """
-    row = (mesh.rank, mesh.rank + 1)
-    shape = (mesh.world, *tensor.shape)
-    return Piece(name, shape, tensor[None], slices=(row, *((0, n) for n in tensor.shape)))
+    return Piece.whole(f"{name}@{rank}", tensor)

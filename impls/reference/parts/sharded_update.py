@@ -188,7 +188,7 @@ class ShardedUpdate(Handle):
             gradient.mul_(factor.to(gradient.dtype))
 
     def after_update(self) -> None:
-        """All get everybody's updated shards."""
+        """Give every rank the updated shards of all."""
         works = [bucket.gather() for bucket in self.buckets]  # all in flight before the first wait
         for bucket, work in zip(self.buckets, works, strict=True):
             if work is not None:

@@ -39,6 +39,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from shardproof.bench.model.records import ProbeRecord
 from shardproof.errors import Problem, SelectionError, nearest
 
 
@@ -310,20 +311,20 @@ class Machine:
         return asdict(self) | {"fits": fits, "times": times}
 
 
-def machine(backend: str, records: Sequence[Mapping[str, Any]]) -> Machine:
-    """Fits and rates from what ``bench.model.probes.Probes.record`` gave on every rank.
+def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
+    """Fits and rates from what every rank probed.
 
     A call is over when the slowest rank has it; of several sweeps the median counts.
     """
     ranks = len(records)
     times: dict[str, dict[int, float]] = {}
-    for rows in zip(*(record["collectives"] for record in records), strict=True):
+    for rows in zip(*(record.collectives for record in records), strict=True):
         operation, payload, _ = rows[0]
         sweeps = zip(*(seconds for _, _, seconds in rows), strict=True)
         times.setdefault(operation, {})[payload] = statistics.median(map(max, sweeps))
     measured = [(op, by, _busy(backend, op, records)) for op, by in times.items()]
-    flops = [min(rates) for rates in zip(*(r["flop_rates"] for r in records), strict=True)]
-    copies = [min(rates) for rates in zip(*(r["byte_rates"] for r in records), strict=True)]
+    flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
+    copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
     return Machine(
         backend,
         ranks,
@@ -334,9 +335,9 @@ def machine(backend: str, records: Sequence[Mapping[str, Any]]) -> Machine:
     )
 
 
-def _busy(backend: str, operation: str, records: Sequence[Mapping[str, Any]]) -> float:
+def _busy(backend: str, operation: str, records: Sequence[ProbeRecord]) -> float:
     """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
     if backend == "in_memory":
         return 1.0
-    wall, used = (math.fsum(r["used"][operation][i] for r in records) for i in (0, 1))
+    wall, used = (math.fsum(r.used[operation][i] for r in records) for i in (0, 1))
     return used / wall if wall else 1.0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardproof.bench.model.alpha_beta import Fit
+from shardproof.bench.model.records import AloneSteps
 from shardproof.bench.model.step_time import (
     Call,
     Prediction,
@@ -24,8 +25,6 @@ from shardproof.bench.model.step_time import (
     promised,
     slowest,
 )
-from shardproof.bench.sides import Pair
-from shardproof.case import Case
 from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
@@ -64,14 +63,12 @@ class Compute:
         return (self.fixed + self.per_sample * samples) / split + self.update * update_share
 
 
-def measured_compute(records: Sequence[Mapping[str, Any]], samples: int) -> Compute:
-    """Compute from what ``bench.model.probes.Alone`` measured on every rank with ``samples``
-    each: the slowest rank of each step, the median of steps.
+def measured_compute(ranks: Sequence[AloneSteps], samples: int) -> Compute:
+    """Compute from steps without traffic with ``samples`` on each rank: the slowest rank of each
+    step, the median of steps.
     """
-    gradients, steps = (
-        statistics.median(itertools.chain(*slowest([record[key] for record in records])))
-        for key in ("gradients", "steps")
-    )
+    gradients = statistics.median(itertools.chain(*slowest([each.gradients for each in ranks])))
+    steps = statistics.median(itertools.chain(*slowest([each.steps for each in ranks])))
     return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
@@ -216,25 +213,3 @@ def modelled(
         efficiency = alone / (share * prediction.step_seconds)
         found.append(Modelled(world, efficiency, prediction))
     return found
-
-
-def facts_of_side(pair: Pair, side: str, axes: Mapping[str, int]) -> ModelFacts:
-    """What formulas may know of ``side`` on the mesh ``axes`` (imports torch)."""
-    from shardproof.costs.expression import facts_of
-
-    chosen = pair.side(side)
-    case = Case(
-        id=pair.id,
-        scenario=pair.name,
-        implementation=chosen.implementation,
-        backend=pair.backend,
-        mesh=dict(axes),
-        workload=pair.workload,
-        optimizer=pair.optimizer,
-        lane="working_precision",
-        checks=(),
-        options=chosen.options,
-        dtype=pair.dtype,
-        steps=1,
-    )
-    return facts_of(case).model_facts

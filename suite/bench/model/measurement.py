@@ -1,7 +1,7 @@
-"""A step measured beside its prediction, in one launch: the ranks' part, the leader's, the figures.
+"""A step measured beside its prediction: the ranks' part, and the figures.
 
-First a launch with ledgers on tells what a step of each subject sends.  Then, with ledgers off, in
-rounds, for each subject
+First a launch with ledgers on shows what a step of each run sends.  Then, with ledgers off, in
+rounds, for each run
 
     alone  together  together  alone     steps without traffic, and the steps that are predicted
 
@@ -17,39 +17,21 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.bench import stats
+from shardproof.bench.launches import SideRun
 from shardproof.bench.model import alpha_beta, curve, step_time
-from shardproof.bench.sides import Pair
-from shardproof.cases.runner import JUDGING_SECONDS
-from shardproof.launch.pool import Pool
+from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
+
+if TYPE_CHECKING:
+    from shardproof.bench.arm import Arm
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
 ROUNDS = 6
 #: Payloads at which an operation is probed, from the smallest to the largest that a step sends.
 RUNGS = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """Side ``side`` of ``pair`` on the mesh ``axes``; plain data, as the pair is."""
-
-    pair: Pair
-    side: str
-    axes: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return {"pair": self.pair.to_dict(), "side": self.side, "axes": dict(self.axes)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Subject:
-        """The subject that :meth:`to_dict` described."""
-        return cls(Pair.from_dict(data["pair"]), data["side"], data["axes"])
 
 
 def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
@@ -67,89 +49,30 @@ def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
     return found
 
 
-# ------------------------------------------------------------------------------- in the leader
-
-
-def lead(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Task of the leader: both launches of ``payload``.
-
-    It holds ``subjects`` (of one backend and world), ``rounds``, and ``ladder`` (payloads by
-    operation; absent: those that the steps send).  Returns what ranks returned, as ``watched`` and
-    ``measured``, or ``problem``: a sentence.
-    """
-    from shardproof import tensor_bytes
-    from shardproof.bench.model import probes
-    from shardproof.launch.ranks import root_cause, run_ranks
-
-    subjects = [Subject.from_dict(each) for each in payload["subjects"]]
-    first, workdir = subjects[0].pair, Path(payload["workdir"])
-    told: dict[str, Any] = {}
-
-    def watched(rank: int, world: int) -> dict[str, Any]:
-        return {"sides": [probes.watch(s.pair, s.side, s.axes, rank) for s in subjects]}
-
-    def measured(rank: int, world: int) -> dict[str, Any]:
-        seen = told["watched"][0]["sides"]
-        calls = [call for each in seen for call in step_time.seen(each["calls"])]
-        sizes = payload.get("ladder") or ladder(calls)
-        known = {op: sizes[op] for op in sorted(step_time.sizes(calls)) if op in sizes}
-        return measure(subjects, known, seen[-1]["products"], payload["rounds"], rank)
-
-    programs = (("watched", watched, True), ("measured", measured, False))
-    for name, program, ledgers in programs:
-        folder = workdir / name
-        folder.mkdir(parents=True)
-        outcomes = run_ranks(
-            first.backend, first.world, program, folder, first.deadline, ledgers=ledgers
-        )
-        cause = root_cause(outcomes)
-        if cause is not None:
-            where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
-            return {"problem": " ".join([cause.sentence(), *where])}
-        told[name] = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
-    return told
-
-
-def launch(
-    subjects: Sequence[Subject], rounds: int, sizes: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, Any]:
-    """What :func:`lead` tells, from a leader of its own; ``sizes`` are those of its ``ladder``."""
-    with Pool(1, tasks=(lead,)) as pool:
-        payload = {
-            "subjects": [subject.to_dict() for subject in subjects],
-            "rounds": rounds,
-            "workdir": str(pool.folder / "score"),
-            "ladder": sizes,
-        }
-        seconds = 2 * subjects[0].pair.deadline + JUDGING_SECONDS
-        with closing(pool.run(lead, [("score", payload, seconds)])) as ends:
-            (end,) = list(ends)
-    if end.value is None:
-        return {"problem": f"the measuring process {end.why_no_value}"}
-    records: dict[str, Any] = end.value
-    return records
+# ------------------------------------------------------------------------------- on ranks
 
 
 def measure(
-    subjects: Sequence[Subject],
+    runs: Sequence[SideRun],
     sizes: Mapping[str, Sequence[int]],
-    products: Sequence[tuple[Sequence[int], int]],
+    products: Sequence[tuple[tuple[int, int, int, int], int]],
     rounds: int,
     rank: int,
-) -> dict[str, Any]:
-    """The rank program: seconds of steps by subject and segment, and what the probes found."""
+) -> RankRounds:
+    """The rank program: seconds of steps by run and segment, and what the probes found."""
     import torch
 
     from shardproof.backends import BACKENDS
-    from shardproof.bench import pinning, timed_ranks
+    from shardproof.bench import pinning
+    from shardproof.bench.arm import Arm, assert_nothing_is_recorded, mesh_of
     from shardproof.bench.model import probes
 
-    backend, world = subjects[0].pair.backend, subjects[0].pair.world
-    timed_ranks.assert_nothing_is_recorded(backend)
+    backend, world = runs[0].backend, runs[0].world
+    assert_nothing_is_recorded(backend)
     cores = pinning.pin(rank, world, BACKENDS[backend].threads)
-    control = timed_ranks.mesh_of({"replicate": world}, BACKENDS[backend].device).comm("replicate")
-    alone = [probes.Alone(s.pair, s.side, s.axes, rank) for s in subjects]
-    together = [timed_ranks.Arm(s.pair, s.side, s.axes, rank) for s in subjects]
+    control = mesh_of({"replicate": world}, BACKENDS[backend].device).comm("replicate")
+    alone = [probes.Alone(each, rank) for each in runs]
+    together = [Arm(each, rank) for each in runs]
     for arm in together:
         arm.set_up()
     for single, arm in zip(alone, together, strict=True):
@@ -160,27 +83,27 @@ def measure(
     prober = probes.Probes(control, sizes, products)
     prober.sweep()
     prober.forget()
-    found: list[list[list[float]]] = [[] for _ in subjects]
+    seconds: list[list[list[float]]] = [[] for _ in runs]
     for _ in range(rounds):
         for number, (single, arm) in enumerate(zip(alone, together, strict=True)):
             single.segment(STEPS, control.barrier)
-            found[number].append(_steps(arm, 2 * STEPS))
+            seconds[number].append(_steps(arm, 2 * STEPS))
             single.segment(STEPS, control.barrier)
         prober.sweep()
     for arm in (*(single.arm for single in alone), *together):
         arm.close()
-    timed_ranks.assert_nothing_is_recorded(backend)
-    return {
-        "rank": rank,
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-        "alone": [{"steps": one.steps, "gradients": one.gradients} for one in alone],
-        "together": found,
-        "probes": prober.record(),
-    }
+    assert_nothing_is_recorded(backend)
+    return RankRounds(
+        rank,
+        cores,
+        torch.get_num_threads(),
+        alone=[one.record() for one in alone],
+        together=seconds,
+        probes=prober.record(),
+    )
 
 
-def _steps(arm: Any, count: int) -> list[float]:
+def _steps(arm: Arm, count: int) -> list[float]:
     """Seconds of ``count`` steps back to back, after one that does not count."""
     arm.step()
     ends = [time.perf_counter()]
@@ -195,7 +118,7 @@ def _steps(arm: Any, count: int) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One subject.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
+    """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
     interval over rounds (paired t on logs).
     """
 
@@ -219,31 +142,31 @@ class Score:
 
 
 def judge(
-    subjects: Sequence[Subject],
-    told: Mapping[str, Any],
+    runs: Sequence[SideRun],
+    found: Rounds,
     memory: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[list[Score], alpha_beta.Machine]:
-    """Scores and machine from what :func:`lead` told.  Pure.
+    """Scores of ``runs`` and the machine.  Pure.
 
-    ``memory``: by subject, most bytes that a rank holds in a step, and the formula's.
+    ``memory``: by run, most bytes that a rank holds in a step, and the formula's.
     """
-    records, backend = told["measured"], subjects[0].pair.backend
-    found = alpha_beta.machine(backend, [record["probes"] for record in records])
-    cores = len(records[0]["cores"]) or None
+    records, backend = found.measured, runs[0].backend
+    machine = alpha_beta.machine(backend, [record.probes for record in records])
+    cores = len(records[0].cores) or None
     scores = []
-    for number, subject in enumerate(subjects):
-        watched = told["watched"][0]["sides"][number]
-        calls = step_time.seen(watched["calls"])
-        alone = step_time.slowest([r["alone"][number]["steps"] for r in records])
+    for number, run in enumerate(runs):
+        watched = found.watched[number]
+        calls = step_time.seen(watched.calls)
+        alone = step_time.slowest([r.alone[number].steps for r in records])
         # Two segments alone around the one together: a round.
         rounds = [[*a, *b] for a, b in zip(alone[::2], alone[1::2], strict=True)]
-        together = step_time.slowest([r["together"][number] for r in records])
+        together = step_time.slowest([r.together[number] for r in records])
 
         def predicted(
             seconds: Sequence[float], calls: Sequence[step_time.Call] = calls
         ) -> step_time.Prediction:
             compute = statistics.median(seconds)
-            return step_time.predict(calls, compute, found.fits, backend, cores_per_rank=cores)
+            return step_time.predict(calls, compute, machine.fits, backend, cores_per_rank=cores)
 
         whole = predicted(list(itertools.chain(*rounds)))
         measured = statistics.median(itertools.chain(*together))
@@ -254,42 +177,31 @@ def judge(
         estimate = stats.estimate(logs)
         error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
         held = memory[number] if memory else None
-        scores.append(
-            Score(
-                calls,
-                measured,
-                whole,
-                curve.measured_compute([r["alone"][number] for r in records], _samples(subject)),
-                error,
-                low,
-                high,
-                step_time.scorecard(
-                    measured,
-                    whole,
-                    peak_bytes=held[0] if held else None,
-                    formula_bytes=held[1] if held else None,
-                    probed_seconds=_probed(subject, watched, found),
-                ),
-            )
+        card = step_time.scorecard(
+            measured,
+            whole,
+            peak_bytes=held[0] if held else None,
+            formula_bytes=held[1] if held else None,
+            probed_seconds=_probed(run, watched, machine),
         )
-    return scores, found
+        compute = curve.measured_compute([r.alone[number] for r in records], _samples(run))
+        scores.append(Score(calls, measured, whole, compute, error, low, high, card))
+    return scores, machine
 
 
-def _samples(subject: Subject) -> int:
+def _samples(run: SideRun) -> int:
     """Samples of a data coordinate, the largest one."""
-    axes = subject.axes
     return -(
-        -subject.pair.workload.global_batch // (axes.get("replicate", 1) * axes.get("shard", 1))
+        -run.workload.global_batch // (run.axes.get("replicate", 1) * run.axes.get("shard", 1))
     )
 
 
-def _probed(
-    subject: Subject, watched: Mapping[str, Any], found: alpha_beta.Machine
-) -> float | None:
+def _probed(run: SideRun, watched: WatchedStep, machine: alpha_beta.Machine) -> float | None:
     """Compute at probed rates, split as the layers are; every rank updates everything."""
-    if not found.flop_rate:
+    if not machine.flop_rate:
         return None
-    split = subject.axes.get("tensor", 1) * subject.axes.get("pipe", 1)
-    name = subject.pair.optimizer.name
-    flops, elements = watched["flops"] / split, watched["elements"] / split
-    return step_time.probed_compute(flops, elements, name, found.flop_rate, found.byte_rate)
+    split = run.axes.get("tensor", 1) * run.axes.get("pipe", 1)
+    flops, elements = watched.flops / split, watched.elements / split
+    return step_time.probed_compute(
+        *(flops, elements, run.optimizer.name, machine.flop_rate, machine.byte_rate)
+    )

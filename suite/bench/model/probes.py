@@ -16,6 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.sides import Pair
-from shardproof.bench.timed_ranks import Arm, mesh_of
+from shardproof.bench.arm import Arm, mesh_of
+from shardproof.bench.launches import SideRun
+from shardproof.bench.model.records import AloneSteps, ProbeRecord, SeenCall, WatchedStep
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -49,9 +51,8 @@ Shape = tuple[int, int, int, int]
 # --------------------------------------------------------------------------- what a step does
 
 
-def watch(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str, Any]:
-    """Calls of one step of ``side`` on this rank; FLOPs, products of matrices and trained elements
-    of the plain model.
+def watch(run: SideRun, rank: int) -> WatchedStep:
+    """One step of ``run`` on this rank, after three that do not count.
 
     Needs ranks that were joined with ledgers on.
 
@@ -60,25 +61,21 @@ def watch(pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> dict[str
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
         raise RuntimeError("a step is watched with ledgers on: run_ranks(..., ledgers=True)")
-    arm = Arm(pair, side, axes, rank)
+    arm = Arm(run, rank)
     arm.set_up()
     begin = 0
     for step in range(BEFORE + 1):
         begin = len(ledger.calls)
         with log.step(step):
             arm.step()
-    fields = ("operation", "group", "payload_bytes", "floating")
-    rows = [{key: row[key] for key in fields} for row in ledger.to_dicts()[begin:]]
+    calls = [
+        SeenCall(call.operation, list(call.group), call.payload_bytes, call.floating)
+        for call in ledger.calls[begin:]
+    ]
     shapes, trained = arm.workload.shapes, arm.workload.trainable_names
     flops, products = work(arm.workload, arm.batches[0].micro_batches, arm.device)
     arm.close()
-    return {
-        "rank": rank,
-        "calls": rows,
-        "flops": flops,
-        "products": products,
-        "elements": sum(math.prod(shapes[name]) for name in trained),
-    }
+    return WatchedStep(calls, flops, products, sum(math.prod(shapes[name]) for name in trained))
 
 
 def work(
@@ -163,14 +160,14 @@ class Probes:
         self.flop_rates.clear()
         self.byte_rates.clear()
 
-    def record(self) -> dict[str, Any]:
-        """What all sweeps found; JSON-ready, read by ``bench.model.alpha_beta.machine``."""
-        return {
-            "collectives": [[op, n, seconds] for (op, n), seconds in self.seconds.items()],
-            "used": self.used,
-            "flop_rates": self.flop_rates,
-            "byte_rates": self.byte_rates,
-        }
+    def record(self) -> ProbeRecord:
+        """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
+        return ProbeRecord(
+            [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
+            {op: (wall, cpu) for op, (wall, cpu) in self.used.items()},
+            self.flop_rates,
+            self.byte_rates,
+        )
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -300,16 +297,16 @@ class Alone:
     coordinate (tensor, pipe), each computes the whole share of that coordinate.
     """
 
-    def __init__(self, pair: Pair, side: str, axes: Mapping[str, int], rank: int) -> None:
-        ranks = range(pair.world)
-        shares = data_shares(axes, ranks, ranks)
-        single = dict.fromkeys(axes, 1)
+    def __init__(self, run: SideRun, rank: int) -> None:
+        ranks = range(run.world)
+        shares = data_shares(run.axes, ranks, ranks)
+        single = dict.fromkeys(run.axes, 1)
         for member in ranks:
             if member == rank:
                 share = shares[rank], max(shares.values()) + 1
-                self.arm = Arm(pair, side, single, rank, ranks=(rank,), share=share)
+                self.arm = Arm(replace(run, axes=single), rank, ranks=(rank,), share=share)
             else:
-                mesh_of(single, BACKENDS[pair.backend].device, (member,))
+                mesh_of(single, BACKENDS[run.backend].device, (member,))
         self.arm.set_up()
         #: Seconds to the gradients and of whole steps, by segment.
         self.gradients: list[list[float]] = []
@@ -319,6 +316,10 @@ class Alone:
         """Drop what was measured so far: it was warm-up."""
         self.gradients.clear()
         self.steps.clear()
+
+    def record(self) -> AloneSteps:
+        """What all segments took."""
+        return AloneSteps(self.steps, self.gradients)
 
     def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:
         """``count`` steps, after one that does not count: it finds other steps' data in caches.

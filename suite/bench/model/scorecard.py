@@ -13,7 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardproof.bench.launches import side_run
 from shardproof.bench.model import alpha_beta, step_time
+from shardproof.bench.model.records import Rounds
 from shardproof.bench.sides import Pair
 
 Line = Mapping[str, Any]
@@ -82,29 +84,29 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     return ""
 
 
-def digest(backend: str, letters: Sequence[str], told: Line) -> dict[str, Any]:
-    """What ``bench.model.measurement.lead`` told of the sides ``letters``, as plain data.
+def digest(backend: str, letters: Sequence[str], found: Rounds) -> dict[str, Any]:
+    """What ranks measured of the sides ``letters``, as plain data.
 
     ``alone`` and ``together`` are seconds of a step of the slowest rank, medians over steps.
     """
-    records = told["measured"]
-    found = alpha_beta.machine(backend, [record["probes"] for record in records])
+    records = found.measured
+    machine = alpha_beta.machine(backend, [record.probes for record in records])
     sides = {}
     for number, letter in enumerate(letters):
-        watched = told["watched"][0]["sides"][number]
-        alone = step_time.slowest([record["alone"][number]["steps"] for record in records])
-        together = step_time.slowest([record["together"][number] for record in records])
+        watched = found.watched[number]
+        alone = step_time.slowest([record.alone[number].steps for record in records])
+        together = step_time.slowest([record.together[number] for record in records])
         sides[letter] = {
             "alone": statistics.median(itertools.chain(*alone)),
             "together": statistics.median(itertools.chain(*together)),
-            "calls": [dataclasses.asdict(call) for call in step_time.seen(watched["calls"])],
-            "flops": watched["flops"],
-            "elements": watched["elements"],
+            "calls": [dataclasses.asdict(call) for call in step_time.seen(watched.calls)],
+            "flops": watched.flops,
+            "elements": watched.elements,
         }
     return {
-        "machine": found.to_dict(),
-        "cores_per_rank": min(len(record["cores"]) for record in records) or None,
-        "threads": records[0]["threads"],
+        "machine": machine.to_dict(),
+        "cores_per_rank": min(len(record.cores) for record in records) or None,
+        "threads": records[0].threads,
         "sides": sides,
     }
 
@@ -117,35 +119,25 @@ def cards(line: Line) -> dict[str, Any] | None:
     if "problem" in probed:
         return {letter: {"problem": probed["problem"]} for letter in ("a", "b")}
     pair, found = Pair.from_dict(line["pair"]), {}
-    weighed = line["memory"] or {}
+    memory = line["memory"] or {}
     for letter, side in probed["sides"].items():
         if "problem" in side:
             found[letter] = side
             continue
-        exact = weighed.get("kind") == "ledger"
+        exact = memory.get("kind") == "ledger"
         try:
             found[letter] = card(
                 {**probed, **side},
                 side["together"],
                 pair.backend,
                 pair.optimizer.name,
-                weighed[letter] if exact else None,
-                _formula_bytes(line["strategies"][letter], pair, letter, line["meshes"][letter])
+                memory[letter] if exact else None,
+                side_run(pair, letter, line["meshes"][letter]).formula_bytes(
+                    line["strategies"][letter]
+                )
                 if exact
                 else None,
             )
         except step_time.Unmodelled as error:
             found[letter] = {"problem": str(error)}
     return found
-
-
-def _formula_bytes(strategy: str, pair: Pair, letter: str, mesh: Mapping[str, int]) -> int | None:
-    """Bytes of model states on the rank that holds most; ``None``: no formula."""
-    from shardproof.bench.model.curve import facts_of_side
-    from shardproof.costs import NoCostModel, cost_model_of
-
-    try:
-        cost_model = cost_model_of(strategy, facts_of_side(pair, letter, mesh))
-        return None if cost_model is None or cost_model.why_not_measured() else cost_model.total()
-    except NoCostModel:
-        return None

@@ -24,6 +24,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
+from shardproof.bench.model.records import SeenCall
 from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
 from shardproof.costs.model_facts import TensorFacts
@@ -53,12 +54,12 @@ class Call:
     floating: bool = True
 
 
-def seen(rows: Iterable[Mapping[str, Any]]) -> list[Call]:
+def seen(rows: Iterable[SeenCall]) -> list[Call]:
     """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
     found = Counter(
-        (row["operation"], len(row["group"]), row["payload_bytes"], row["floating"])
+        (row.operation, len(row.group), row.payload_bytes, row.floating)
         for row in rows
-        if len(row["group"]) > 1
+        if len(row.group) > 1
     )
     return [Call(op, size, payload, n, floats) for (op, size, payload, floats), n in found.items()]
 

@@ -26,33 +26,24 @@ from dataclasses import asdict
 from typing import Any
 
 from shardproof.bench import stats
-from shardproof.bench.losses import alike
+from shardproof.bench.same_training import alike
 from shardproof.bench.scaling import modelled
-from shardproof.bench.scaling.matrix import BASES, Cell, oversubscribed
+from shardproof.bench.scaling.matrix import ALONE_ORDER, BASES, ORDER, Cell, Room
 
-#: What a block consists of, and what is left of it where N ranks do not fit.
-ORDER = ("plain", "wrapped", "ranks", "ranks", "wrapped", "plain")
-ALONE_ORDER = ("plain", "wrapped", "wrapped", "plain")
-#: The name under which raw times are kept, where a comparison has its pairs.
-PAIR = "scaling"
-#: Verdicts that leave a question open, and those that say that something broke.
-OPEN = ("inconclusive", "precondition")
-BROKEN = ("crash", "hang", "fail")
-#: Verdicts that are about a measured efficiency, and those of them that answer.
+#: Verdicts that are about a measured efficiency.
 MEASURED = ("holds", "below", "inconclusive")
-DECIDED = ("holds", "below")
 
 Line = Mapping[str, Any]
 
 
-def judge(rows: Iterable[stats.Row], mode: str, world: int) -> dict[str, Any]:
+def judge(rows: Iterable[stats.TimedStep], mode: str, world: int) -> dict[str, Any]:
     """Efficiencies against both bases with 95 % intervals, and median seconds of a step by side.
 
     ``efficiency`` is ``None`` below 2 whole blocks, and where no more than one rank was timed.
     ``wrapping`` is the wrapped system alone over the plain program.
     """
     rows = list(rows)
-    together = any(row["side"] == "ranks" for row in rows)
+    together = any(row.side == "ranks" for row in rows)
     order = ORDER if together else ALONE_ORDER
     times = stats.step_times(rows, len(order), BASES)
     medians: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
@@ -104,15 +95,15 @@ def verdict(efficiency: Line, target: float) -> str:
     return "below" if efficiency["high"] < target else "inconclusive"
 
 
-def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
+def conclude(line: Line, rows: Sequence[stats.TimedStep]) -> dict[str, Any]:
     """Verdict, reason and figures that raw times and the rest of the line give.
 
     Of a cell that was refused as oversubscribed, ``rows`` are those of the launch in which its
     single rank was measured.
     """
     cell = Cell.from_dict(line["cell"])
-    room = line["room"]
-    refused = oversubscribed(cell.world, room["ranks"], room["threads"])
+    room = Room(**line["room"])
+    refused = room.oversubscribed(cell.world)
     judged = judge(rows, cell.mode, cell.world)
     if refused:
         judged["efficiency"] = judged["launches_differ_p"] = None
@@ -125,8 +116,8 @@ def conclude(line: Line, rows: Sequence[stats.Row]) -> dict[str, Any]:
         word, reason = "fail", why
     elif refused:
         word = "oversubscribed"
-        threads = "" if room["threads"] == 1 else f" of {room['threads']} threads"
-        reason = f"{cell.world} ranks{threads}, {room['ranks']} {room['of']}: not measured"
+        threads = "" if room.threads == 1 else f" of {room.threads} threads"
+        reason = f"{cell.world} ranks{threads}, {room.ranks} {room.of}: not measured"
     elif found is None:
         word, reason = "inconclusive", f"{judged['blocks']} whole blocks: an interval needs 2"
     elif same is None:
@@ -170,170 +161,3 @@ def _trained_alike(
         if not same:
             return same, why
     return True, ""
-
-
-# ------------------------------------------------------------------------------------- tables
-
-HEADINGS = (
-    *("scaling", "system", "backend", "ranks", "verdict"),
-    *("E, plain T1 [95 %]", "E, wrapped T1 [95 %]", "modelled E"),
-    *("T1 plain ms", "T1 wrapped ms", "T_N ms", "tokens/s 1", "tokens/s N"),
-    *("achieved / predicted", "exposed", "memory / formula"),
-)
-#: Those that a terminal has room for; the others are in Markdown and in the report.
-NARROW = (*HEADINGS[:9], HEADINGS[10], HEADINGS[13])
-
-
-def narrow(row: Sequence[str]) -> tuple[str, ...]:
-    """The texts of :data:`NARROW` in a row of :func:`table`."""
-    return tuple(text for text, heading in zip(row, HEADINGS, strict=True) if heading in NARROW)
-
-
-def table(lines: Sequence[Line]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows: one for each measured cell, one for all oversubscribed worlds of a system.
-
-    The modelled figures of every world: :func:`modelled_table`.
-    """
-    rows: list[tuple[str, ...]] = []
-    for members in _groups(lines):
-        refused = [line for line in members if line["verdict"] == "oversubscribed"]
-        rows += [_row(line) for line in members if line not in refused]
-        if refused:
-            rows.append(_refused_row(refused))
-    return HEADINGS, rows
-
-
-def modelled_table(lines: Sequence[Line]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows of modelled efficiencies: a row a system and backend, a column a world."""
-    worlds = sorted({line["world"] for line in lines if _modelled(line) is not None})
-    rows = []
-    for members in _groups(lines):
-        found = {line["world"]: _modelled(line) for line in members}
-        if any(value is not None for value in found.values()):
-            texts = (_share(found.get(world)) for world in worlds)
-            first = members[0]
-            rows.append((first["mode"], _name(first), first["backend"], *texts))
-    return ("scaling", "system", "backend", *(f"{world:,}" for world in worlds)), rows
-
-
-MODELLED_TITLE = (
-    "Modelled efficiency by ranks: measured compute of one rank + alpha-beta communication, alpha "
-    "and beta probed in the same run; not measured"
-)
-
-
-def _groups(lines: Sequence[Line]) -> list[list[Line]]:
-    found: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
-    for line in lines:
-        found[line["cell"]["name"], _name(line), line["backend"]].append(line)
-    return [sorted(members, key=lambda line: int(line["world"])) for members in found.values()]
-
-
-def _name(line: Line) -> str:
-    label = line["cell"]["label"]
-    return str(line["implementation"]) + (f"+{label}" if label else "")
-
-
-def _row(line: Line) -> tuple[str, ...]:
-    found, card = line["efficiency"] or {}, line.get("scorecard") or {}
-    return (
-        *(line["mode"], _name(line), line["backend"], str(line["world"]), line["verdict"]),
-        *(_efficiency(found.get(base)) for base in BASES),
-        _share(_modelled(line)),
-        *_seconds(line, *BASES, "ranks"),
-        *_rates(line, "plain", "ranks"),
-        *(_number(card.get("achieved_over_predicted")), _share(card.get("exposed_share"))),
-        _number(card.get("memory_over_formula")),
-    )
-
-
-def _refused_row(lines: Sequence[Line]) -> tuple[str, ...]:
-    first, last = lines[0], lines[-1]
-    worlds = str(first["world"]) if first is last else f"{first['world']} to {last['world']:,}"
-    told = [(line["world"], _modelled(line)) for line in lines if _modelled(line) is not None]
-    ends = dict([told[0], told[-1]]) if told else {}
-    figures = ", ".join(f"{_share(value)} at {world:,}" for world, value in ends.items()) or "-"
-    return (
-        *(first["mode"], _name(first), first["backend"], worlds, "oversubscribed", "-", "-"),
-        *(figures, *_seconds(first, *BASES), "-", *_rates(first, "plain"), "-", "-", "-", "-"),
-    )
-
-
-def _modelled(line: Line) -> float | None:
-    told = line.get("modelled")
-    return None if told is None else told.get("efficiency")
-
-
-def _interval(found: Line) -> str:
-    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
-
-
-def _efficiency(found: Line | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found['ratio']:.1%} [{found['low']:.1%}, {found['high']:.1%}]"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _seconds(line: Line, *sides: str) -> list[str]:
-    told = line["median_seconds"]
-    return [f"{1e3 * told[side]:.1f}" if side in told else "-" for side in sides]
-
-
-def _rates(line: Line, *sides: str) -> list[str]:
-    told = line["tokens_per_second"]
-    return [f"{told[side]:,.0f}" if side in told else "-" for side in sides]
-
-
-def remarks(lines: Sequence[Line]) -> list[str]:
-    """Below the tables on a terminal: :func:`remarks_by_system`, indented."""
-    told = []
-    for heading, items in remarks_by_system(lines):
-        told += [heading, *(f"    {item}" for item in items)]
-    return told
-
-
-def remarks_by_system(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
-    """How each system was measured, and what to make of single rows."""
-    told = []
-    for members in _groups(lines):
-        first = members[0]
-        cell = first["cell"]
-        base, size = cell["base"], f" {cell['size']}" if cell["size"] else ""
-        batch = "in a step" if first["mode"] == "strong" else "a rank"
-        target = f"target {first['target']:.0%}"
-        heading = (
-            f"{cell['name']}::{_name(first)}::{first['backend']}: {base['name']}{size}, "
-            f"{base['global_batch']} samples {batch}, {base['micro_batches']} micro-batch(es), "
-            f"{cell['optimizer']['name']} foreach=False, {cell['dtype']}; {target}"
-        )
-        items = [f"{line['world']} ranks: {text}" for line in members for text in _remarks(line)]
-        missing = [line for line in members if (line["modelled"] or {}).get("problem")]
-        if missing:
-            why = missing[0]["modelled"]["problem"]
-            items.append(f"not modelled from {missing[0]['world']:,} ranks on: {why}")
-        told.append((heading, items))
-    return told
-
-
-def _remarks(line: Line) -> list[str]:
-    told = []
-    if line["reason"] and line["verdict"] != "oversubscribed":
-        told.append(f"{line['verdict']}: {line['reason']}")
-    if line["efficiency"] is not None:
-        alone = line["wrapping"]
-        told.append(
-            f"{line['blocks']} blocks over {line['launches']} launches in {line['seconds']:.0f} s; "
-            f"the wrapped system alone takes {_interval(alone)} of the plain program's time"
-        )
-    differ = line["launches_differ_p"]
-    if differ is not None and differ < 0.01:
-        told.append(f"caution: launches differ (p {differ:.1g}), the interval is too narrow")
-    return told

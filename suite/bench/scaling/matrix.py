@@ -23,16 +23,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
-from shardproof.bench.sides import Pair, Side, SideModel, default_optimizer, spec_of
+from shardproof.bench.sides import Side, SideModel, default_optimizer, spec_of
 from shardproof.case import WorkloadSpec, optimizer_from_dict
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
+from shardproof.launch.process_control import physical_cores
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Label, Model, Size, Words
 
@@ -41,6 +42,11 @@ Mode = Literal["strong", "weak"]
 BASES = ("plain", "wrapped")
 #: What runs as the plain program.
 PLAIN = "plain"
+#: Segments of a block, and what is left of them where N ranks do not fit.
+ORDER = ("plain", "wrapped", "ranks", "ranks", "wrapped", "plain")
+ALONE_ORDER = ("plain", "wrapped", "wrapped", "plain")
+#: The name under which raw times are kept, where a comparison has its pairs.
+PAIR = "scaling"
 #: Blocks of a cell, and fresh sets of ranks over which they are spread: where blocks
 #: vary by 10 %, 10 of them find a change of 10 % in 68 % of runs, 20 in 97 % (simulated).
 BLOCKS = 20
@@ -58,6 +64,9 @@ class Cell:
     ``workload`` is that of a step of all ranks, ``base`` that of the single process.  ``blocks``
     and ``launches`` are those of a measured cell; ``deadline`` is in seconds, of a launch.
     """
+
+    #: Its kind of line in ``cases.jsonl``.
+    kind: ClassVar[Literal["scaling"]] = "scaling"
 
     name: str
     mode: Mode
@@ -91,21 +100,16 @@ class Cell:
         """Cells that differ in nothing but their world share it."""
         return self.name, self.title, self.backend
 
+    def progress_name(self, refused: bool) -> str:
+        """What progress calls it; of a refused cell one rank is timed alone."""
+        ranks = "alone" if refused else f"on {self.world} ranks"
+        return f"{self.mode} {self.title} {ranks}, {self.backend}"
+
     def samples(self, world: int) -> int:
         """Samples of the rank that has most, in a step of ``world`` ranks."""
         if self.mode == "weak":
             return self.base.global_batch
         return math.ceil(self.base.global_batch / world)
-
-    def pair(self, side: Side | None = None) -> Pair:
-        """The step of all ranks as the timer of pairs has it: ``side`` (default: the system)."""
-        chosen = side or self.system
-        return Pair(
-            *(self.name, chosen, chosen, self.backend, self.world, self.workload, self.optimizer),
-            dtype=self.dtype,
-            size=self.size,
-            deadline=self.deadline,
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; :meth:`from_dict` is its inverse."""
@@ -122,9 +126,27 @@ class Cell:
         return cls(**fields)
 
 
-def oversubscribed(world: int, cores: int, threads: int = THREADS) -> bool:
-    """Whether so many ranks would take turns on ``cores`` physical cores."""
-    return world * threads > cores
+@dataclass(frozen=True)
+class Room:
+    """How many ``ranks`` of ``threads`` threads fit on this machine, and what they are counted by
+    (``of``).
+    """
+
+    ranks: int
+    of: str
+    threads: int = THREADS
+
+    @classmethod
+    def here(cls, gpus: int | None) -> Room:
+        """That of this machine: its ``gpus``, or (``None``) its physical cores."""
+        if gpus is not None:
+            return cls(gpus, "GPU" if gpus == 1 else "GPUs", 1)
+        count = physical_cores()
+        return cls(count, "physical core" if count == 1 else "physical cores")
+
+    def oversubscribed(self, world: int) -> bool:
+        """Whether so many ranks would take turns."""
+        return world * self.threads > self.ranks
 
 
 # ---------------------------------------------------------------------------- scenario files
@@ -198,7 +220,7 @@ class ScalingScenario(Model):
     workload: ScaledWorkload = Field(description="model, data and batch shape")
     optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
-    backends: Words = Field(description="where ranks talk")
+    backends: Words = Field(description="communication backend")
     worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
         min_length=1, description="numbers of ranks; beyond the physical cores they are modelled"
     )

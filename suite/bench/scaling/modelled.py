@@ -12,43 +12,42 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardproof import workloads
+from shardproof.bench.launches import RankTimes, cell_run
 from shardproof.bench.model import alpha_beta, curve, step_time
+from shardproof.bench.model.records import WatchedStep
 from shardproof.bench.model.scorecard import calls_of, card, fits_of
 from shardproof.bench.scaling.matrix import Cell, on_ranks
-from shardproof.case import Case
-from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
-from shardproof.costs.model_facts import model_facts_of
 
 Line = Mapping[str, Any]
 
 
-def digest(cell: Cell, watched: Line, records: Sequence[Line]) -> dict[str, Any]:
-    """What the ranks of a launch of ``cell`` probed, as plain data.
+def digest(
+    cell: Cell, world: int, watched: WatchedStep, records: Sequence[RankTimes]
+) -> dict[str, Any]:
+    """What the ``world`` ranks of a launch of ``cell`` probed, as plain data.
 
     ``alone`` is the step of a rank that sends nothing, with its share of the batch; ``gradients``
     are seconds to the gradients by samples of a rank, ``update`` those after.  All of it is that of
     the slowest rank, all ranks at once.
     """
-    found = alpha_beta.machine(cell.backend, [record["probes"] for record in records])
-    gradients, update = {}, 0.0
-    for samples in records[0]["alone"]:
-        steps = _median([record["alone"][samples]["steps"] for record in records])
-        first = _median([record["alone"][samples]["gradients"] for record in records])
-        gradients[samples] = first
-        if int(samples) == cell.samples(cell.world):
-            alone, update = steps, steps - first
+    probes = [record.probes for record in records if record.probes is not None]
+    gradients = {
+        samples: _median([record.alone[samples].gradients for record in records])
+        for samples in records[0].alone
+    }
+    own = cell.samples(world)
+    alone = _median([record.alone[own].steps for record in records])
     return {
-        "world": cell.world,
-        "machine": found.to_dict(),
-        "gradients": gradients,
-        "update": update,
+        "world": world,
+        "machine": alpha_beta.machine(cell.backend, probes).to_dict(),
+        "gradients": {str(samples): seconds for samples, seconds in gradients.items()},
+        "update": alone - gradients[own],
         "alone": alone,
-        "calls": [dataclasses.asdict(call) for call in step_time.seen(watched["calls"])],
-        "flops": watched["flops"],
-        "elements": watched["elements"],
-        "cores_per_rank": min(len(record["cores"]) for record in records) or None,
-        "threads": records[0]["threads"],
+        "calls": [dataclasses.asdict(call) for call in step_time.seen(watched.calls)],
+        "flops": watched.flops,
+        "elements": watched.elements,
+        "cores_per_rank": min(len(record.cores) for record in records) or None,
+        "threads": records[0].threads,
     }
 
 
@@ -74,7 +73,7 @@ def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
     )
     (found,) = curve.modelled(
         line["strategy"],
-        plan_for(on_ranks(cell, probed["world"]), {axis: probed["world"]}),
+        cell_run(on_ranks(cell, probed["world"]), axis).facts(),
         axis,
         cell.mode,
         cell.base.global_batch,
@@ -101,38 +100,11 @@ def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
     if probed is None:
         return None
     cell = Cell.from_dict(line["cell"])
+    (axis,) = line["mesh"]
     try:
         return card(
             *(probed, seconds, cell.backend, cell.optimizer.name, line["peak_bytes"]),
-            formula_bytes(line["strategy"], cell, line["mesh"]),
+            cell_run(cell, axis).formula_bytes(line["strategy"]),
         )
     except step_time.Unmodelled:
         return None
-
-
-def formula_bytes(strategy: str, cell: Cell, mesh: Mapping[str, int]) -> int | None:
-    """Bytes of model states on the rank that holds most; ``None``: no formula."""
-    try:
-        cost_model = cost_model_of(strategy, plan_for(cell, mesh))
-        return None if cost_model is None or cost_model.why_not_measured() else cost_model.total()
-    except NoCostModel:
-        return None
-
-
-def plan_for(cell: Cell, mesh: Mapping[str, int]) -> ModelFacts:
-    """What the promises of ``cell`` on ``mesh`` are made from."""
-    case = Case(
-        id=cell.id,
-        scenario=cell.name,
-        implementation=cell.system.implementation,
-        backend=cell.backend,
-        mesh=mesh,
-        workload=cell.workload,
-        optimizer=cell.optimizer,
-        lane="working_precision",
-        checks=(),
-        options=cell.system.options,
-        dtype=cell.dtype,
-    )
-    workload = workloads.make(cell.workload, cell.dtype, "working_precision")
-    return model_facts_of(case, workload, workload.model("meta"))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardproof.bench.launches import AloneRecord
 from shardproof.bench.telemetry import nvml
 
 #: Seconds between two looks.
@@ -259,23 +260,17 @@ def _at(points: Sequence[tuple[float, float]], clock: float, rate: float) -> flo
     return points[-1][1] + rate * (clock - points[-1][0])
 
 
-def of_side(seen: Seen, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of a side that ran alone; ``records`` are those of its ranks.
-
-    Of every rank: ``resident`` (bytes that its set-up and steps added), ``allocator`` and ``pci``
-    (``None`` without a GPU), and ``began``, ``ended`` (``time.monotonic``), ``steps`` of the part
-    that energy is taken from.
-    """
-    places = [r["pci"] for r in records]
-    known = [place for place in places if place is not None]
-    window = max(r["began"] for r in records), min(r["ended"] for r in records)
-    told = summary(seen, known or None, window)
-    joules = [gpu["energy_joules"] for gpu in told["gpus"]]
-    steps = records[0]["steps"]
+def of_side(seen: Seen, records: Sequence[AloneRecord]) -> dict[str, Any]:
+    """Figures of a side that ran alone on the ranks of ``records``."""
+    known = [record.pci for record in records if record.pci is not None]
+    window = max(r.began for r in records), min(r.ended for r in records)
+    found = summary(seen, known or None, window)
+    joules = [gpu["energy_joules"] for gpu in found["gpus"]]
+    steps = records[0].steps
     return {
-        **told,
-        "resident_bytes": max(r["resident"] for r in records),
-        "allocator": worst([r["allocator"] for r in records]),
+        **found,
+        "resident_bytes": max(record.resident for record in records),
+        "allocator": worst([record.allocator for record in records]),
         "steps": steps,
         "joules_per_step": sum(joules) / steps if joules and None not in joules else None,
     }

@@ -79,9 +79,9 @@ def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     """How each system was measured, and what to make of single rows."""
     if not lines:
         return []  # what judges scaling is slow to import
-    from shardproof.bench.scaling import judge
+    from shardproof.bench.scaling import tables
 
-    return judge.remarks_by_system(lines)
+    return tables.remarks_by_system(lines)
 
 
 def panels(lines: Iterable[Line]) -> list[Panel]:

@@ -12,7 +12,7 @@ from shardproof.runs.records import Manifest
 FORMAT = 1
 LISTING = "bundle.json"
 SUFFIX = ".tar.gz"
-#: Packed if they are there, sealed or not; all else must be sealed by the manifest.
+#: Packed if they are there, in the manifest or not; all else must stand in the manifest.
 ALWAYS = ("run.json", "planned.jsonl", "cases.jsonl", Manifest.NAME)
 REPORTS = ("report.html", "report.md", "junit.xml")
 

@@ -65,7 +65,7 @@ def pack(
         raise _exists(output)
     require_unchanged(folder)
     sources: dict[str, Path | bytes] = {}
-    for file in sorted({*_sealed(folder), *ALWAYS, *REPORTS}):
+    for file in sorted({*_in_manifest(folder), *ALWAYS, *REPORTS}):
         if (folder / file).exists():
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
@@ -75,7 +75,7 @@ def pack(
         name,
         VERSION,
         tuple(sorted(versions)),
-        tuple(Member(file, *_weigh(source)) for file, source in sources.items()),
+        tuple(Member(file, *_size_and_digest(source)) for file, source in sources.items()),
         tuple(_left_out(folder, sources)),
     )
     largest = max(member.bytes for member in listing.members)
@@ -98,7 +98,7 @@ def _plain_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
 
 
-def _sealed(folder: Path) -> set[str]:
+def _in_manifest(folder: Path) -> set[str]:
     """Files that the manifest names."""
     return {file for file, _ in Manifest(folder).read()}
 
@@ -125,7 +125,7 @@ def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} ({count} files)" if name.endswith("/") else name
 
 
-def _weigh(source: Path | bytes) -> tuple[int, str]:
+def _size_and_digest(source: Path | bytes) -> tuple[int, str]:
     """Bytes and SHA-256."""
     reader = _Hashing(_open(source))
     with reader.stream:

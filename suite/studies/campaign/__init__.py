@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from shardproof import registry, workloads
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.checks import GENERAL
 from shardproof.contract import OptimizerSpec, Refused
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios.matrix import OVERFLOW
@@ -44,16 +45,6 @@ STRIDED = "non_contiguous"
 Declines = Callable[[str, Mapping[str, Any]], Collection[str]]
 #: Whether a system has a schedule for windows of a size: name, options, mesh, micro-batches.
 Schedules = Callable[[str, Mapping[str, Any], Mapping[str, int], int], bool]
-CHECKS = (
-    "equivalence",
-    "replicas",
-    "norm",
-    "traffic",
-    "memory",
-    "overlap",
-    "active",
-    "schedule",
-)
 #: Mixed precision: what the model is built in, and the policy.
 POLICIES: Sequence[tuple[str, Mapping[str, str]]] = (
     ("float32", {}),
@@ -212,7 +203,7 @@ def _drawn(
         lane=lane,
         dtype=dtype,
         precision=dict(policy),
-        checks=CHECKS,
+        checks=GENERAL,
         steps=source.choice((3, 4)),
     )
 

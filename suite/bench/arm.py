@@ -1,0 +1,116 @@
+"""One side of a comparison, ready to step, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from shardproof import backends, registry, workloads
+from shardproof.bench.launches import SideRun
+from shardproof.case import DATA_AXES, data_shares
+from shardproof.comm import Mesh
+from shardproof.contract import Batch, MicroBatch, Observe, Point, StepResult
+from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.memory.installed import active
+
+#: Different batches; they come round again, so that no time goes into making them.
+BATCHES = 8
+
+
+def _ignore(point: Point) -> None:
+    """Nobody observes while the clock runs."""
+
+
+def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = None) -> Mesh:
+    """The mesh of an arm; every rank makes it, those that are not on it too."""
+    joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
+    return Mesh(axes, joint=joint, device=device, ranks=ranks)
+
+
+class Arm:
+    """One side on this rank: an implementation, its batches and its number of steps.
+
+    ``ranks`` (default: those of ``run``) are on the mesh; every rank makes the arm all the same,
+    because groups are made by all.  ``share`` is `(index, of)`: the share of the global batch that
+    the rank gets, where that does not follow from the mesh (a rank alone, with its share of many).
+    """
+
+    def __init__(
+        self,
+        run: SideRun,
+        rank: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        if run.first_rank_only:
+            ranks = (0,)
+        options = run.side.options
+        cls = registry.load(run.side.implementation)
+        capabilities = cls.capabilities(options)
+        device = backends.BACKENDS[run.backend].device
+        self.mesh = mesh_of(run.axes, device, ranks)
+        self.workload = workloads.make(run.workload, run.dtype, "working_precision")
+        members = range(run.world) if ranks is None else ranks
+        workers = [r for r in members if cls.role(r, len(members), options) == "worker"]
+        shares = data_shares(run.axes, members, workers)
+        self.coordinate, of = shares.get(rank), max(shares.values()) + 1
+        if share is not None:
+            self.coordinate, of = share
+        self.batches = [self._share(number, of, device) for number in range(BATCHES)]
+        lends = capabilities.initial_state == "everywhere" or rank == members[0]
+        self.state = self.workload.state() if lends else None
+        self.build = self.workload.build_for(rank, self.coordinate or 0)
+        self.run, self.device = run, device
+        self.implementation = cls()
+        self.steps = 0
+
+    def set_up(self) -> None:
+        """The implementation's own set-up."""
+        self.implementation.setup(
+            self.build, self.state, self.run.optimizer, self.mesh, self.run.side.options
+        )
+        self.state = None
+
+    def step(self, observe: Observe = _ignore) -> StepResult:
+        """The next optimizer step; over when the device has done it."""
+        batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
+        self.steps += 1
+        result = self.implementation.step(batch, observe)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    @property
+    def targets(self) -> int:
+        """Targets (tokens, or samples of a classifier) of this rank in one step."""
+        return sum(micro.targets.numel() for micro in self.batches[0].micro_batches)
+
+    def close(self) -> None:
+        """End work in flight, then the implementation."""
+        self.implementation.drain()
+        self.implementation.close()
+
+    def _share(self, step: int, shares: int, device: str) -> Batch:
+        if self.coordinate is None:
+            return Batch(step, ())
+        batch = self.workload.batch(step, shares)[self.coordinate]
+        windows = tuple(tuple(_placed(m, device) for m in window) for window in batch.windows)
+        return dataclasses.replace(batch, windows=windows)
+
+
+def _placed(micro: MicroBatch, device: str) -> MicroBatch:
+    if device == "cpu":
+        return micro
+    tensors = (getattr(micro, field.name) for field in dataclasses.fields(micro))
+    return MicroBatch(*(tensor.to(device) for tensor in tensors))
+
+
+def assert_nothing_is_recorded(backend: str) -> None:
+    """Raise unless every ledger of this rank is off and gloo is torch's own."""
+    native = backend == "in_memory" or not hasattr(c10d.ProcessGroupGloo, "native")
+    if program_order.current() or traffic.current() or active() or not native:
+        raise RuntimeError("a ledger is on in a timed run: its cost would be measured")

@@ -1,0 +1,233 @@
+"""What a session asks of its ranks: sides in training, and the order in which they take turns.
+
+A pair and a scaling cell are both "sides timed in turns in the same ranks"::
+
+    pair   a, twin, b             blocks A B B A, and A A' A' A against A's twin
+    cell   plain, wrapped, ranks  blocks plain, wrapped, ranks, ranks, wrapped, plain
+
+Plain data that travels to leaders as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from shardproof.bench.model import alpha_beta
+from shardproof.bench.model.records import AloneSteps, ProbeRecord
+from shardproof.bench.scaling.matrix import ALONE_ORDER, ORDER, PAIR, PLAIN, Cell, on_ranks
+from shardproof.bench.sides import Pair, Side
+from shardproof.case import Case, WorkloadSpec
+from shardproof.contract import OptimizerSpec
+from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
+
+#: Sides of a comparison, in the order of their set-up; ``twin`` is A once more.
+SIDES = ("a", "twin", "b")
+#: Order of the segments in a block of each pair.
+ORDERS = {"ab": ("a", "b", "b", "a"), "aa": ("a", "twin", "twin", "a")}
+
+Subject = Pair | Cell
+Meshes = Mapping[str, Mapping[str, int]]
+T = TypeVar("T")
+
+
+_adapters: dict[object, TypeAdapter[Any]] = {}
+
+
+def from_plain(cls: type[T], data: object) -> T:
+    """An instance of the dataclass ``cls`` from its JSON form, nested dataclasses included.
+
+    :raises ValueError: data that does not fit.
+    """
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    value: T = _adapters[cls].validate_python(data)
+    return value
+
+
+def to_json(value: object) -> str:
+    """JSON of nested plain data and dataclasses; :func:`from_plain` reads it back."""
+    return json.dumps(value, default=asdict)
+
+
+@dataclass(frozen=True)
+class SideRun:
+    """One implementation in training on the mesh ``axes``, as every rank of a launch knows it.
+
+    ``world`` is that of the launch.  With ``first_rank_only`` the mesh is that of rank 0 alone.
+    ``deadline`` is in seconds, of a launch.
+    """
+
+    name: str
+    side: Side
+    axes: dict[str, int]
+    backend: str
+    world: int
+    workload: WorkloadSpec
+    optimizer: OptimizerSpec
+    dtype: str
+    deadline: float
+    first_rank_only: bool = False
+
+    def case(self) -> Case:
+        """The case that cost formulas know it by."""
+        return Case(
+            id=self.name,
+            scenario=self.name,
+            implementation=self.side.implementation,
+            backend=self.backend,
+            mesh=self.axes,
+            workload=self.workload,
+            optimizer=self.optimizer,
+            lane="working_precision",
+            checks=(),
+            options=self.side.options,
+            dtype=self.dtype,
+            steps=1,
+        )
+
+    def facts(self) -> ModelFacts:
+        """What cost formulas may know of it (imports torch)."""
+        from shardproof.costs.expression import facts_of
+
+        return facts_of(self.case()).model_facts
+
+    def formula_bytes(self, strategy: str) -> int | None:
+        """Bytes of model states on the rank that holds most; ``None``: no formula."""
+        try:
+            model = cost_model_of(strategy, self.facts())
+            return None if model is None or model.why_not_measured() else model.total()
+        except NoCostModel:
+            return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Blocks that fresh ranks time: of each pair of ``orders``, segments of ``sides`` in turn.
+
+    ``number`` is that of the launch, ``blocks`` those of its blocks.  ``pace`` is the side whose
+    time sets the steps of every segment; without one each side has its own number of steps.
+    ``probed``: samples of a rank -> the run whose compute is measured between blocks; the calls of
+    the first one are, too (empty: nothing is probed).
+    """
+
+    sides: dict[str, SideRun]
+    orders: Mapping[str, tuple[str, ...]]
+    number: int
+    blocks: list[int]
+    pace: str = ""
+    probed: dict[int, SideRun] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """That of every side."""
+        return next(iter(self.sides.values())).backend
+
+    @property
+    def world(self) -> int:
+        """Ranks of the launch."""
+        return next(iter(self.sides.values())).world
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that the launch may take."""
+        return next(iter(self.sides.values())).deadline
+
+
+def side_run(pair: Pair, letter: str, axes: Mapping[str, int]) -> SideRun:
+    """Side ``letter`` of a comparison on the mesh ``axes``."""
+    return SideRun(
+        *(pair.name, pair.side(letter), dict(axes), pair.backend, pair.world),
+        *(pair.workload, pair.optimizer, pair.dtype, pair.deadline),
+    )
+
+
+def cell_run(cell: Cell, axis: str) -> SideRun:
+    """The system of a cell on all of its ranks, along ``axis``."""
+    return SideRun(
+        *(cell.name, cell.system, {axis: cell.world}, cell.backend, cell.world),
+        *(cell.workload, cell.optimizer, cell.dtype, cell.deadline),
+    )
+
+
+def pair_launch(pair: Pair, meshes: Meshes, number: int, blocks: Sequence[int]) -> Launch:
+    """A, its twin and B on all ranks."""
+    sides = {side: side_run(pair, side, meshes[side]) for side in SIDES}
+    return Launch(sides, ORDERS, number, list(blocks), pace="a")
+
+
+def cell_launch(
+    cell: Cell, axis: str, number: int, blocks: Sequence[int], together: bool
+) -> Launch:
+    """One rank and N ranks; without ``together`` one rank alone, beside an idle second one.
+
+    The model is probed in the first launch, where its formulas know the backend.
+    """
+    cell = cell if together else on_ranks(cell, 2)
+    ranks = cell_run(cell, axis)
+    wrapped = replace(ranks, axes={axis: 1}, workload=cell.base, first_rank_only=True)
+    plain = replace(wrapped, axes={"replicate": 1}, side=Side(PLAIN))
+    sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
+    probed: dict[int, SideRun] = {}
+    if number == 0 and cell.backend in alpha_beta.ALGORITHMS:
+        probed[cell.samples(cell.world)] = ranks
+        if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
+            single = replace(cell.workload, global_batch=cell.world)
+            probed.setdefault(1, replace(ranks, workload=single))
+    orders = {PAIR: ORDER if together else ALONE_ORDER}
+    return Launch(sides, orders, number, list(blocks), probed=probed)
+
+
+# ---------------------------------------------------------------------------- what ranks return
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank tells at the end of a timed launch, by side; step times are in its file.
+
+    ``losses`` are those of the first steps (``None``: this rank does not learn it),
+    ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
+    one step.  ``alone``: samples -> the compute that was probed; ``probes``:
+    :meth:`shardproof.bench.model.probes.Probes.record`.
+    """
+
+    rank: int
+    segment_steps: dict[str, int]
+    losses: dict[str, list[float | None]]
+    coordinates: dict[str, int | None]
+    targets: dict[str, int]
+    threads: int
+    cores: list[int]
+    pci: dict[str, int] | None = None
+    alone: dict[int, AloneSteps] = field(default_factory=dict)
+    probes: ProbeRecord | None = None
+
+
+@dataclass(frozen=True)
+class PeakRecord:
+    """The most bytes that a step held on a rank, counted exactly."""
+
+    rank: int
+    ledger: int
+
+
+@dataclass(frozen=True)
+class AloneRecord:
+    """What one side took of a rank that ran nothing else.
+
+    ``resident`` is the growth of resident memory (bytes) since before the set-up, allocators,
+    groups and libraries included; ``allocator`` and ``pci`` are ``None`` without a GPU.  Energy is
+    taken from the ``steps`` between ``began`` and ``ended`` (``time.monotonic``).
+    """
+
+    rank: int
+    resident: int
+    allocator: dict[str, int] | None
+    pci: dict[str, int] | None
+    began: float
+    ended: float
+    steps: int

@@ -1,0 +1,216 @@
+"""Comparisons and cells measured one after the other: within a budget, kept as they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shardproof import verdicts
+from shardproof.bench import stats
+from shardproof.bench.evidence import keep, keep_report
+from shardproof.bench.launches import Subject
+from shardproof.bench.scaling.matrix import Cell
+from shardproof.bench.session import Measured, Session
+from shardproof.bench.sides import Pair
+from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
+from shardproof.commands import supervision
+from shardproof.commands.console import Blocks, make_console, print_line
+from shardproof.commands.options import FailOn
+from shardproof.runs.run_folder import Durations, read
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to measure: within ``budget`` minutes of ``began``, with which passes, and what fails."""
+
+    budget: float | None = None
+    passes: Passes = field(default_factory=Passes)
+    fail_on: frozenset[FailOn] = frozenset()
+    began: float = field(default_factory=lambda: time.monotonic())
+
+
+def dry_run(subjects: Sequence[Subject], request: Request, durations: Durations) -> None:
+    """Print the ids of what would be measured or modelled, and of what the budget leaves out.
+
+    :raises SelectionError: a system refuses its options.
+    """
+    items = [Measured(subject) for subject in subjects]
+    scaling = any(isinstance(subject, Cell) for subject in subjects)
+    if scaling and request.budget is not None:
+        with Session() as session:  # which cells are timed depends on what fits on this machine
+            items = session.examine(subjects)
+    schedule = choose(items, durations, request.budget, request.passes)
+    for item in schedule.chosen:
+        typer.echo(item.subject.id)
+    for item in schedule.left_out:
+        typer.echo(f"left out by the budget: {item.subject.id}", err=True)
+    if not scaling or request.budget is not None:
+        typer.echo(schedule.summary(), err=True)
+
+
+def run(
+    session: Session,
+    subjects: Sequence[Subject],
+    request: Request,
+    durations: Durations,
+    results: Path | None,
+) -> int:
+    """Measure ``subjects`` (all pairs, or all cells) into a run folder; the exit code.
+
+    What does not fit into the budget is left out by name; with a cell, those that would have been
+    modelled from its launches.
+
+    :raises SelectionError: a system cannot be loaded, or refuses its options.
+    """
+    console = make_console()
+    schedule = choose(session.examine(subjects), durations, request.budget, request.passes)
+    items = [*schedule.chosen, *schedule.left_out]
+    timed = [item for item in items if item.timed]
+    scaling = bool(items) and isinstance(items[0].subject, Cell)
+    expected = estimates((item.subject for item in items), durations, request.passes)
+    lines: list[dict[str, Any]] = []
+    late: list[Measured] = []
+
+    def fits(item: Measured) -> bool:
+        if request.budget is None or not item.timed:
+            return True
+        end = time.monotonic() - request.began + expected[item.subject.id]
+        return end <= request.budget * 60
+
+    with supervision.open_folder(results) as folder:
+
+        def stored() -> Sequence[Line]:
+            found = read(folder.path)
+            return found.scalings if scaling else found.benches
+
+        def body(interrupts: supervision.Interrupts) -> int:
+            folder.plan_benches([item.subject.id for item in items])
+            known = {line["id"] for line in stored()}
+            if request.budget is not None:
+                print_line(console, schedule.summary())
+            for item in items:
+                subject = item.subject
+                if item.source in late or not fits(item):
+                    late.append(item)
+                    if subject.id not in known:  # figures of an earlier invocation stay
+                        why = f"no room in a budget of {request.budget:g} minutes"
+                        folder.leave_out_bench(subject.to_dict(), why)
+                    continue
+                started = time.monotonic()
+                try:
+                    if item.timed:
+                        number = f"{timed.index(item) + 1}/{len(timed)}"
+                        _measure(session, item, number, request.passes, console)
+                finally:
+                    # Also after Ctrl-C: whole blocks can be judged.
+                    if item.rows or item.problem or item.source is not None:
+                        with interrupts.held():
+                            lines.append(keep(folder, item))
+                if item.timed and item.problem is None:
+                    name = duration_name(subject, request.passes)
+                    durations.note(name, time.monotonic() - started)
+            if not scaling:
+                keep_report(folder)
+            show(lines, console)
+            names = [item.subject.id for item in late]
+            earlier = [line for line in stored() if line["id"] in names]
+            _tell_late(names, earlier, console)
+            # Figures of before are no work of now, but a budget hides no failure among them.
+            failed = exit_code(earlier, request.fail_on) == verdicts.BROKEN
+            return verdicts.BROKEN if failed else exit_code(lines, request.fail_on)
+
+        def show(lines: Sequence[Line], console: Console) -> None:
+            (show_cells if scaling else show_pairs)(lines, console)
+
+        def interrupted() -> None:
+            if not scaling:
+                keep_report(folder)
+            show(lines, console)
+            noun = "cells" if scaling else "comparisons"
+            print_line(console, f"stopped: {len(lines)} of {len(items)} {noun} have figures")
+
+        return supervision.supervised(folder, console, body, interrupted, durations.save)
+
+
+def _measure(
+    session: Session, item: Measured, number: str, passes: Passes, console: Console
+) -> None:
+    """All launches and passes of one comparison or cell."""
+    subject = item.subject
+    with Blocks(
+        console, f"{number} {subject.progress_name(item.refused)}", subject.blocks
+    ) as progress:
+        session.time(item, progress.tell)
+        steps = [("memory", session.measure_memory)] if item.on_threads and not item.refused else []
+        if isinstance(subject, Pair):
+            steps = [
+                *([("each side alone", session.run_alone)] if passes.alone else []),
+                *([("memory", session.measure_memory)] if passes.alone else []),
+                *([("scorecard", session.score)] if passes.score else []),
+                *([("profile", session.profile)] if passes.profile else []),
+            ]
+        for name, step in steps:
+            if item.problem is None:
+                progress.say(name)
+                step(item)
+
+
+def _tell_late(names: Sequence[str], earlier: Sequence[Line], console: Console) -> None:
+    """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
+    stays = {line["id"]: f" (stays as it was: {line['verdict']})" for line in earlier}
+    for name in names:
+        print_line(console, f"left out by the budget: {name}{stays.get(name, '')}")
+
+
+def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
+    """1 something broke (or is slower, or missed its goal, if asked), 3 something is open or all of
+    it was refused, 0 all decided.
+    """
+    words = {line["verdict"] for line in lines}
+    slower = FailOn.slower in fail_on and "slower" in words
+    missed = "below" in words or any(line.get("goal_met") is False for line in lines)
+    if words & set(stats.BROKEN) or slower or (FailOn.goal in fail_on and missed):
+        return verdicts.BROKEN
+    if words & set(stats.OPEN) or words <= {"oversubscribed"}:
+        return verdicts.NOT_DECIDED
+    return verdicts.HELD
+
+
+def show_pairs(lines: Sequence[Line], console: Console) -> None:
+    """The table of comparisons, and what belongs to each row."""
+    if not lines:
+        return
+    from shardproof.bench import stats, tables
+
+    console.print(tables.table(lines, tables.NARROW))
+    for line in lines:
+        first, *rest = tables.details(line)
+        for text in (first, *tables.beside(line), *rest):
+            print_line(console, text)
+    if (caution := tables.lost(lines, stats.family(lines))) is not None:
+        print_line(console, caution)
+
+
+def show_cells(lines: Sequence[Line], console: Console) -> None:
+    """Both tables of scaling cells, and remarks on single rows."""
+    if not lines:
+        return
+    from shardproof.bench.scaling import tables
+
+    console.print(tables.table(lines, tables.NARROW))
+    modelled = tables.modelled_table(lines)
+    if modelled.rows:
+        print_line(console, "")
+        console.print(modelled)
+    for text in tables.remarks(lines):
+        print_line(console, text)
