@@ -269,14 +269,14 @@ class _Rank:
         self.outputs.clear()
         if self.memory:
             self.memory.step = step
-            if self.mesh.device == "cuda":
+            if self.members.mesh.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
         with log.step(step) if log else nullcontext():
             result = self.implementation.step(batch, observe)
             if not isinstance(result, StepResult):
                 what = type(result).__name__
                 raise BrokenContract(f"step {step} returned {what}, not a StepResult")
-        if self.memory and self.mesh.device == "cuda":
+        if self.memory and self.members.mesh.device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
             peak = torch.cuda.max_memory_allocated()
             self.allocator.append(MemoryRow("allocator", step, "step", device, "all", peak))
