@@ -145,7 +145,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         case=case,
         declaration=declaration,
         facts=CaseFacts({}, cost_model.facts),
-        plan=cost_model.facts,
+        model_facts=cost_model.facts,
         steps=range(STEPS),
         records=records,
         workload=WorkloadFacts({}, names, names, unused_possible=False, traits=[]),
