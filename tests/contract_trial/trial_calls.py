@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from shardproof.oracle import training
 from shardproof.workloads import Workload, make
 
 
-def conduct(payload: dict[str, Any]) -> None:
-    """Run :func:`_program` on every rank; leaves ``result.json``."""
+def conduct(payload: dict[str, Any]) -> dict[str, Any]:
+    """Run :func:`_program` on every rank; what its ranks found stands under ``result``."""
     case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
@@ -35,7 +34,7 @@ def conduct(payload: dict[str, Any]) -> None:
         micro_batches = workload.batch(0, 1)[0].micro_batches
         result["truth"] = training.evaluate(workload, workload.state(), micro_batches)
         result["ranks"] = [tensor_bytes.load(o.record) for o in outcomes if o.record]
-    (workdir / "result.json").write_text(json.dumps(result))
+    return {"result": result}
 
 
 def _program(case: Case, workload: Workload, rank: int, folder: Path) -> dict[str, Any]:

@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardproof.contract import Piece
 from shardproof.errors import SelectionError
+from shardproof.evidence.records import RankRecord
 from shardproof.multinode import cluster, foreign_records, torchrun
+from shardproof.registry.declaration import Declaration
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,8 +73,9 @@ def test_no_case_of_that_world_is_bad_input() -> None:
 
 
 def test_digests_see_bits_shape_and_dtype() -> None:
-    def record(tensor: torch.Tensor) -> dict[str, object]:
-        return {"initial": {"parameters": [{"name": "w", "tensor": tensor}]}, "steps": []}
+    def record(tensor: torch.Tensor) -> RankRecord:
+        piece = Piece("w", tuple(tensor.shape), tensor)
+        return RankRecord(0, 1, Declaration(strategy="ddp"), initial={"parameters": [piece]})
 
     base = torch.zeros(4)
     one = foreign_records.digests(record(base))

@@ -16,7 +16,7 @@ from synthetic_run import FULL, TENSORS, scaling_lines, timed, write_run
 from test_report import case, fill, result
 
 from shardproof import report
-from shardproof.bench.scaling import judge
+from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
@@ -232,7 +232,7 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
 
 def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:
     lines = read(full).scalings
-    told = judge.remarks(lines)
+    told = scaling_tables.remarks(lines)
     assert len(told) == 4 * (1 + 3)  # a system: how, two measured worlds, one caution
     text = report.document(read(full))
     for remark in map(str.strip, told):

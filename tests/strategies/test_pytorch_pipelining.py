@@ -26,6 +26,7 @@ from shardproof.schedules import Action, problems
 from shardproof.workloads import Workload
 
 sys.path.append(str(Path(__file__).parents[1] / "contract_trial"))
+import trial_calls
 from trial_cases import case, compared, judged, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -271,9 +272,7 @@ def test_schedules_equal_the_oracle() -> None:
 
 def test_calls_outside_of_a_step() -> None:
     """Evaluation in mid-run, saved and resumed stage by stage, parameters forced."""
-    (result,) = judged(
-        [case(NAME, {"pipe": 2}, options={"schedule": "1f1b"})], conduct="trial_calls:conduct"
-    )
+    (result,) = judged([case(NAME, {"pipe": 2}, options={"schedule": "1f1b"})], trial_calls.conduct)
     assert not result["error"], result["error"]
     first, last = result["ranks"]
     assert first["untrained"] is None

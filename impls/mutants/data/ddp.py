@@ -91,8 +91,7 @@ class MissesReplacedParameter(DDP):
     def wait_and_publish(self, bucket: GradientBucket) -> None:
         super().wait_and_publish(bucket)
         if 0 in bucket.members:
-            # The model goes on with the tensor that replaced the reduced one.
-            self.parameters[0].grad = self.local
+            self.parameters[0].grad = self.local  # of the tensor that replaced it
 
 
 @mutant(
