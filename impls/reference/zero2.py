@@ -28,7 +28,7 @@ has its own reduction.
 Cost: floating-point bytes sent a step, over all N ranks: m (N-1) padded gradient bytes
 (reduce-scatter; m is the largest number of micro-batches of a rank) + (N-1) padded parameter bytes
 (all-gather): ZeRO, arXiv 1910.02054, sections V-B and VII-B.  With clipping one float64 is
-all-reduced.  Memory: P + (G + O)/N, and two buckets of gradients during backward.
+all-reduced.  Memory: P + (G + O)/N, and at most three buckets of gradients during backward.
 Numbers: summed over ranks first, then over micro-batches, hence equal to DDP's but for the order of
 summation.
 Left out: offload of parameters (they are whole), optimizers that are not element-wise, reentrant

@@ -55,7 +55,7 @@ def join(
 ) -> None:
     """Join the default group of ``world`` processes that meet in the file or store ``rendezvous``.
 
-    Disturbances needs the wrapper, hence the ledgers; without them it is calm.
+    Disturbances need the wrapper, and so the ledgers; without ledgers there are none.
     """
     LoggedGloo.disturbances = disturbances
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())

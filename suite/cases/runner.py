@@ -8,7 +8,7 @@ A case is followed by reading on in this order:
 3. next: ``cases/leader.py`` (in that process): load, start the ranks, measure;
 4. ``launch/ranks.py`` and ``launch/rank_process.py``: one process or thread a rank;
 5. ``cases/rank_program.py``: what a rank does and records;
-6. ``cases/verdict.py``: from the account to the verdict, again in the leader.
+6. ``cases/verdict.py``: from the account to the verdict, back in the leader.
 """
 
 from __future__ import annotations
