@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"
 #: What the cast shows.
 COMMANDS = (
-    "shardproof run zero-gpt --impl mutants/zero2_uses_stale_bucket -k 'fp64 and replicate3'",
-    "shardproof mutants --impl zero2_uses_stale_bucket",
+    "shardproof run ddp-gpt --impl mutants/ddp_misses_replaced_parameter "
+    "-k 'in_memory and fp64 and replicate3 and sgd'",
+    "shardproof mutants --impl ddp_misses_replaced_parameter",
 )
 #: Columns of the cast, and seconds.
 WIDTH, LONGEST_WAIT, LAST_FRAME = 110, 1.5, 6.0

@@ -106,7 +106,7 @@ def _reports(folder: Path) -> dict[str, str]:
     from dataclasses import replace
 
     from shardproof import report
-    from shardproof.report import junit
+    from shardproof.runs import junit
     from shardproof.runs.run_folder import read
 
     run = read(folder)

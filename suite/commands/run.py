@@ -191,7 +191,7 @@ def execute(
     from shardproof.cases.runner import run_cases
     from shardproof.commands.console import Progress, make_console, print_line
     from shardproof.commands.supervision import supervised
-    from shardproof.report import junit
+    from shardproof.runs import junit
     from shardproof.runs.run_folder import read
 
     console = make_console()

@@ -5,7 +5,6 @@ Whatever ends a run, what is written stays, the folder is closed and its reports
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import report, verdicts
 from shardproof.commands.console import print_line
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import UNWRITABLE
 from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import RecordError
 from shardproof.runs.run_folder import RunFolder, read
@@ -64,7 +64,7 @@ def supervised(
                 interrupted()
             _finish(folder, code, finish)
         except OSError as error:
-            if error.errno not in _UNWRITABLE:
+            if error.errno not in UNWRITABLE:
                 raise
             where = error.filename or folder.path
             print_line(
@@ -75,10 +75,6 @@ def supervised(
             code = verdicts.BROKEN if red else verdicts.NOT_DECIDED
     print_line(console, f"evidence: {folder.path}")
     return code
-
-
-#: The folder is full, over quota, gone read-only, or failing.
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Interrupts:

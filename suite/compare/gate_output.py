@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardproof.compare import formats, tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
-from shardproof.report import junit
+from shardproof.runs import junit
 from shardproof.table import Table, markdown_text
 
 #: Findings that a summary lists; the JUnit file has all.

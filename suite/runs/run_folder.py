@@ -25,6 +25,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,7 +35,7 @@ from typing import Any, Literal, TypeGuard
 from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import write_whole
+from shardproof.files import UNWRITABLE, write_whole
 from shardproof.launch.process_control import cores
 from shardproof.runs.records import Manifest, append_line, write
 
@@ -118,7 +119,13 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close(None)
+        try:
+            self.close(None)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            # The header of before stays whole; whoever filled the disk has said so already.
+            print(f"{error.filename}: {error.strerror}: no end was noted", file=sys.stderr)
 
     def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
         """Say what is about to run, so that what is missing later is seen to be missing."""

@@ -148,7 +148,7 @@ def test_the_allocator_stands_beside_the_ledger_and_is_not_judged() -> None:
     assert figures == {"allocator": {"0": {"allocated": 4096, "ledger": 4000}}}
     assert memory._allocator([_record()], 1, {"0": {}}) == {}
     assert "memory.allocator" in exact_figures.INEXACT
-    assert memory._weights(SimpleNamespace(), record, "mark") == {}  # type: ignore[arg-type]
+    assert memory._bytes_at(SimpleNamespace(), record, "mark") == {}  # type: ignore[arg-type]
     result: dict[str, Any] = {
         "checks": [{"check": "memory", "figures": figures}],
         "case": _case("nccl", {"replicate": 1}).to_dict(),

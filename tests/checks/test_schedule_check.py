@@ -124,6 +124,7 @@ def figures(
         "steps": range(2),
         "records": records,
         "facts": CaseFacts({}, made),
+        "model_facts": made,
         "compared": {"schedule": compared},
         "data_coordinate": dict.fromkeys(range(ranks), 0),
     }

@@ -113,7 +113,7 @@ def test_bad_selections_end_with_code_2_and_one_line(
 
 
 def test_check_scenario_tells_every_fault_of_every_file(here: Command, tmp_path: Path) -> None:
-    good = ROOT / "scenarios" / "conformance" / "plain.yaml"
+    good = ROOT / "scenarios" / "conformance" / "data" / "plain.yaml"
     bad = tmp_path / "bad.yaml"
     bad.write_text(
         good.read_text().replace("- {label: cnn", "- {lable: cnn").replace("adamw", "adm")

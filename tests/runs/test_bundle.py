@@ -221,16 +221,16 @@ def test_a_line_that_lost_its_id_is_told_and_no_traceback(run: Path) -> None:
 def test_a_run_that_goes_on_meanwhile_is_not_packed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes
 ) -> None:
-    """A file that is cut, and one that grows, after it was weighed."""
-    weigh = packing._weigh
+    """A file that is cut, and one that grows, after it was measured."""
+    measure = packing._size_and_digest
 
     def meddle(source: Path | bytes) -> tuple[int, str]:
-        found = weigh(source)
+        found = measure(source)
         if isinstance(source, Path) and source.name == "cases.jsonl":
             source.write_bytes(source.read_bytes() + change if change else b"")
         return found
 
-    monkeypatch.setattr(packing, "_weigh", meddle)
+    monkeypatch.setattr(packing, "_size_and_digest", meddle)
     with pytest.raises(SelectionError, match="changed while it was packed"):
         pack(run, tmp_path / "b.tar.gz")
     assert not (tmp_path / "b.tar.gz").exists()

@@ -20,8 +20,7 @@ from shardproof.commands.verify import verify
 from shardproof.evidence.account import Account, restore
 from shardproof.impls.reference.pipeline.schedules import one_f_one_b
 from shardproof.registry import load_mutant
-from shardproof.report import junit
-from shardproof.runs import records
+from shardproof.runs import junit, records
 from shardproof.runs.records import Manifest
 from shardproof.runs.resume import split
 from shardproof.runs.run_folder import Durations, RunFolder, find_run, read
