@@ -26,6 +26,7 @@ from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
+from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload
@@ -57,8 +58,8 @@ def examine(
         began = time.monotonic()
         if evidence is not None:
             measure(evidence)
-            account.figures = evidence.to_dict()
-        result = decide(account, evidence)
+            account.figures = evidence
+        result = decide(account)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
             account.timings["judge"] = time.monotonic() - began
@@ -204,7 +205,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
     records = records_of(outcomes)
-    evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
+    evidence.derived_run = Evidence(case, records, Truth(), evidence.workload, {})
 
 
 def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
@@ -220,7 +221,7 @@ def _truth(
     workload: Workload,
     records: list[RankRecord],
     cache: Path,
-) -> dict[str, Any]:
+) -> Truth:
     """The oracle of the kind that the implementation names."""
     if declaration.oracle == "replay":
         shares = {record.steps[0].share for record in records} - {None}
