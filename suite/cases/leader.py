@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ from shardproof.workloads import Workload
 Run = Callable[..., list[RankOutcome]]
 
 
-def conduct(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Task of the leader: judge ``case`` in ``workdir``; returns its ``result`` and ``account``."""
-    workdir = Path(payload["workdir"])
-    workdir.mkdir(parents=True)
-    case = Case.from_dict(payload["case"])
-    account, result = examine(case, workdir, Path(payload["cache"]))
+@dataclass(frozen=True)
+class CaseTask:
+    """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all."""
+
+    case: Case
+    workdir: Path
+    oracles: Path
+
+
+def conduct(task: CaseTask) -> dict[str, Any]:
+    """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
+    task.workdir.mkdir(parents=True)
+    account, result = examine(task.case, task.workdir, task.oracles)
     return {"result": result, "account": account.to_dict()}
 
 

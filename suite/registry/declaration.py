@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
@@ -127,7 +126,7 @@ def ask(implementation: str, options: Options, backend: str, dtype: str, world: 
     return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
 
 
-def axes(payload: Mapping[str, Any]) -> list[str]:
-    """Task of a leader: the mesh axes that ``implementation`` declares under ``options``."""
-    system = registry.load(payload["implementation"])
-    return list(Declaration.of(system, payload["options"]).axes)
+def axes(system: tuple[str, Options]) -> tuple[str, ...]:
+    """Task of a leader: the mesh axes that an implementation declares under some options."""
+    name, options = system
+    return Declaration.of(registry.load(name), options).axes
