@@ -18,7 +18,7 @@ from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide, measure
-from shardproof.checks import relations, schedule
+from shardproof.checks import announced_schedule, relations
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
@@ -99,7 +99,7 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     try:
         schedules = _schedules(case, implementation)
-    except schedule.NoSchedule as error:
+    except announced_schedule.NoSchedule as error:
         account.broken = str(error)
         return None
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
@@ -108,7 +108,9 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
     account.cannot_fit = _misfit(case, schedules, workload)
-    account.unsound_schedules = schedule.unsound_schedules(case, implementation.strategy, schedules)
+    account.unsound_schedules = announced_schedule.unsound_schedules(
+        case, implementation.strategy, schedules
+    )
     if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
@@ -151,7 +153,7 @@ def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Sc
     cut = case.workload.cut(case.data_coordinates)
     schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
-        claimed = schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
+        claimed = announced_schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
         if claimed is not None:
             schedules[size] = claimed
     return schedules
