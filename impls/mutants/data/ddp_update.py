@@ -98,12 +98,7 @@ class DecayToWrongGroup(DDP):
         return groups
 
 
-@mutant(
-    "ddp_dummy_first_step",
-    zoo=("O26",),
-    killed_by=("equivalence",),
-    optimizer=ADAMW,
-)
+@mutant("ddp_dummy_first_step", zoo=("O26",), killed_by=("equivalence",), optimizer=ADAMW)
 class DummyFirstStep(ReferenceDDP):
     """A step with zero gradients creates the optimizer state. It counts and decays."""
 

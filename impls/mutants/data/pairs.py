@@ -77,12 +77,7 @@ class ReloadDropsMasters(ReferenceZero2):
         super().load_pieces(kind, [p for p in pieces if not p.name.endswith(".master")])
 
 
-@mutant(
-    "zero1_reload_keeps_masters",
-    zoo=("K02",),
-    expect=RELOAD,
-    options={"offload": "optimizer"},
-)
+@mutant("zero1_reload_keeps_masters", zoo=("K02",), expect=RELOAD, options={"offload": "optimizer"})
 class ReloadKeepsMasters(ReferenceZero1):
     """Parameters are loaded, but not their masters on the host, so the update undoes the load."""
 

@@ -6,7 +6,7 @@ or nearly so: only what was logged, and what was held, shows them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -26,11 +26,15 @@ mutant = declare.family(
     ReferencePipeline, workload=gpt(), mesh={"pipe": 2}, killed_by=("schedule",)
 )
 
+#: Changes an order in place.
+Change = Callable[[list[Action]], None]
+
 
 class Spoilt(ReferencePipeline):
-    """What the parent would run, with the order of one rank changed by :meth:`spoil`."""
+    """What the parent would run, with the order of one rank changed by ``spoil``, in place."""
 
     rank: ClassVar[int] = 0
+    spoil: ClassVar[Change]
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -41,23 +45,36 @@ class Spoilt(ReferencePipeline):
         orders = (*schedule.orders[: cls.rank], tuple(order), *schedule.orders[cls.rank + 1 :])
         return replace(schedule, orders=orders)
 
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        """Change ``order`` in place."""
-        raise NotImplementedError
 
-
-def exchange(order: list[Action], one: str, other: str) -> None:
+def exchange(one: str, other: str) -> Change:
     """Two actions change places."""
-    i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
-    order[i], order[j] = order[j], order[i]
+
+    def change(order: list[Action]) -> None:
+        i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
+        order[i], order[j] = order[j], order[i]
+
+    return change
 
 
-def move(order: list[Action], one: str, behind: str) -> None:
-    """An action comes right behind another."""
-    action = Action.parse(one)
-    order.remove(action)
-    order.insert(order.index(Action.parse(behind)) + 1, action)
+def move(one: str, behind: str = "") -> Change:
+    """An action comes right behind another, or first."""
+
+    def change(order: list[Action]) -> None:
+        action = Action.parse(one)
+        order.remove(action)
+        order.insert(order.index(Action.parse(behind)) + 1 if behind else 0, action)
+
+    return change
+
+
+def drop(one: str) -> Change:
+    """An action is left out."""
+    return lambda order: order.remove(Action.parse(one))
+
+
+def repeat(one: str) -> Change:
+    """An action comes once more, at the end."""
+    return lambda order: order.append(Action.parse(one))
 
 
 # ---------------------------------------------------------------------------- orders without a run
@@ -67,9 +84,7 @@ def move(order: list[Action], one: str, behind: str) -> None:
 class SwapsTwoSends(Spoilt):
     """The first two activations are sent in the wrong order."""
 
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        move(order, "SF0@0", "SF1@0")
+    spoil = move("SF0@0", "SF1@0")
 
 
 @mutant("schedule_posts_receives_in_another_order", zoo=("P14",), options=GPIPE)
@@ -77,19 +92,14 @@ class PostsReceivesInAnotherOrder(Spoilt):
     """The second activation is received first."""
 
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.insert(0, order.pop(order.index(Action("RF", 1, 1))))
+    spoil = move("RF1@1")
 
 
 @mutant("schedule_forgets_a_gradient")
 class ForgetsAGradient(Spoilt):
     """One gradient is neither sent nor received."""
 
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("RB", 0, 2))
+    spoil = drop("RB2@0")
 
 
 @mutant("schedule_forgets_receive_after_warm_up", zoo=("P16",), mesh={"pipe": 3})
@@ -97,10 +107,7 @@ class ForgetsReceiveAfterWarmUp(Spoilt):
     """A stage in the middle leaves its warm-up without receiving an input."""
 
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("RF", 1, 1))
+    spoil = drop("RF1@1")
 
 
 @mutant("schedule_drops_last_weights", options=SPLIT)
@@ -108,19 +115,14 @@ class DropsLastWeights(Spoilt):
     """The weights' part of a stage's last backward is in no order."""
 
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("W", 1, 3))
+    spoil = drop("W3@1")
 
 
 @mutant("schedule_weights_before_their_gradient", options=SPLIT)
 class WeightsBeforeTheirGradient(Spoilt):
     """The weights' part of a backward comes before the input's part."""
 
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        exchange(order, "B2@0", "W2@0")
+    spoil = exchange("B2@0", "W2@0")
 
 
 @mutant("schedule_repeats_a_backward")
@@ -128,10 +130,7 @@ class RepeatsABackward(Spoilt):
     """One micro-batch goes backward twice."""
 
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.append(Action("BW", 1, 3))
+    spoil = repeat("BW3@1")
 
 
 @mutant("schedule_waits_in_a_circle", zoo=("P14",))
@@ -142,9 +141,9 @@ class WaitsInACircle(ReferencePipeline):
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         schedule = super().schedule(options, ranks, micro_batches)
         orders = [list(schedule.computed(rank)) for rank in range(ranks)]
-        move(orders[0], "F1@0", "BW0@0")
+        move("F1@0", "BW0@0")(orders[0])
         for op in ("F", "BW"):
-            exchange(orders[1], f"{op}0@1", f"{op}1@1")
+            exchange(f"{op}0@1", f"{op}1@1")(orders[1])
         return with_messages(replace(schedule, orders=tuple(map(tuple, orders))))
 
 
@@ -264,7 +263,7 @@ class SwapsBackwardsOfFirstStage(Executor):
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         order = list(schedule.orders[0])
         if schedule.name == "gpipe":
-            exchange(order, "BW0@0", "BW1@0")
+            exchange("BW0@0", "BW1@0")(order)
             for message in ("RB0@0", "RB1@0"):
                 order.remove(Action.parse(message))
                 order.insert(order.index(Action("BW", 0, 1)), Action.parse(message))
