@@ -68,10 +68,10 @@ def calibrate(
     from shardproof.studies import calibrate as measuring
 
     console = make_console()
-    record = measuring.measure(seeds, jobs or cores(), console.print)
-    measuring.write(record)
-    wrong = measuring.problems(record, measuring.thresholds())
-    for line in [*measuring.lines(record), *wrong]:
+    measured = measuring.measure(seeds, jobs or cores(), console.print)
+    measured.write()
+    wrong = measuring.problems(measured, measuring.thresholds())
+    for line in [*measuring.lines(measured), *wrong]:
         print_line(console, line)
     raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
 

@@ -13,7 +13,6 @@ noise from faults.  Later steps are measured beside them and must pass.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from shardproof import VERSION
@@ -36,6 +36,7 @@ from shardproof.checks.numbers import (
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
 from shardproof.oracle.training import train
+from shardproof.oracle.truth import Tensors
 from shardproof.workloads import make
 
 RECORD = Path(__file__).parents[1] / "checks" / "calibration.json"
@@ -50,6 +51,27 @@ STEPS = {RANKS: 1, FORCED: 3}
 MARGIN = {RANKS: 2.0, RING: 2.0, FORCED: 1.0}
 
 
+class Spread(BaseModel):
+    """Shares of the bound that clean runs used, times the threshold."""
+
+    max: float
+    median: float
+
+
+class Calibration(BaseModel):
+    """What was measured: ``clean`` by dtype and source; ``calibration.json`` as JSON."""
+
+    date: str
+    versions: dict[str, str]
+    seeds: int
+    clean: dict[str, dict[str, Spread]]
+    thresholds: dict[str, float]
+
+    def write(self, path: Path = RECORD) -> None:
+        """Put the figures beside the thresholds."""
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
+
+
 def thresholds() -> dict[str, float]:
     """The thresholds in use, by dtype."""
     return {
@@ -58,21 +80,21 @@ def thresholds() -> dict[str, float]:
     }
 
 
-def problems(record: Mapping[str, Any], used: Mapping[str, float]) -> list[str]:
-    """What is wrong with thresholds ``used`` beside the measured ``record``; empty if nothing."""
-    found = []
-    if record["seeds"] < SEEDS:
-        found.append(f"{record['seeds']} seeds were measured, {SEEDS} are asked for")
+def problems(measured: Calibration, used: Mapping[str, float]) -> list[str]:
+    """What is wrong with thresholds ``used`` beside what was ``measured``; empty if nothing."""
+    wrong = []
+    if measured.seeds < SEEDS:
+        wrong.append(f"{measured.seeds} seeds were measured, {SEEDS} are required")
     for dtype, limit in POLICY.items():
         if used[dtype] > limit:
-            found.append(f"{dtype}: threshold {used[dtype]:g} was raised above policy {limit:g}")
-        for source, spread in record["clean"][dtype].items():
-            if MARGIN[source] * spread["max"] > limit:
-                found.append(
+            wrong.append(f"{dtype}: threshold {used[dtype]:g} was raised above policy {limit:g}")
+        for source, spread in measured.clean[dtype].items():
+            if MARGIN[source] * spread.max > limit:
+                wrong.append(
                     f"{dtype}, {source}: {MARGIN[source]:g} times the clean maximum "
-                    f"{spread['max']:.3g} is above policy {limit:g}"
+                    f"{spread.max:.3g} is above policy {limit:g}"
                 )
-    return found
+    return wrong
 
 
 def ring_fold(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -100,26 +122,18 @@ def ring_error(dtype: str, seed: int, world: int) -> float:
     twin = make(spec, "float64", rounded_to=dtype)
     workload = make(spec, dtype)
 
-    def gradients(item: Any, **how: Any) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = train(item, OptimizerSpec(), world, 1, **how)["steps"][0][
-            "gradients"
-        ]
-        return found
+    def gradients(item: Any, **how: Any) -> Tensors:
+        return train(item, OptimizerSpec(), world, 1, **how).steps[0].gradients
 
-    truth = gradients(twin)
-    found = gradients(workload, fold=ring_fold)
+    truth, ring = gradients(twin), gradients(workload, fold=ring_fold)
+    zeros = workload.zero_gradient
     if dtype != "float64":
-        return max(
-            working_precision.ratios(
-                found, gradients(workload), truth, workload.zero_gradient
-            ).values()
-        )
+        return max(working_precision.ratios(ring, gradients(workload), truth, zeros).values())
     compare = relative_frobenius(FP64_BOUND)
-    errors = []
-    for name, value in truth.items():
-        regions = workload.zero_gradient.get(name, [])
-        errors.append(compare(split_zero(found[name], regions)[0], split_zero(value, regions)[0]))
-    return max(error.error for error in errors)
+    return max(
+        compare(*(split_zero(each[name], zeros.get(name, []))[0] for each in (ring, truth))).error
+        for name in truth
+    )
 
 
 def cases(seeds: int) -> list[Case]:
@@ -146,13 +160,10 @@ def cases(seeds: int) -> list[Case]:
     ]
 
 
-def measure(
-    seeds: int, jobs: int, note: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Measure the clean spread; the record that :func:`write` writes.
+def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: None) -> Calibration:
+    """Measure the clean spread.
 
-    Raises:
-        RuntimeError: a clean case does not pass: there is nothing to calibrate.
+    :raises RuntimeError: a clean case does not pass: there is nothing to calibrate.
     """
     from shardproof.cases.runner import run_cases
 
@@ -179,38 +190,31 @@ def measure(
                 clean[dtype][RING].append(ring_error(dtype, seed, 3 + seed % 2))
     finally:
         torch.set_num_threads(threads)
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {
+    return Calibration(
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        versions={
             "shardproof": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
         },
-        "seeds": seeds,
-        "clean": {
+        seeds=seeds,
+        clean={
             dtype: {
-                source: {"max": max(values), "median": statistics.median(values)}
+                source: Spread(max=max(values), median=statistics.median(values))
                 for source, values in sources.items()
             }
             for dtype, sources in clean.items()
         },
-        "thresholds": thresholds(),
-    }
+        thresholds=thresholds(),
+    )
 
 
-def write(record: Mapping[str, Any], path: Path = RECORD) -> None:
-    """Put ``record`` beside the thresholds."""
-    write_whole(path, json.dumps(record, indent=1) + "\n")
-
-
-def lines(record: Mapping[str, Any]) -> list[str]:
-    """The record for people."""
-    found = []
-    for dtype, sources in record["clean"].items():
-        for source, spread in sources.items():
-            found.append(
-                f"{dtype:9} {source:24} clean median {spread['median']:.3g}, max "
-                f"{spread['max']:.3g}; threshold {record['thresholds'][dtype]:g}"
-            )
-    return found
+def lines(measured: Calibration) -> list[str]:
+    """The figures for people."""
+    return [
+        f"{dtype:9} {source:24} clean median {spread.median:.3g}, max {spread.max:.3g}; "
+        f"threshold {measured.thresholds[dtype]:g}"
+        for dtype, sources in measured.clean.items()
+        for source, spread in sources.items()
+    ]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from shardproof import registry, verdicts
 from shardproof.bench import sides
@@ -27,7 +26,7 @@ from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, int]] = {
     "1.3m": {"width": 160, "heads": 5, "layers": 4, "seq": 32},
     "5.1m": {"width": 288, "heads": 9, "layers": 5, "seq": 32},
     "16m": {"width": 512, "heads": 8, "layers": 5, "seq": 32},

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardproof.contract import (
     Kind,
     Observe,
     OptimizerSpec,
+    Options,
     Piece,
     StepResult,
 )
@@ -55,7 +56,7 @@ class Null(Implementation):
     strategy = "single"
 
     @classmethod
-    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+    def capabilities(cls, options: Options) -> Capabilities:
         """One rank."""
         return Capabilities(max_world=1)
 
@@ -65,7 +66,7 @@ class Null(Implementation):
         state: Mapping[str, Tensor] | None,
         optimizer: OptimizerSpec,
         mesh: Mesh,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> None:
         """Nothing to set up."""
         self.loss = torch.zeros(())
@@ -104,7 +105,27 @@ class _NoBuild:
 
 def harness_seconds(steps: int = STEPS) -> float:
     """Seconds per step that the rank program itself takes, ledgers off."""
-    return _in_one_rank(lambda: _timed(steps) / steps)
+    case = Case(
+        id="overhead",
+        scenario="overhead",
+        implementation="shardproof.studies.overhead:Null",
+        backend="in_memory",
+        mesh={"replicate": 1},
+        workload=WorkloadSpec("charnames_gpt"),
+        optimizer=OptimizerSpec(),
+        lane="fp64",
+        checks=(),
+        steps=steps,
+        ledgers=False,
+    )
+    work: Any = _NoWork()
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        run_rank(case, work, 0)
+        return (time.perf_counter() - begin) / steps
+
+    return _slowest("in_memory", 1, measure)
 
 
 def gpt_step_seconds(steps: int = 30) -> float:
@@ -126,7 +147,7 @@ def gpt_step_seconds(steps: int = 30) -> float:
             times.append(time.perf_counter() - begin)
         return statistics.median(times[5:])
 
-    return _in_one_rank(measure)
+    return _slowest("in_memory", 1, measure)
 
 
 def all_reduce_seconds() -> dict[str, float]:
@@ -143,65 +164,43 @@ def schedule_seconds() -> dict[str, float]:
     """Seconds to generate and check each schedule of 64 stages and 512 micro-batches."""
     from shardproof.impls.reference.pipeline.schedules import SCHEDULES
 
-    found = {}
+    seconds = {}
     for name, make in SCHEDULES.items():
         ranks = STAGES // 2 if name in ("interleaved", "zb_v") else STAGES
         begin = time.perf_counter()
         schedule = make(ranks, MICRO_BATCHES)
         wrong = problems(schedule)
-        found[name] = time.perf_counter() - begin
+        seconds[name] = time.perf_counter() - begin
         if wrong or schedule.stages != STAGES:
             raise RuntimeError(f"{name}: {schedule.stages} stages, {'; '.join(wrong)}")
-    return found
+    return seconds
 
 
 def _block(backend: str) -> float:
-    def program(rank: int, world: int) -> dict[str, Any]:
-        comm = Mesh({"replicate": world}).comm("replicate")
+    def measure() -> float:
+        comm = Mesh({"replicate": RANKS}).comm("replicate")
         tensor, times = torch.ones(ELEMENTS), []
         for _ in range(CALLS + 20):
             begin = time.perf_counter()
             comm.all_reduce(tensor)
             times.append(time.perf_counter() - begin)
-        return {"seconds": statistics.median(times[20:])}
+        return statistics.median(times[20:])
 
-    with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
-        outcomes = run_ranks(backend, RANKS, program, Path(folder), 60.0, ledgers=False)
-        records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
-    if len(records) != RANKS:
-        raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))
-    return max(float(record["seconds"]) for record in records)
+    return _slowest(backend, RANKS, measure)
 
 
-def _timed(steps: int) -> float:
-    case = Case(
-        id="overhead",
-        scenario="overhead",
-        implementation="shardproof.studies.overhead:Null",
-        backend="in_memory",
-        mesh={"replicate": 1},
-        workload=WorkloadSpec("charnames_gpt"),
-        optimizer=OptimizerSpec(),
-        lane="fp64",
-        checks=(),
-        steps=steps,
-        ledgers=False,
-    )
-    work: Any = _NoWork()
-    begin = time.perf_counter()
-    run_rank(case, work, 0)
-    return time.perf_counter() - begin
+def _slowest(backend: str, ranks: int, measure: Callable[[], float]) -> float:
+    """Seconds of the slowest of fresh ``ranks`` that all ``measure``."""
 
-
-def _in_one_rank(measure: Any) -> float:
-    def program(rank: int, world: int) -> dict[str, Any]:
+    def program(rank: int, world: int) -> dict[str, float]:
         return {"seconds": measure()}
 
     with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
-        (outcome,) = run_ranks("in_memory", 1, program, Path(folder), 120.0, ledgers=False)
-        if outcome.record is None:
-            raise RuntimeError(outcome.sentence())
-        return float(tensor_bytes.load(outcome.record)["seconds"])
+        outcomes = run_ranks(backend, ranks, program, Path(folder), 120.0, ledgers=False)
+        records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
+    if len(records) != ranks:
+        raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))
+    return max(float(record["seconds"]) for record in records)
 
 
 def sentences() -> Iterator[str]:

@@ -1,79 +1,291 @@
-"""The systems that a campaign draws from, with their meshes and options."""
+"""The systems that a campaign draws from: their meshes and options, and what goes together.
+
+What a system declares (backends, dtypes, traits) is asked of it and not repeated here.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardproof.case import DATA_AXES
-from shardproof.studies.campaign.fits import (
-    LARGEST_GRID,
-    LARGEST_WORLD,
-    LAYERED,
-    MOST_PROCESSES,
-    SINGLE,
-    SPLIT,
-    Choices,
-    System,
-    always,
-    as_fsdp1,
-    as_fsdp2,
-    clean_shapes,
-    communicates,
-    coordinates,
-    goes_together,
-    in_equal_parts,
-    in_one_window,
-    own_stages,
-    recomputes,
-    reduces_each,
-    reshards,
-    shared_sizes,
-    upstream_sizes,
-    upstream_splits,
-    upstream_stages,
-)
+from shardproof import workloads
+from shardproof.case import AXES, DATA_AXES, Lane, WorkloadSpec, split
+from shardproof.contract import Options
+
+LARGEST_WORLD = 5
+#: Of meshes of several axes; with more ranks than processes they are threads.
+LARGEST_GRID, MOST_PROCESSES = 12, 8
+#: Lanes of the real workloads, the main bug finder twice as often; ``DYADIC`` has its own.
+LANES: Sequence[Lane] = ("fp64", "fp64", "bitwise", "working_precision")
+#: Systems that promise nobody the same bits.
+NO_BITWISE: Sequence[Lane] = ("fp64", "fp64", "working_precision")
+DYADIC = "dyadic_mlp"
+#: Has batch norms, which want weights and buffers of one dtype.
+NORMED = "digits_cnn"
+#: Where layers are split, of these there must be some.
+LAYERED = ("charnames_gpt", DYADIC)
+#: What every option is drawn from.
+Choices = Mapping[str, Sequence[Any]]
+Meshes = Sequence[Mapping[str, int]]
+#: Dtypes of mixed precision, by role.
+Policy = Mapping[str, str]
+#: Schedules of torch: a stage a rank, and those whose backwards come in two parts.
+SINGLE, SPLIT = ("gpipe", "1f1b"), ("interleaved_zb", "zb_v", "dualpipe_v")
 
 
-def _line(axis: str) -> list[dict[str, int]]:
-    return [{axis: size} for size in range(1, LARGEST_WORLD + 1)]
+@dataclass(frozen=True)
+class Setup:
+    """What is drawn first."""
+
+    options: Options
+    mesh: Mapping[str, int]
+    workload: str
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``."""
+        return self.mesh.get(axis, 1)
+
+    @property
+    def coordinates(self) -> int:
+        """Shares that the batch is cut into."""
+        return math.prod(self.size(axis) for axis in DATA_AXES)
+
+    def windows(self, spec: WorkloadSpec) -> list[list[int]]:
+        """Samples of every micro-batch of every window of every data coordinate."""
+        return [window for share in spec.cut(self.coordinates) for window in share]
+
+
+Condition = Callable[[Setup], bool]
+
+
+def always(setup: Setup) -> bool:
+    return True
+
+
+def never(setup: Setup) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class System:
+    """An implementation, and what its meshes and options are drawn from.
+
+    ``options`` are independent of each other but for ``only``: a setup that it refuses is drawn
+    again.  ``mixed``: knows mixed precision.  ``sums_ranks_first``: adds every micro-batch up over
+    ranks before it adds it to the others, so that with several micro-batches two ranks are not
+    promised equal bits.  ``flattens``: makes parameters contiguous, whose products may then be
+    rounded otherwise.  ``takes``: whether a setup goes with a policy of precision; where not,
+    nothing is cast.  ``stages``: units that a model must have at least (0: as many as it has by
+    default); ``cuts``: whether a setup goes with the micro-batches and traits.  ``sizes``: knobs of
+    a workload that the mesh can share.  ``workloads`` and ``lanes`` (of the real ones): what it can
+    be given.  ``clips``: its clipping is believed right.  ``chance``: how often it is drawn beside
+    the others.
+    """
+
+    name: str
+    meshes: Meshes
+    options: Choices = field(default_factory=dict)
+    mixed: bool = False
+    sums_ranks_first: Condition = never
+    flattens: Condition = never
+    only: Condition = always
+    takes: Callable[[Setup, Policy], bool] = lambda setup, policy: True
+    stages: Callable[[Setup], int] = lambda setup: 0
+    cuts: Callable[[Setup, WorkloadSpec], bool] = lambda setup, spec: True
+    most_micro_batches: int = 3
+    sizes: Callable[[random.Random, Setup], Options] = lambda source, setup: {}
+    workloads: tuple[str, ...] = ("charnames_gpt", NORMED, DYADIC)
+    lanes: Sequence[Lane] = LANES
+    clips: bool = True
+    chance: float = 1.0
+
+
+# ------------------------------------------------------------------------- what goes together
+
+
+def communicates(setup: Setup) -> bool:
+    """Without ``accumulate_without_communication`` every micro-batch is reduced by itself."""
+    return not setup.options.get("accumulate_without_communication")
+
+
+def reshards(setup: Setup) -> bool:
+    """Whether an integer ``reshard_after_forward`` divides the ranks that parameters lie on."""
+    k = setup.options.get("reshard_after_forward")
+    return k is None or isinstance(k, bool) or setup.mesh["shard"] % k == 0
+
+
+def as_fsdp1(setup: Setup, policy: Policy) -> bool:
+    """What FSDP1 insists on: no batch norms, and micro-batches are added up in no narrower dtype
+    than ranks.
+    """
+    if setup.workload == NORMED:
+        return not policy
+    return communicates(setup) or "reduce" not in policy or "parameters" not in policy
+
+
+def as_fsdp2(setup: Setup, policy: Policy) -> bool:
+    """It does not cast buffers."""
+    return "buffers" not in policy
+
+
+def own_stages(setup: Setup) -> int:
+    return setup.size("pipe") * (2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1)
+
+
+def upstream_stages(setup: Setup) -> int:
+    return setup.mesh["pipe"] * (1 if setup.options["schedule"] in SINGLE else 2)
+
+
+def in_equal_parts(setup: Setup, spec: WorkloadSpec) -> bool:
+    """torch cuts a window's inputs into equal parts.  Where B and W come apart, no stage may end in
+    an operation that makes a view, as odd modules inside of units do.
+    """
+    if any(len(set(window)) > 1 for window in setup.windows(spec)):
+        return False
+    inner = any(workloads.TRAITS[trait].place == "inner" for trait in spec.traits)
+    if not inner or setup.options["schedule"] not in SPLIT:
+        return True
+    ends = list(itertools.accumulate(split(spec.params["layers"], upstream_stages(setup))))
+    return spec.params["layers"] // 2 + 1 not in ends[:-1]
+
+
+def in_one_window(setup: Setup, spec: WorkloadSpec) -> bool:
+    """DeepSpeed's step has one; sizes may differ only where it sends them with every message."""
+    windows = setup.windows(spec)
+    return len(windows) == 1 and (setup.options["dynamic_shape"] or len(set(windows[0])) == 1)
+
+
+def recomputes(setup: Setup) -> bool:
+    """A backward in two parts cannot compute anything again."""
+    is_split = setup.options["schedule"].startswith("zb_")
+    return not (setup.options["recompute_every"] and is_split)
+
+
+def goes_together(setup: Setup) -> bool:
+    """As pipelines; nothing but Transformers and the like can be split into layers."""
+    return recomputes(setup) and (setup.workload in LAYERED or setup.size("tensor") == 1)
+
+
+def reduces_each(setup: Setup) -> bool:
+    """Hybrids without stages whose data axes reduce every micro-batch."""
+    inner = setup.options.get("data_options", {})
+    each = not inner.get("accumulate_without_communication")
+    return setup.size("pipe") == 1 and setup.options["data"] != "ddp" and each
+
+
+def upstream_splits(setup: Setup) -> bool:
+    """Torch's parallel loss is a cross-entropy; its biases are divided by the ranks, which is exact
+    for powers of two; backwards that come in two parts want whole parameters.
+    """
+    options = setup.options
+    if options.get("reshard_after_forward") and options["schedule"] in SPLIT:
+        return False
+    if setup.workload != DYADIC:
+        return True
+    return not options["loss_parallel"] and setup.size("tensor") in (1, 2, 4)
+
+
+def clean_shapes(setup: Setup) -> bool:
+    """To infer shapes torch feeds batch norms with memory that nobody has written."""
+    return setup.workload != NORMED or setup.options["shapes"] == "given"
+
+
+def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
+    """Layers that the ranks of the tensor axis can share: whole heads, KV heads of one or several
+    ranks, a vocabulary and a sequence of any size.
+    """
+    if setup.workload == NORMED:
+        return {}
+    if setup.workload == DYADIC:
+        return {"width": 60}
+    ranks = setup.size("tensor")
+    heads = ranks * source.choice((2, 4))
+    kv = [n for n in range(1, heads + 1) if heads % n == 0 and (n % ranks == 0 or ranks % n == 0)]
+    return {
+        "heads": heads,
+        "kv_heads": source.choice(kv),
+        "width": heads * (source.choice((4, 8)) if heads > 2 else 8),
+        "vocab": source.choice((97, 128)),
+        "seq": source.choice((11, 16)),
+        "label_smoothing": source.choice((0.0, 0.1)),
+    }
+
+
+def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
+    """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks."""
+    if setup.workload == DYADIC:
+        return {"width": 60, "seq": 12}
+    ranks, sizes = setup.size("tensor"), shared_sizes(source, setup)
+    if sizes["kv_heads"] % ranks:
+        sizes["kv_heads"] = ranks
+    if setup.options["sequence_parallel"]:
+        sizes["seq"] = 3 * ranks if ranks > 3 else 12
+    if setup.options["loss_parallel"]:
+        sizes["label_smoothing"] = 0.0
+    return sizes
+
+
+# ---------------------------------------------------------------------------- meshes and options
+
+
+def _line(axis: str, most: int = LARGEST_WORLD) -> Meshes:
+    return [{axis: size} for size in range(1, most + 1)]
 
 
 _HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
 #: FSDP1 refuses hybrids without sharding.
 _SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if mesh["shard"] > 1)
-_SHARDS = _line("shard")
-_PIPES = [{"pipe": size} for size in range(1, 7)]
-_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
-#: Pipe, replicate, shard, tensor: all that have few enough ranks.
-_GRIDS = [
-    dict(zip(("pipe", *DATA_AXES, "tensor"), sizes, strict=True))
+_REPLICAS, _SHARDS, _PIPES = _line("replicate"), _line("shard"), _line("pipe", 6)
+#: All meshes of four axes that have few enough ranks.
+_GRIDS: Meshes = [
+    dict(zip(AXES, sizes, strict=True))
     for sizes in itertools.product((1, 2, 3), repeat=4)
     if math.prod(sizes) <= LARGEST_GRID
 ]
 
 
-def _without_ones(meshes: Sequence[Mapping[str, int]], kept: str = "") -> list[dict[str, int]]:
+def _without_ones(meshes: Meshes, kept: str = "") -> Meshes:
     """``meshes`` of few ranks that name only the axes of several, and the one that is ``kept``."""
     small = (mesh for mesh in meshes if 1 < math.prod(mesh.values()) <= MOST_PROCESSES)
     return [{axis: n for axis, n in mesh.items() if n > 1 or axis == kept} for mesh in small]
 
 
+#: Without replicas.
+_ONE_REPLICA = [mesh for mesh in _GRIDS if mesh["replicate"] == 1]
+_SHARDED_GRIDS = [*_ONE_REPLICA, *_without_ones(_ONE_REPLICA, kept="shard")]
+#: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
+_UPSTREAM_GRIDS: Meshes = [
+    *(mesh for mesh in _GRIDS if math.prod(mesh.values()) <= MOST_PROCESSES),
+    *(
+        {axis: mesh[axis] for axis in ("pipe", kept)}
+        for kept, ones in (("tensor", DATA_AXES), ("shard", ("replicate", "tensor")))
+        for mesh in _GRIDS
+        if all(mesh[axis] == 1 for axis in ones)
+    ),
+]
+
 #: Shared by the sharded systems.  A wrap policy must match something in every workload.
 _WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
-_SILENT = {"accumulate_without_communication": (False, True)}
-_RECOMPUTE = {"recompute_every": (0, 0, 1, 2)}
-_STATE = {"offload": ("none", "none", "optimizer")}
-_EVERYTHING = {"offload": ("none", "none", "optimizer", "parameters")}
-_BUCKETS = {"bucket_bytes": (4096, 49152, 25 * 2**20)}
-_PREFETCH = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
-_FSDP = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
-_UPSTREAM_FSDP = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
+_SILENT: Choices = {"accumulate_without_communication": (False, True)}
+_RECOMPUTE: Choices = {"recompute_every": (0, 0, 1, 2)}
+_STATE: Choices = {"offload": ("none", "none", "optimizer")}
+_EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
+_ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE}
+_PREFETCH: Choices = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
+_FSDP: Choices = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
+_UPSTREAM_FSDP: Choices = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
 _SPLIT_LAYERS: Choices = {"sequence_parallel": (False, True), "loss_parallel": (None, False)}
-_UPSTREAM_SCHEDULES = (*SINGLE, "interleaved", "looped_bfs", *SPLIT)
-_UPSTREAM_DDP = {
+_UPSTREAM_SPLIT: Choices = {"sequence_parallel": (False, True), "loss_parallel": (False, True)}
+_STAGES: Choices = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"),
+    "recompute_every": (0, 0, 0, 1),
+}
+_UPSTREAM_SCHEDULES: Choices = {"schedule": (*SINGLE, "interleaved", "looped_bfs", *SPLIT)}
+_UPSTREAM_DDP: Choices = {
     "find_unused_parameters": (True,),
     "gradient_as_bucket_view": (False, True),
     "bucket_cap_mb": (None, 0.05),
@@ -81,19 +293,19 @@ _UPSTREAM_DDP = {
 }
 
 
-def _fsdp(strategy: str, meshes: Sequence[Mapping[str, int]], **options: Sequence[Any]) -> System:
+def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
     return System(
         "reference/fsdp",
         meshes,
         {"sharding_strategy": (strategy,), **_FSDP, **options},
         mixed=True,
-        sums_ranks_first=communicates if "shard" in meshes[0] else lambda options, mesh: False,
+        sums_ranks_first=communicates if "shard" in meshes[0] else never,
         flattens=always,
         only=reshards,
     )
 
 
-def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
+def _fsdp1(strategy: str, meshes: Meshes) -> System:
     options: Choices = {
         "sharding_strategy": (strategy,),
         **_UPSTREAM_FSDP,
@@ -110,24 +322,16 @@ def _fsdp1(strategy: str, meshes: Sequence[Mapping[str, int]]) -> System:
     )
 
 
-def _hybrid(
-    data: str, meshes: Sequence[Mapping[str, int]], *inner: Mapping[str, Any], **more: Sequence[Any]
-) -> System:
+def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) -> System:
     """A strategy ``data`` of the data axes, under ``inner`` of its options."""
+    options: Choices = {"data": (data,), "data_options": inner, **_STAGES, **_SPLIT_LAYERS, **more}
     return System(
         "reference/hybrid",
         meshes,
-        {
-            "data": (data,),
-            "data_options": inner,
-            "schedule": _SCHEDULES,
-            "recompute_every": (0, 0, 0, 1),
-            **_SPLIT_LAYERS,
-            **more,
-        },
+        options,
         mixed=data != "ddp",
         sums_ranks_first=reduces_each,
-        flattens=lambda options, mesh: data in ("zero3", "fsdp"),
+        flattens=always if data in ("zero3", "fsdp") else never,
         only=goes_together,
         stages=own_stages,
         sizes=shared_sizes,
@@ -136,35 +340,19 @@ def _hybrid(
     )
 
 
-#: Without replicas.
-_SHARDED_GRIDS = [mesh for mesh in _GRIDS if mesh["replicate"] == 1]
-_SHARDED_GRIDS += _without_ones(_SHARDED_GRIDS, kept="shard")
+_RESHARD = "reshard_after_forward"
+_SMALL_BUCKETS = {"bucket_bytes": 4096}
 _WRAPPED = {"wrap": {"module_class": ["Block"]}}
-#: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
-_UPSTREAM_GRIDS = [
-    *(mesh for mesh in _GRIDS if math.prod(mesh.values()) <= MOST_PROCESSES),
-    *({"pipe": n["pipe"], "tensor": n["tensor"]} for n in _GRIDS if coordinates(n) == 1),
-    *(
-        {"pipe": n["pipe"], "shard": n["shard"]}
-        for n in _GRIDS
-        if n["replicate"] == n["tensor"] == 1
-    ),
-]
+_REPLICATED = {"sharding_strategy": "HYBRID_SHARD"}
 #: What a campaign draws from.  Systems with several entries, and those that take long, have smaller
 #: chances, so that none takes up most of a campaign.
 SYSTEMS: Sequence[System] = (
     System("plain", [{"replicate": 1}]),
-    System("reference/ddp", _line("replicate"), {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
-    System("reference/naive_ddp", _line("replicate")),
-    System("pytorch/ddp", _line("replicate"), _UPSTREAM_DDP),
-    System("reference/zero1", _SHARDS, {**_BUCKETS, **_RECOMPUTE, **_STATE}, mixed=True),
-    System(
-        "reference/zero2",
-        _SHARDS,
-        {**_BUCKETS, **_RECOMPUTE, **_STATE},
-        mixed=True,
-        sums_ranks_first=always,
-    ),
+    System("reference/ddp", _REPLICAS, {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
+    System("reference/naive_ddp", _REPLICAS),
+    System("pytorch/ddp", _REPLICAS, _UPSTREAM_DDP),
+    System("reference/zero1", _SHARDS, _ZERO, mixed=True),
+    System("reference/zero2", _SHARDS, _ZERO, mixed=True, sums_ranks_first=always),
     System(
         "reference/zero3",
         _SHARDS,
@@ -173,10 +361,10 @@ SYSTEMS: Sequence[System] = (
         sums_ranks_first=always,
         flattens=always,
     ),
-    _fsdp("NO_SHARD", _line("replicate")),
-    _fsdp("SHARD_GRAD_OP", _SHARDS, **_EVERYTHING, reshard_after_forward=(None, False)),
-    _fsdp("FULL_SHARD", _SHARDS, **_EVERYTHING, reshard_after_forward=(None, True, 2)),
-    _fsdp("HYBRID_SHARD", _HYBRID, **_EVERYTHING, reshard_after_forward=(None, False, True, 2)),
+    _fsdp("NO_SHARD", _REPLICAS, {}),
+    _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, _RESHARD: (None, False)}),
+    _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, _RESHARD: (None, True, 2)}),
+    _fsdp("HYBRID_SHARD", _HYBRID, {**_EVERYTHING, _RESHARD: (None, False, True, 2)}),
     System(
         "pytorch/fsdp2",
         (*_SHARDS, *_HYBRID),
@@ -185,7 +373,7 @@ SYSTEMS: Sequence[System] = (
             "offload": ("none", "parameters"),
             "prefetch_forward": (0, 1, 2),
             "prefetch_backward": (1, 2),
-            "reshard_after_forward": (None, True, False, 2),
+            _RESHARD: (None, True, False, 2),
             "reduce_scatter_unused_params": (False, True),
         },
         mixed=True,
@@ -193,7 +381,7 @@ SYSTEMS: Sequence[System] = (
         only=reshards,
         takes=as_fsdp2,
     ),
-    _fsdp1("NO_SHARD", _line("replicate")),
+    _fsdp1("NO_SHARD", _REPLICAS),
     _fsdp1("SHARD_GRAD_OP", _SHARDS),
     _fsdp1("FULL_SHARD", _SHARDS),
     _fsdp1("HYBRID_SHARD", _SHARDED_HYBRID),
@@ -201,12 +389,12 @@ SYSTEMS: Sequence[System] = (
         "pytorch/zero_redundancy_optimizer",
         _SHARDS,
         {**_UPSTREAM_DDP, "parameters_as_bucket_view": (False, True)},
-        flattens=lambda options, mesh: bool(options["parameters_as_bucket_view"]),
+        flattens=lambda setup: bool(setup.options["parameters_as_bucket_view"]),
     ),
     System(
         "reference/pipeline",
         _PIPES,
-        {"schedule": _SCHEDULES, "recompute_every": (0, 0, 0, 1)},
+        _STAGES,
         only=recomputes,
         stages=own_stages,
         most_micro_batches=8,
@@ -227,57 +415,50 @@ SYSTEMS: Sequence[System] = (
     _hybrid(
         "ddp",
         [*_GRIDS, *_without_ones(_GRIDS)],
+        [{}, _SMALL_BUCKETS, {"broadcast_buffers": False}],
         {},
-        {"bucket_bytes": 4096},
-        {"broadcast_buffers": False},
     ),
-    _hybrid("zero1", _SHARDED_GRIDS, {}, {"bucket_bytes": 4096}, offload=_STATE["offload"]),
-    _hybrid("zero2", _SHARDED_GRIDS, {}, {"bucket_bytes": 4096}, offload=_STATE["offload"]),
-    _hybrid("zero3", _SHARDED_GRIDS, {}, _WRAPPED, offload=_EVERYTHING["offload"]),
+    _hybrid("zero1", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS], _STATE),
+    _hybrid("zero2", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS], _STATE),
+    _hybrid("zero3", _SHARDED_GRIDS, [{}, _WRAPPED], _EVERYTHING),
     _hybrid(
         "fsdp",
         _SHARDED_GRIDS,
-        *({"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "FULL_SHARD")),
-        _WRAPPED,
-        {"accumulate_without_communication": True},
-        {"prefetch_forward": 2, "prefetch_backward": 0},
-        offload=_EVERYTHING["offload"],
+        [
+            *({"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "FULL_SHARD")),
+            _WRAPPED,
+            {"accumulate_without_communication": True},
+            {"prefetch_forward": 2, "prefetch_backward": 0},
+        ],
+        _EVERYTHING,
     ),
-    _hybrid(
-        "fsdp",
-        _GRIDS,
-        {"sharding_strategy": "HYBRID_SHARD"},
-        {"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": False},
-        offload=_EVERYTHING["offload"],
-    ),
+    _hybrid("fsdp", _GRIDS, [_REPLICATED, {**_REPLICATED, _RESHARD: False}], _EVERYTHING),
     System(
         "pytorch/pipelining",
         _PIPES,
-        {"schedule": _UPSTREAM_SCHEDULES, "shapes": ("inferred", "given", "given")},
+        {**_UPSTREAM_SCHEDULES, "shapes": ("inferred", "given", "given")},
         only=clean_shapes,
         stages=upstream_stages,
         cuts=in_equal_parts,
         most_micro_batches=8,
-        dtypes=("float64", "float32"),
     ),
     System(
         "pytorch/tensor_parallel",
         _line("tensor"),
-        {"sequence_parallel": (False, True), "loss_parallel": (False, True)},
+        _UPSTREAM_SPLIT,
         only=upstream_splits,
         sizes=upstream_sizes,
         workloads=LAYERED,
-        lanes=("fp64", "fp64", "working_precision"),
+        lanes=NO_BITWISE,
         chance=0.25,
     ),
     System(
         "pytorch/hybrid",
         _UPSTREAM_GRIDS,
         {
-            "schedule": _UPSTREAM_SCHEDULES,
-            "sequence_parallel": (False, True),
-            "loss_parallel": (False, True),
-            "reshard_after_forward": (False, False, True),
+            **_UPSTREAM_SCHEDULES,
+            **_UPSTREAM_SPLIT,
+            _RESHARD: (False, False, True),
         },
         only=upstream_splits,
         stages=upstream_stages,
@@ -285,19 +466,16 @@ SYSTEMS: Sequence[System] = (
         most_micro_batches=8,
         sizes=upstream_sizes,
         workloads=LAYERED,
-        dtypes=("float64", "float32"),
-        lanes=("fp64", "fp64", "working_precision"),
+        lanes=NO_BITWISE,
         chance=0.25,
     ),
     System(
         "deepspeed/pipeline",
-        [{"pipe": size} for size in range(1, LARGEST_WORLD + 1)],
+        _line("pipe"),
         {"dynamic_shape": (False, True)},
-        stages=lambda options, mesh: mesh["pipe"],
+        stages=lambda setup: setup.mesh["pipe"],
         cuts=in_one_window,
         most_micro_batches=8,
-        backends=("gloo",),
-        dtypes=("float32",),
         lanes=("working_precision",),
         clips=False,
         chance=0.5,
