@@ -24,7 +24,7 @@ from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import write_whole
-from shardproof.launch.outcome import RankOutcome, settle
+from shardproof.launch.outcome import RankOutcome, mark_consequences
 from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
@@ -162,7 +162,7 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
             found.append(RankOutcome(**told))
         else:
             found.append(_silent(folder, rank, rank in began))
-    return settle(found)
+    return mark_consequences(found)
 
 
 def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
