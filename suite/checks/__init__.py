@@ -1,4 +1,4 @@
-"""Checks turn records into outcomes, one file each, which says what its check cannot see.
+"""Checks turn evidence into outcomes, one file each, which says what its check cannot see.
 
 A check has ``decide(figures) -> Outcome``, a pure function of what is stored of a case, and, where
 it looks at tensors, ``measure(evidence) -> rows`` before it: one row per comparison with ``step``,

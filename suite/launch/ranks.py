@@ -1,9 +1,10 @@
-"""Start the ranks of one case, watch them, end them in time, and tell how each ended.
+"""Start the ranks of one case, watch them, end them in time, and say how each ended.
 
-Called in a leader.  Ranks are forked, so the calling process must not have native threads running
-(leaders come from the fork server, which has none).  Four things end a rank that does not end
-itself:
-its deadline, a peer's failure (after a grace period), its memory limit, and too much output.
+In goes a function of rank and world size; out comes how each rank ended, with the file that holds
+what the function returned.  Ranks are forked, so the calling process must not have native threads
+running (leaders come from the fork server, which has none).  Four things end a rank that does not
+end itself: its deadline, a peer's failure (after a grace period), its memory limit, and too much
+output.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class _Watch:
                     os.close(process.handle)
             if process_control.is_subreaper():
                 process_control.end_adopted(strangers_before)
+        # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
         return diagnose(self._launch, self._processes, self._deadline_s, GRACE_SECONDS)
 
     def _fork(self) -> None:
@@ -150,6 +152,8 @@ class _Watch:
         for ranks in groups:
             pid = os.fork()
             if pid == 0:
+                # In the new process: joins the process group, calls launch.program(rank, world),
+                # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
                 if launch.link.threads:
                     run_threads(launch, parent)
                 run_process(launch, ranks[0], parent)

@@ -195,7 +195,7 @@ def results_of(
     records: Path, cache: Path
 ) -> Iterator[tuple[Case, dict[str, Any] | None, dict[str, Any]]]:
     """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
-    from shardproof.cases.leader import examine
+    from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
     for number, case in enumerate(plan["cases"]):
@@ -204,7 +204,7 @@ def results_of(
         if outcomes is None and not case.skip:
             yield case, None, {}
             continue
-        account, result = examine(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
             result["seconds"] = max(outcome.ended for outcome in outcomes)
         yield case, result, account.to_dict()
