@@ -312,7 +312,7 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
 
     Of a parameter's optimizer slots the largest counts; counters and masters do not.
     """
-    found: dict[str, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = {}
     for kind, pieces in kinds.items():
         sizes: dict[str, int] = {}
         for piece in pieces:
@@ -325,8 +325,8 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
                 if slot != "step" and not slot.startswith("master"):
                     slots[owner] = max(slots.get(owner, 0), size)
             sizes = slots
-        found[kind] = sizes
-    return found
+        by_kind[kind] = sizes
+    return by_kind
 
 
 def _placed(batch: Batch, device: str, factor: float) -> Batch:

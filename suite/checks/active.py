@@ -176,10 +176,10 @@ def _recomputation(evidence: Figures) -> str:
         return ""
     for record in evidence.records:
         for step in evidence.steps:
-            found = Counter((kind, unit) for _, kind, unit in record.events_of(step))
+            begun = Counter((kind, unit) for _, kind, unit in record.events_of(step))
             for unit in facts.units:
-                wanted = found["forward", unit] if every else 0
-                again = found["recompute", unit]
+                wanted = begun["forward", unit] if every else 0
+                again = begun["recompute", unit]
                 if again != wanted:
                     return (
                         f"rank {record.rank}, step {step}: {unit!r} is recomputed {again} "

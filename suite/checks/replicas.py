@@ -57,13 +57,13 @@ def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int,
     kinds = ["parameters", "gradients", "optimizer"]
     if figures.declaration.buffers == "synced":
         kinds.append("buffers")
-    found: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
+    moments: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
             continue
-        moment = found.setdefault((row.step, row.point, row.kind), {})
+        moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row
-    return found
+    return moments
 
 
 def _elements(row: TensorRow) -> int:

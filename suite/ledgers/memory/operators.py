@@ -35,8 +35,8 @@ KNOWN: dict[Any, tuple[int, str]] = {}
 def learn(operator: Any) -> tuple[int, str]:
     """Kind (one of the above) and name, from now on in :data:`KNOWN`."""
     name = str(operator)
-    KNOWN[operator] = found = (_kind(operator, name), name)
-    return found
+    KNOWN[operator] = learned = (_kind(operator, name), name)
+    return learned
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
