@@ -199,11 +199,6 @@ class ComparisonRow(Stored):
             return place | {"tested": False}
         return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
 
-    @property
-    def is_comparison(self) -> bool:
-        """Whether an error was measured."""
-        return self.error is not None and self.bound is not None
-
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts(Stored):

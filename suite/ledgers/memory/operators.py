@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch._C import DispatchKey
 
 #: Results lie in the inputs' storages: never looked at.
@@ -37,18 +35,6 @@ def learn(operator: Any) -> tuple[int, str]:
     name = str(operator)
     KNOWN[operator] = learned = (_kind(operator, name), name)
     return learned
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
 
 
 def _kind(operator: Any, name: str) -> int:
