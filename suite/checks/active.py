@@ -1,4 +1,4 @@
-"""The feature is really on: what a strategy claims is what it does.
+"""The feature is really on: a strategy does what it claims.
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
@@ -30,7 +30,7 @@ from shardproof.evidence.assembled import Figures
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare claims with traces."""
+    """Compare what the strategy claims with what it left in calls, names and sizes."""
     strategy = evidence.declaration.strategy
     if strategy not in PROFILES:
         known = ", ".join(sorted(PROFILES))
@@ -169,7 +169,7 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 
 def _recomputation(evidence: Figures) -> str:
-    """As many forwards of each block inside backward as before it, or none."""
+    """Backward repeats every block's forward exactly once, or repeats none."""
     facts = evidence.model_facts
     every = facts.options.get("recompute_every") if facts else None
     if facts is None or every is None:

@@ -74,7 +74,7 @@ class _Tally:
         return result.ok
 
     def not_tested(self, name: str, step: int, phase: str) -> None:
-        """A spoilt copy of this tensor would have passed."""
+        """Note that a spoilt copy of this tensor would have passed."""
         self.rows.append(ComparisonRow(step, phase, name, tested=False))
 
 
@@ -411,7 +411,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) 
 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The slots ``<parameter>.master`` that there must be: of ``values`` that are held rounded."""
+    """The slots ``<parameter>.master`` that must exist: one for each of ``values`` held rounded."""
     held = evidence.observed(step, "after_update", "parameters").first()
     built = getattr(torch, evidence.case.dtype)
     return {

@@ -254,7 +254,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
-    """What a forward that is computed again keeps, where that is not less than without."""
+    """Where a recomputed forward keeps no fewer bytes than one without recomputation."""
     for record, without in zip(evidence.records, other.records, strict=True):
         here, there = (_activations(run.memory) for run in (record, without))
         for step, most in there.items():
@@ -317,7 +317,7 @@ def _observed(run: Evidence, step: int, point: str, kind: str) -> Assembled:
 
 
 def _of_rank_0(state: Assembled) -> Assembled:
-    """Its copies alone: what rank 0 has is the same whether the others keep buffers or get its."""
+    """Only rank 0's copies: they are the same whether other ranks keep buffers or receive its."""
     kept = {name: {0: copies[0]} for name, copies in state.tensors.items() if 0 in copies}
     return dataclasses.replace(state, tensors=kept)
 

@@ -1,4 +1,4 @@
-"""What one micro-batch of a pipeline's stage takes, measured on the workload's own model."""
+"""The memory that one micro-batch takes on each stage, measured on the workload's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lane ``working_precision``: errors are measured in those of one device in that precision.
+"""The lane ``working_precision``: errors relative to those of one device in that precision.
 
 Truth is an fp64 run that starts from the same rounded numbers.  Both it and a one-device run in the
 case's dtype are *teacher-forced*: each step begins from the parameters that the system under test

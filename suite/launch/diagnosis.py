@@ -19,7 +19,7 @@ _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
 @dataclass
 class RankProcess:
-    """A rank process: whose it is, and what is known of its end."""
+    """A rank process: its ranks, and what is known about its end."""
 
     pid: int
     ranks: tuple[int, ...]

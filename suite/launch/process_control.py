@@ -1,4 +1,4 @@
-"""Processes that never outlive us: parent-death signals, adoption of orphans, certain ends.
+"""Processes that never outlive their parent: death signals, adopted orphans, certain ends.
 
 Three mechanisms, because each has a hole.  A parent-death signal ends a child when its parent is
 killed, but is not inherited by grandchildren.  Killing a process group reaches those, but not one

@@ -56,7 +56,7 @@ class BrokenImplementation(RuntimeError):
 
 
 class NotAnImplementation(BrokenImplementation):
-    """What a name leads to is no (complete) subclass of ``shardproof.contract.Implementation``."""
+    """The named object is no complete subclass of ``shardproof.contract.Implementation``."""
 
 
 def names() -> list[str]:
