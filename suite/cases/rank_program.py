@@ -162,7 +162,7 @@ class _Rank:
         return self.implementation
 
     def _reload(self) -> None:
-        """Replace the instance by one that was set up from other values and loads what this one holds."""
+        """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
@@ -215,7 +215,7 @@ class _Rank:
         return {kind: copied(self.implementation.local_state(kind)) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
-        """Whether state between steps is judged: every rank always takes part; the oracle is plain."""
+        """Whether state between steps is judged: it takes a plain oracle and fixed members."""
         plain = self.declaration.oracle == "plain" and "after_update" in self.declaration.points
         return plain and not self.case.membership and self.implementation is not None
 

@@ -91,8 +91,8 @@ def run(
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
     for name in scenarios or ():
         if (Path(name) / "run.json").is_file():
-            remedy = f"a run is named by --results {name}, beside --resume or --rerun-failed"
-            raise SelectionError(Problem("a run is no scenario", remedy, name))
+            remedy = f"name a run by --results {name}, with --resume or --rerun-failed"
+            raise SelectionError(Problem("a run is not a scenario", remedy, name))
     if campaign is not None:
         given = {
             "SCENARIO": scenarios,
@@ -115,7 +115,7 @@ def run(
         drawn = by_id((expression or "").strip())
         if drawn is None:
             remedy = "give the whole id of one of its cases after -k"
-            raise SelectionError(Problem("no case of a campaign", remedy, expression or ""))
+            raise SelectionError(Problem("not a case of a campaign", remedy, expression or ""))
         cases = [drawn]
     else:
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
