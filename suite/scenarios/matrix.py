@@ -438,7 +438,7 @@ class _Expansion:
 
 
 def _portable(file: str) -> str:
-    """``file`` relative to the suite's scenarios if it is one of them."""
+    """``file`` from ``scenarios/`` on if it is one of the suite's."""
     path = Path(file)
     if path.is_relative_to(SHIPPED):
         return str(Path("scenarios") / path.relative_to(SHIPPED))
