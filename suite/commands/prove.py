@@ -206,7 +206,7 @@ def _clips(clip: Any, optimizer: str | OptimizerSpec, lane: str) -> list[float |
         if norm is not None and not _positive(norm):
             raise SelectionError(Problem("clip: no norm", "None or a number above 0", repr(norm)))
         if norm is not None and lane in ("bitwise", "dyadic"):
-            what = f"lane {lane} compares with clipping off: the order of a norm's sum is free"
+            what = f"lane {lane} needs clipping off: a norm's sum has no fixed order"
             raise SelectionError(
                 Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
             )
