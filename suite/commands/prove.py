@@ -210,7 +210,7 @@ def _clips(clip: Any, optimizer: str | OptimizerSpec, lane: str) -> list[float |
                 Problem("clip: not a norm", "None or a number above 0", repr(norm))
             )
         if norm is not None and lane in ("bitwise", "dyadic"):
-            what = f"lane {lane} compares with clipping off: the order of a norm's sum is free"
+            what = f"lane {lane} needs clipping off: a norm's sum has no fixed order"
             raise SelectionError(
                 Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
             )
