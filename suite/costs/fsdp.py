@@ -11,7 +11,7 @@ from shardproof.costs.zero import Zero3
 
 
 class FSDP(Zero3):
-    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O) Psi / F over F shards.
+    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O)/F bytes over F shards.
 
     Gathers before forward, and before backward of all but the root unless they are kept whole;
     reductions over the shards every round, or once a step; over the replicas once a step.

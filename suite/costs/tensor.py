@@ -30,7 +30,7 @@ _VOCABULARY = ("embed.token", "head")
 
 
 class TensorParallel(CostModel):
-    """A rank holds (P + G + O) (Psi_split / t + Psi_whole)."""
+    """A rank of t holds P + G + O bytes: 1/t of those of split layers, all of those of others."""
 
     strategy = "tensor"
     divided = (True, True, True)

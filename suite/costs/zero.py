@@ -1,11 +1,16 @@
 """ZeRO 1 to 3: what is sharded, gathered and reduced.
 
-Bytes that one step sends, summed over ranks: N ranks of the axis ``shard``, m rounds (micro-batches
-of the busiest rank), G bytes of all gradients and P of all trained parameters, padded.
+Letters: N ranks of the axis ``shard``; m rounds, the micro-batches of the busiest rank.  P, G and O
+are total bytes of the whole model, padding included: of its trained parameters, of their gradients
+and of their optimizer state.  They are not bytes an element.
 
-    Zero1   (N-1) (G + P)         ZeRO (arXiv 1910.02054) sections V-A, VII-A
-    Zero2   (N-1) (m G + P)       sections V-B, VII-B, gradients reduced in every round
-    Zero3   (N-1) (m G + 2 m P)   sections V-C, VII-B; P with frozen parameters
+            sent in a step, all ranks   held by one rank   ZeRO (arXiv 1910.02054)
+    Zero1   (N-1) (G + P)               P + G + O/N        sections V-A, VII-A
+    Zero2   (N-1) (m G + P)             P + (G + O)/N      sections V-B, VII-B
+    Zero3   (N-1) (m G + 2 m P)         (P + G + O)/N      sections V-C, VII-B
+
+Zero2 reduces gradients in every round.  Zero3 counts frozen parameters in P.  In a ``source``, Psi
+is the paper's number of elements: its volumes count elements.
 
 Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
 """
@@ -42,7 +47,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Zero1(CostModel):
-    """Optimizer state sharded: (P + G) Psi + O Psi / N.
+    """Optimizer state sharded: a rank holds P + G + O/N bytes.
 
     Gradients lie in flat buckets, each reduced and scattered once a step, whatever the number of
     micro-batches; updated shards are gathered again.
@@ -154,7 +159,7 @@ class Zero1(CostModel):
 
 
 class Zero2(Zero1):
-    """Gradients sharded as well: P Psi + (G + O) Psi / N.
+    """Gradients sharded as well: a rank holds P + (G + O)/N bytes.
 
     Every micro-batch is reduced and scattered into the kept shard: m reductions, one gather.
     """
@@ -193,7 +198,7 @@ class Zero2(Zero1):
 
 
 class Zero3(CostModel):
-    """Everything sharded: (P + G + O) Psi / N, plus the units that are gathered at the moment.
+    """Everything sharded: (P + G + O)/N bytes a rank, plus the units that are gathered right now.
 
     Each micro-batch gathers a unit twice, before its forward (before each, if it is called again)
     and before its backward, and reduces its gradients once.

@@ -106,7 +106,7 @@ class _Sharded(_DeepSpeed):
 
 
 class DeepSpeedZero1(_Sharded):
-    """P Psi + (masters + O) Psi / N, each parameter group padded to a multiple of 2 N elements.
+    """P + (masters + O)/N bytes, each parameter group padded to a multiple of 2 N elements.
 
     In fp32 the master is a second copy of the partition, which ZeRO's own strategy does not hold.
     At ``gradients_final`` a rank still has the whole gradient of every parameter that its partition
@@ -221,7 +221,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
 
 
 class DeepSpeedZero3(_Sharded):
-    """(P + masters + G + O) Psi / N, each parameter padded to a multiple of N elements.
+    """(P + masters + G + O)/N bytes, each parameter padded to a multiple of N elements.
 
     The master is there in fp32, too, where DeepSpeed's device is a CPU: ``_create_fp32_partitions``
     means to do without, but compares a ``torch.device`` with the string ``"cpu"``.
