@@ -184,17 +184,17 @@ class Zero2(Zero1):
         one filling and the next one begun; plus the shard that receives the sum.  A bucket that
         waits for a late, tied or unused parameter blocks every bucket behind it.
         """
-        facts, found = self.facts, super().peaks(rank, phase, step)
+        facts, bounds = self.facts, super().peaks(rank, phase, step)
         if phase != "backward":
-            return found
+            return bounds
         held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in facts.trainable)
         if held_up or facts.size("shard") == 1:
-            return {"gradients": found["gradients"]}
+            return {"gradients": bounds["gradients"]}
         sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
         high = sum(whole) + shard + self.communication_at_rest(rank, step)
-        return found | {"communication": Bound(0, high)}
+        return bounds | {"communication": Bound(0, high)}
 
 
 class Zero3(CostModel):
@@ -235,14 +235,14 @@ class Zero3(CostModel):
 
     def flows(self) -> list[Flow]:
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
             gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
+            flows += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
         reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
-            *found,
+            *flows,
             *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
             *norm_flow(facts, "shard"),
         ]
@@ -359,15 +359,15 @@ class Zero3(CostModel):
         """
         if phase not in ("forward", "backward") or self.facts.size("shard") == 1:
             return {}
-        found = {}
+        bounds = {}
         if phase == "backward":
             held = self.resident(rank, step, step)["gradients"]
-            found = {
+            bounds = {
                 "communication": Bound(0, self.in_flight(rank, step)),
                 "gradients": Bound(0, held),
             }
         if not self.facts.micro_batches[self._coordinate(rank)]:
-            return found
+            return bounds
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
         in_vain = sum(sizes.pop(name) for name in self.uncalled)
@@ -384,7 +384,7 @@ class Zero3(CostModel):
             most = max(most, sum(sizes[name] for name in self._ahead_of_blocks() if name in sizes))
         resting = self.resident(rank, step, step)["parameters"]
         level = resting + root
-        return found | {"parameters": Bound(level + least, level + most + in_vain)}
+        return bounds | {"parameters": Bound(level + least, level + most + in_vain)}
 
     def in_flight(self, rank: int, step: int) -> int:
         """Most bytes of class ``communication`` in backward: whole gradients of the root and of
