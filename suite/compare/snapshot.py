@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import verdicts
+from shardproof.bench import lines as timed
 from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine, Twin
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import LETTERS
@@ -145,17 +146,17 @@ def of_run(run: Run) -> Snapshot:
         kills={},
         keys=[told["key"] for told in invocations if told.get("key")],
     )
+    for pair in timed.pairs(run):
+        version = versions[by_id.get(pair.id, last)]
+        snapshot.timed[pair.id] = _bench(pair, version)
+    for cell in timed.cells(run):
+        version = versions[by_id.get(cell.id, last)]
+        snapshot.timed[cell.id] = _scaling(cell, version)
     line: Mapping[str, Any] = {}
     try:
         for line in run.cases:
             version = versions[by_id.get(line["id"], last)]
             snapshot.cases[line["id"]] = _case(line, version)
-        for line in run.benches:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _bench(PairLine.model_validate(line), version)
-        for line in run.scalings:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _scaling(CellLine.model_validate(line), version)
         for line in run.kills:
             if line["verdict"] == "left out":
                 snapshot.left_out[FAULTS + line["name"]] = str(line["why_not"])
