@@ -306,7 +306,7 @@ class Session:
 
     def _one_side(
         self,
-        task: Task,
+        task: Task[Any],
         kind: type[T],
         measured: Measured,
         side: str,
@@ -323,7 +323,7 @@ class Session:
 
     def _lead(
         self,
-        task: Task,
+        task: Task[Any],
         kind: type[T],
         name: str,
         payload: Mapping[str, object],
@@ -344,12 +344,12 @@ class Session:
 
     def _run(
         self,
-        task: Task,
+        task: Task[Any],
         name: str,
         payload: Mapping[str, object],
         seconds: float,
         workdir: Path | None = None,
-    ) -> TaskEnd:
+    ) -> TaskEnd[Any]:
         """``seconds`` is the deadline, without the leader's own work."""
         workdir = workdir or self._folder()
         plain = json.loads(to_json({**payload, "workdir": str(workdir)}))
