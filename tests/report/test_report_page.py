@@ -18,6 +18,7 @@ from test_report import case, fill, result
 
 from shardproof import report
 from shardproof.bench import lines
+from shardproof.bench.lines import InReport
 from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
