@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_serializer, model
 
 from shardproof.bench.model.alpha_beta import Machine
 from shardproof.bench.model.step_time import Call, Scorecard
-from shardproof.bench.plain import NoFigures, Stored
+from shardproof.bench.plain import NoFigures, StoredModel
 from shardproof.bench.subjects import Cell, Pair, Room
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
@@ -59,7 +59,7 @@ class Estimate:
         return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
 
 
-class Interval(Stored):
+class Interval(StoredModel):
     """A ratio with its 95 % interval; ``half_width`` as a share."""
 
     ratio: float
@@ -106,7 +106,7 @@ class Efficiency(Interval):
     log: Estimate
 
 
-class InReport(Stored):
+class InReport(StoredModel):
     """What becomes of a comparison beside all others of a report (Holm)."""
 
     p: float
@@ -117,7 +117,7 @@ class InReport(Stored):
 # ----------------------------------------------------------------------------------- telemetry
 
 
-class GpuFigures(Stored):
+class GpuFigures(StoredModel):
     """A GPU while ranks ran: means, unless the name says otherwise; ``None``: see ``missing``.
 
     ``throttled``: reason -> share of looks.  Energy is known of a window only.
@@ -140,7 +140,7 @@ class GpuFigures(Stored):
     missing: dict[str, str]
 
 
-class LookCost(Stored):
+class LookCost(StoredModel):
     """What looking took."""
 
     looks: int
@@ -148,7 +148,7 @@ class LookCost(Stored):
     share_of_a_core: float | None
 
 
-class Summary(Stored):
+class Summary(StoredModel):
     """What was seen of ranks and GPUs; ``resident_bytes`` are the most."""
 
     samples: int
@@ -166,7 +166,7 @@ class SideSummary(Summary):
     joules_per_step: float | None
 
 
-class Telemetry(Stored):
+class Telemetry(StoredModel):
     """Of launches, and of each side alone; ``no_gpu`` is why there are no figures of GPUs."""
 
     launches: Summary | None
@@ -174,7 +174,7 @@ class Telemetry(Stored):
     no_gpu: str | None = None
 
 
-class Memory(Stored):
+class Memory(StoredModel):
     """Peak bytes of a step of each side on its worst rank: exact (``ledger``) or advisory."""
 
     kind: Literal["ledger", "resident"]
@@ -186,7 +186,7 @@ class Memory(Stored):
 # ------------------------------------------------------------------------------- what was probed
 
 
-class ProbedStep(Stored):
+class ProbedStep(StoredModel):
     """A step of the slowest rank: seconds ``alone``, without traffic, and what it sends and does;
     ``elements`` are those that are trained.
     """
@@ -203,7 +203,7 @@ class SideProbes(ProbedStep):
     together: float
 
 
-class Probes(Stored):
+class Probes(StoredModel):
     """The machine as all ranks found it at once, and what a rank had of it."""
 
     machine: Machine
@@ -211,7 +211,7 @@ class Probes(Stored):
     threads: int
 
 
-class PairProbes(Stored):
+class PairProbes(StoredModel):
     """What the scorecards of both sides are made of; no ``machine`` where neither can be scored."""
 
     sides: Mapping[str, SideProbes | NoFigures]
@@ -238,7 +238,7 @@ class CellProbes(Probes, ProbedStep):
     update: float
 
 
-class Modelled(Stored):
+class Modelled(StoredModel):
     """A modelled efficiency, or the ``problem``; the parts of its prediction stand beside it."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -251,7 +251,7 @@ class Modelled(Stored):
 # ---------------------------------------------------------------------------------------- lines
 
 
-class Line(Stored):
+class Line(StoredModel):
     """What all lines about times have in common.
 
     ``problem`` is (verdict, reason) of what broke; ``losses`` are those of the first steps by side;
@@ -266,7 +266,7 @@ class Line(Stored):
     times: str | None = None
 
 
-class Judgement(Stored):
+class Judgement(StoredModel):
     """What is judged from raw times; ``trained_alike`` is ``None`` where nobody knows."""
 
     verdict: str
@@ -355,7 +355,7 @@ class MeasuredCell(Line):
         return self.room is not None and self.room.oversubscribed(self.world)
 
 
-class CellFigures(Stored):
+class CellFigures(StoredModel):
     """Efficiencies by base, from whole blocks; ``None`` below 2 of them, and where no more than
     one rank was timed.  ``wrapping`` is the wrapped system alone over the plain program.
     """

@@ -13,7 +13,7 @@ T = TypeVar("T")
 _adapters: dict[object, TypeAdapter[Any]] = {}
 
 
-class Stored(BaseModel):
+class StoredModel(BaseModel):
     """Part of a line of ``cases.jsonl``: a field that was neither given nor read is not written,
     and what other versions wrote besides is passed over.
     """
@@ -25,7 +25,7 @@ class Stored(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class NoFigures(Stored):
+class NoFigures(StoredModel):
     """Why there are no figures, where they would stand."""
 
     problem: str

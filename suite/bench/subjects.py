@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
-from shardproof.bench.plain import from_plain
 from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
+from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
 
 #: Letters of the sides of a comparison.
@@ -44,8 +43,6 @@ LAUNCHES = 3
 #: Computing threads of a rank: :mod:`shardproof.launch` gives every rank one.
 THREADS = 1
 
-S = TypeVar("S", bound="Timed")
-
 
 @dataclass(frozen=True)
 class Side:
@@ -57,7 +54,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed(ABC):
+class Timed(Stored, ABC):
     """What a pair and a cell have in common; both travel to leaders as JSON.
 
     ``workload`` is that of a step of all ranks.  ``deadline`` is in seconds, of a launch.
@@ -83,13 +80,13 @@ class Timed(ABC):
         return "+".join((self.workload.name, *([self.size] if self.size else [])))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return dataclasses.asdict(self) | {"id": self.id}
+        """The stored form, beside the id."""
+        return super().to_dict() | {"id": self.id}
 
     @classmethod
-    def from_dict(cls: type[S], data: object) -> S:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What :meth:`to_dict` described."""
-        return from_plain(cls, data)
+        return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,12 +144,12 @@ def test_the_allocator_stands_beside_the_ledger_and_is_not_judged() -> None:
         MemoryRow("allocator", 1, "step", "cuda:0", "all", 4096),
         MemoryRow("peak", 1, "backward", "cuda:0", "all", 4000),
     )
-    peaks = {"0": {"forward": {"all": 1000}, "backward": {"all": 4000}}}
-    figures = memory._allocator([record], 1, peaks)
+    peaks = {"forward": {"all": 1000}, "backward": {"all": 4000}}
+    figures = {"allocator": memory._allocator(record, 1, peaks)}
     assert figures == {"allocator": {"0": {"allocated": 4096, "ledger": 4000}}}
-    assert memory._allocator([_record()], 1, {"0": {}}) == {}
+    assert memory._allocator(_record(), 1, {}) == {}
     assert "memory.allocator" in exact_figures.INEXACT
-    assert memory._bytes_at(SimpleNamespace(), record, "mark") == {}  # type: ignore[arg-type]
+    assert memory._bytes_at(record, "mark") == {}
     result: dict[str, Any] = {
         "checks": [{"check": "memory", "figures": figures}],
         "case": _case("nccl", {"replicate": 1}).to_dict(),

@@ -14,7 +14,7 @@ from test_costs import plan, tensor
 
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases.leader import examine
+from shardproof.cases.leader import judge_case
 from shardproof.cases.verdict import decide
 from shardproof.checks import schedule as check
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
@@ -426,7 +426,7 @@ def judged(
         options={"schedule": "1f1b"},
         **more,
     )
-    account, result = examine(case, tmp_path, tmp_path, start)
+    account, result = judge_case(case, tmp_path, tmp_path, start)
     again = decide(Account.from_dict(account.to_dict()))
     assert (again["verdict"], again["reason"]) == (result["verdict"], result["reason"])
     return result
