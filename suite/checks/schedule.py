@@ -1,4 +1,4 @@
-"""A pipeline runs the schedule that it claims, and that schedule is sound and what its name says.
+"""A pipeline runs its declared schedule, which is sound and matches its name.
 
 Before any rank is started the implementation says, as data, what it will run for one window of each
 size (``Implementation.schedule``).  What is wrong with that fails without being run:
