@@ -39,7 +39,7 @@ BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare every rank's bytes with the promise of the claimed strategy."""
+    """Compare every rank's bytes with the cost model of the claimed strategy."""
     case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")
