@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar
 
 from shardproof.costs.layout import Unit
 from shardproof.costs.model import Bound, Flow, Prefetch, flow, norm_flow
@@ -18,8 +17,8 @@ class FSDP(Zero3):
     reductions over the shards every round, or once a step; over the replicas once a step.
     """
 
-    strategy: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy = "fsdp"
+    source = (
         "FSDP (arXiv 2304.11277) sections 3.2.1 (padding) and 3.2.2: 3 (F-1)/F Psi a rank and "
         "micro-batch, and 2 (R-1)/R of a shard between replicas (exact ring factors); the root "
         "stays whole between forward and backward; torch fully_shard, reshard_after_forward"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
@@ -32,8 +32,8 @@ _SCALARS = 64
 class Hybrid(CostModel):
     """The sum over stages and tensor ranks; under sequence parallelism stages hand on 1/T."""
 
-    strategy: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = (
+    strategy = "hybrid"
+    source = (
         "Narayanan et al. (arXiv 2104.04473) sections 3.1 to 3.3: the axes' costs add up, each on "
         "what the others leave; in a pipeline shards are gathered and reduced once a step"
     )

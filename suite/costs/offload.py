@@ -35,7 +35,7 @@ class Offloaded(CostModel):
     """A strategy of which a part rests in host memory; the network sees no difference."""
 
     whole: ClassVar[type[Zero1 | Zero3]]
-    source: ClassVar[str] = (
+    source = (
         "ZeRO-Offload (arXiv 2101.06840) section 4.1: 2 Psi of gradients down and 2 Psi of "
         "parameters up in 16 bits, each rank its share; no optimizer state on the device"
     )

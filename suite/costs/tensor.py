@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import ClassVar
 
 from shardproof.costs.model import (
     Bytes,
@@ -33,9 +32,9 @@ _VOCABULARY = ("embed.token", "head")
 class TensorParallel(CostModel):
     """A rank holds (P + G + O) (Psi_split / t + Psi_whole)."""
 
-    strategy: ClassVar[str] = "tensor"
+    strategy = "tensor"
     divided = (True, True, True)
-    source: ClassVar[str] = (
+    source = (
         "two all-reduces forward and two backward of bsh elements a layer: Megatron-LM (arXiv "
         "1909.08053) section 3, arXiv 2104.04473 section 3.2; in their place all-gathers and "
         "reduce-scatters of the same bytes: arXiv 2205.05198 section 4.2.2; one more pair for the "

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import takewhile
-from typing import ClassVar
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.layout import Flat, Unit, buckets, units
@@ -49,8 +48,8 @@ class Zero1(CostModel):
     micro-batches; updated shards are gathered again.
     """
 
-    strategy: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy = "zero1"
+    source = (
         f"{_ZERO} section V-A and VII-A: reduce-scatter of gradients + all-gather of parameters = "
         "2 Psi, an all-reduce's volume; one fp64 scalar is all-reduced where gradients are clipped"
     )
@@ -160,8 +159,8 @@ class Zero2(Zero1):
     Every micro-batch is reduced and scattered into the kept shard: m reductions, one gather.
     """
 
-    strategy: ClassVar[str] = "zero2"
-    source: ClassVar[str] = (
+    strategy = "zero2"
+    source = (
         f"{_ZERO} section V-B and VII-B; with m micro-batches every one is reduced: "
         "(m + 1) (N-1)/N Psi a rank"
     )
@@ -200,8 +199,8 @@ class Zero3(CostModel):
     and before its backward, and reduces its gradients once.
     """
 
-    strategy: ClassVar[str] = "zero3"
-    source: ClassVar[str] = (
+    strategy = "zero3"
+    source = (
         f"{_ZERO} section V-C and VII-B: 3 (N-1)/N Psi a rank and micro-batch; padding: FSDP "
         "(arXiv 2304.11277) section 3.2.1"
     )

@@ -46,20 +46,20 @@ DEADLINE = 900.0
 INTRODUCTION = """\
 # Does the alpha-beta prediction hold?
 
-Written by `shardproof study model-check`; how: [docs/model.md](../../docs/model.md).
-Models of three sizes train side by side; none of their messages has a probed size (the
-study refuses), none of their steps is in the fit. Limit: 15 %, for the whole interval;
-`open`: the machine was too restless to tell.
+Written by `shardproof study model-check`; method: [docs/model.md](../../docs/model.md).
+Models of three sizes train side by side. None of their messages has a probed size, and none of
+their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
+to decide.
 """
 PREDICTED_HEADINGS = (
-    *("model", "calls, bytes a step", "compute ms", "communication ms (alpha + beta)"),
+    *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
     *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
 )
 CARD_HEADINGS = (
     *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
 )
 FIT_HEADINGS = (
-    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "cores busy a rank"),
+    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
     "us at each payload (bytes)",
 )
 
@@ -176,7 +176,7 @@ def run(
     """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
 
     Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
-    machine was too restless to tell.
+    machine was too noisy to decide.
 
     :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
         message that was probed at its own size.

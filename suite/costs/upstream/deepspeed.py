@@ -51,8 +51,8 @@ class DeepSpeedZero0(_DeepSpeed):
     Parameters without a gradient get zeros.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero0"
-    source: ClassVar[str] = (
+    strategy = "deepspeed_zero0"
+    source = (
         "all-reduce of all gradients at once, engine.py: buffered_allreduce_fallback; "
         "utils.py: clip_grad_norm_ averages the norm over the ranks"
     )
@@ -113,9 +113,8 @@ class DeepSpeedZero1(_Sharded):
     touches (``copy_grads_in_partition``), from ``after_clip`` on its flat partition.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero1"
-    textbook: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero1", "zero1"
+    source = (
         f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
     )
@@ -208,9 +207,8 @@ class DeepSpeedZero1(_Sharded):
 class DeepSpeedZero2(DeepSpeedZero1):
     """As stage 1; every micro-batch is reduced."""
 
-    strategy: ClassVar[str] = "deepspeed_zero2"
-    textbook: ClassVar[str] = "zero2"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero2", "zero2"
+    source = (
         f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
     )
@@ -232,9 +230,8 @@ class DeepSpeedZero3(_Sharded):
     :attr:`untraced`; only then a promise of traffic is made and parameters are judged.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero3"
-    textbook: ClassVar[str] = "zero3"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero3", "zero3"
+    source = (
         f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
         "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar
 
 from shardproof.costs.model import Bytes, Flow, NoCostModel, Operation, norm_flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
@@ -26,9 +25,8 @@ class TorchHybrid(TorchTensorParallel):
     gathered once a window and reduced at its end; what is partial over ``tensor`` is summed then.
     """
 
-    strategy: ClassVar[str] = "torch_hybrid"
-    textbook: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = (
+    strategy, textbook = "torch_hybrid", "hybrid"
+    source = (
         "as torch_tensor_parallel, fsdp2 and torch_pipelining; pipelining/stage.py: "
         "backward_maybe_with_nosync neither reduces nor reshards, perform_reduce_grad does both "
         "after the last micro-batch of a window; fsdp/_fully_shard/_fsdp_param.py, "

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
 
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import unit_names, units
@@ -97,9 +96,8 @@ class FSDP2(_Upstream):
     size; a unit's chunks travel together.
     """
 
-    strategy: ClassVar[str] = "fsdp2"
-    textbook: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy, textbook = "fsdp2", "fsdp"
+    source = (
         "fsdp/_fully_shard: padding per parameter on dim 0 (_fsdp_param.py, padded_sharded_size); "
         "a gather of every unit before forward and, where it was resharded, before backward, over "
         "k ranks for an int k (_fsdp_param_group.py, unshard; fully_shard: the root is not "
@@ -273,9 +271,8 @@ class FlatParameter:
 class FSDP1(_Upstream):
     """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
 
-    strategy: ClassVar[str] = "fsdp1"
-    textbook: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy, textbook = "fsdp1", "fsdp"
+    source = (
         "fsdp: parameters at multiples of 16 bytes of what they are computed in, the end padded to "
         "the ranks, NO_SHARD too (_flat_param.py, _init_flat_param_and_metadata); a gather of "
         "every unit before each forward and, but for SHARD_GRAD_OP and the root, before backward "
@@ -404,9 +401,8 @@ class ZeroRedundancyOptimizer(CostModel):
     2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
     """
 
-    strategy: ClassVar[str] = "zero_redundancy_optimizer"
-    textbook: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy, textbook = "zero_redundancy_optimizer", "zero1"
+    source = (
         "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
         "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
         "_sync_params, _build_param_buckets; a step that a scaler leaves out broadcasts nothing"
