@@ -1,4 +1,4 @@
-"""The feature is really on: a strategy does what it claims.
+"""The strategy is in effect: each rank holds the shards that it implies.
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
@@ -62,7 +62,7 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("active", "pass", "", None, figures)
 
 
-#: Kind of state -> the observation point at which its sizes are compared, and the promise's field.
+#: Kind of state -> the point at which its sizes are compared, and the cost model's field.
 _SIZES = (
     ("parameters", "after_update", "parameters"),
     ("gradients", "gradients_final", "gradients"),

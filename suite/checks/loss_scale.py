@@ -1,4 +1,4 @@
-"""Loss scaling: all ranks skip the same steps, keep the same scale, and a skipped step is no step.
+"""Loss scaling: all ranks skip the same steps at the same scale; a skipped step changes no state.
 
 The oracle follows the same policy, so scale and skipped steps must equal its, on every rank.  After
 a skipped step parameters, masters, moments and step counters are those of the step before, bit for

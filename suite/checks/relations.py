@@ -1,4 +1,4 @@
-"""Metamorphic relations: a second run whose result follows from the first, with no oracle needed.
+"""Metamorphic relations: the result of a second run follows from the first, without an oracle.
 
 ``expect.relation`` names one of seven.  *split*: twice the micro-batches, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a

@@ -1,4 +1,4 @@
-"""Copies of one tensor are equal, bit for bit, on all ranks that hold one.
+"""Replicas of a tensor are equal, bit for bit, on all ranks that hold one.
 
 Looks at parameters, gradients (final and after clipping) and optimizer state of every step, and at
 the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean

@@ -1,4 +1,4 @@
-"""A pipeline runs the schedule that it announces, and that schedule is sound and true to its name.
+"""A pipeline runs the schedule that it announces; the schedule is sound and matches its name.
 
 Before any rank is started the implementation says, as data, what it will run for one window of each
 size (``Implementation.schedule``).  What is wrong with that fails without being run:

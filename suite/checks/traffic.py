@@ -1,4 +1,4 @@
-"""Calls and bytes equal the closed formula, axis by axis: exact, tolerance 0, in every step.
+"""Calls and bytes equal the closed formula on each axis, with tolerance 0, in every step.
 
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
