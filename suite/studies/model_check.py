@@ -17,11 +17,13 @@ from pathlib import Path
 
 from shardproof import registry, verdicts
 from shardproof.bench import sides
-from shardproof.bench.launches import SideRun, to_json
+from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, measurement, step_time
 from shardproof.bench.model.records import Rounds
+from shardproof.bench.plain import to_json
 from shardproof.bench.session import Session
+from shardproof.bench.subjects import Side
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
 
@@ -72,7 +74,7 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
     return [
         SideRun(
             name=name,
-            side=sides.Side(implementation),
+            side=Side(implementation),
             axes=axes,
             backend=backend,
             world=world,
@@ -86,13 +88,13 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
 
 
 def judge(
-    runs: Sequence[SideRun], found: Rounds
+    runs: Sequence[SideRun], rounds: Rounds
 ) -> tuple[list[measurement.Score], alpha_beta.Machine]:
     """As :func:`shardproof.bench.model.measurement.judge`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
-    scores, machine = measurement.judge(runs, found)
+    scores, machine = measurement.judge(runs, rounds)
     for run, score in zip(runs, scores, strict=True):
         for operation, payloads in step_time.sizes(score.calls).items():
             if shared := set(payloads) & set(machine.times.get(operation, ())):
@@ -190,14 +192,14 @@ def run(
     ladder = dict.fromkeys(alpha_beta.ALGORITHMS[backend], LADDER)
     try:
         with Session() as session:
-            found = session.measure_rounds(runs, rounds, ladder)
+            measured = session.measure_rounds(runs, rounds, ladder)
     except LaunchFailed as failed:
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
     if records is not None:
-        records.write_text(to_json(found))
+        records.write_text(to_json(measured))
     try:
-        scores, machine = judge(runs, found)
+        scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula
         raise SelectionError(Problem("no prediction to hold", str(error))) from None
     about = (
