@@ -12,7 +12,7 @@ _ALL_REDUCE = (
 
 
 class Single(CostModel):
-    """Everything once, nothing sent: (P + G + O) Psi."""
+    """Everything once, nothing sent: P + G + O bytes."""
 
     strategy = "single"
     source = "one process sends nothing"

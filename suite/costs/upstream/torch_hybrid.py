@@ -148,9 +148,9 @@ class TorchHybrid(TorchTensorParallel):
 
     def norms(self) -> list[Flow]:
         """Stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         if not facts.clipped:
-            return found
+            return flows
         item, copies = ITEMSIZE[self.table.dtype], self.replicas * self.ranks
         for pipe in range(facts.size("pipe")):
             mine = [t for t in facts.trainable if pipe in self.stages.ranks(t)]
@@ -162,11 +162,11 @@ class TorchHybrid(TorchTensorParallel):
             ):
                 payload = len(members) * item
                 if payload and "tensor" in axes and self.ranks > 1:
-                    found += self.each("all_reduce", [payload] * (self.replicas * self.shards))
+                    flows += self.each("all_reduce", [payload] * (self.replicas * self.shards))
                 if payload and self.shards > 1:
                     total = Fraction(2 * (self.shards - 1) * payload * copies)
-                    found.append(Flow("shard", "all_reduce", total, self.shards * copies))
-        return found
+                    flows.append(Flow("shard", "all_reduce", total, self.shards * copies))
+        return flows
 
     # ----------------------------------------------------------------------------------- memory
 

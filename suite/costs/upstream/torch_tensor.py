@@ -67,12 +67,12 @@ class TorchTensorParallel(TensorParallel):
         facts = self.facts
         if self.ranks == 1:
             return []
-        found = super().flows()
+        flows = super().flows()
         if self.is_sequence:
             width, item = self.table.shape[1], ITEMSIZE[self.table.dtype]
             hidden = [n * length * width * item for n, length in self.shapes]
-            found += self.each("all_gather", hidden, 2 * len(self.odd))
-        return [*found, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
+            flows += self.each("all_gather", hidden, 2 * len(self.odd))
+        return [*flows, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
 
     def gathered_twice(self) -> int:
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
