@@ -1,4 +1,4 @@
-"""Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
+"""Bytes held by every rank equal the formula, by class, with tolerance 0, at every point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
 included), on the device and, where state is offloaded, on the host; a class that a promise
@@ -24,13 +24,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
@@ -39,7 +40,7 @@ BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare every rank's bytes with the promise of the claimed strategy."""
+    """Compare every rank's bytes with the cost model of the claimed strategy."""
     case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")
@@ -84,7 +85,7 @@ BytesOfRanks = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass
-class MemoryFigures(CheckFigures):
+class MemoryFigures(SparselyStored):
     """Bytes after the last update, and peaks of the last step by rank, phase and class.
 
     ``bytes_held`` and ``bytes_promised`` are those of the judged classes on the fullest rank,

@@ -1,4 +1,4 @@
-"""A pipeline runs the schedule that it claims, and that schedule is sound and what its name says.
+"""A pipeline runs the schedule that it announces; the schedule is sound and matches its name.
 
 Before any rank is started the implementation says, as data, what it will run for one window of each
 size (``Implementation.schedule``).  What is wrong with that fails without being run:
@@ -44,7 +44,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.checks.announced_schedule import (
     OWN,
     BubbleRatios,
@@ -63,6 +63,7 @@ from shardproof.costs.schedules import Setting
 from shardproof.costs.stages import split_units
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.program_order import Done
 from shardproof.schedules import Action, simulate
@@ -77,7 +78,7 @@ Log = list[Done]
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Claim, closed forms, log and memory, in this order."""
+    """Judge the announced schedule, then the log of the run, then memory."""
     case = evidence.case
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
@@ -135,7 +136,7 @@ class ActivationBytes:
 
 
 @dataclass
-class ScheduleFigures(CheckFigures):
+class ScheduleFigures(SparselyStored):
     """By size of the window, and by rank; ``activations`` may be the reason why not judged."""
 
     windows: dict[int, WindowFigures]

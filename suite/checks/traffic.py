@@ -1,4 +1,4 @@
-"""Calls and bytes equal the closed formula, axis by axis: exact, tolerance 0, in every step.
+"""Calls and bytes equal the closed formula on each axis, with tolerance 0, in every step.
 
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.traffic import Call
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
@@ -30,7 +31,7 @@ CONTROL_BYTES_A_NAME = 64
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare each step's floating-point payload with the cost_model, or the scenario's formula."""
+    """Compare each step's floating-point payload with the cost model or the scenario's formula."""
     case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
@@ -85,7 +86,7 @@ class Sent:
 
 
 @dataclass
-class TrafficFigures(CheckFigures):
+class TrafficFigures(SparselyStored):
     """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
 
     Bytes are exact fractions, as text.  ``textbook``: the strategy that an upstream system carries
@@ -135,7 +136,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
-    """The promise for ``step``: a skipped update clips nothing."""
+    """The cost model for ``step``; a skipped update clips nothing."""
     facts = evidence.model_facts
     if facts is not None and any(record.steps[step].skipped for record in evidence.records):
         facts = replace(facts, clipped=False, skipped=True)
@@ -201,7 +202,7 @@ def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
 
 
 def _too_much_control(evidence: Figures) -> str:
-    """A few integers per parameter, buffer and rank are agreed on, not some per element."""
+    """What is wrong if ranks exchange more integers than a few per parameter, buffer and rank."""
     if evidence.declaration.strategy not in COST_MODELS:
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}

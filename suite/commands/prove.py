@@ -8,9 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, ScenarioError, SelectionError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def prove(
     meshes: Sequence[Mapping[str, int]] = (),
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
     checks: Sequence[str] = GENERAL,
     steps: int = 3,
     deadline: float = 60.0,
@@ -71,6 +72,8 @@ def prove(
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
+    lanes = [old_words.current("lane", lane) for lane in _several(lanes)]
+    checks = [old_words.current("check", check) for check in _several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
     def expanded(along: str) -> list[Case]:
@@ -83,7 +86,7 @@ def prove(
         return [
             case
             for mesh, backend in places
-            for lane in _several(lanes)
+            for lane in lanes
             for case in _cases_of(
                 {
                     "name": "prove",
@@ -99,7 +102,7 @@ def prove(
                         "lane": lane,
                         **({"precision": {"label": dtype, "built": dtype}} if dtype else {}),
                     },
-                    "checks": _several(checks),
+                    "checks": checks,
                     "steps": steps,
                     "deadline": deadline,
                 }
@@ -110,7 +113,7 @@ def prove(
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
     if type(jobs) is not int or jobs < 1:
-        raise SelectionError(Problem("jobs: no number of processes", "jobs=2", repr(jobs)))
+        raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
     with Session(jobs) as session:
         session.check(name)
         if axis is None and not meshes:
@@ -154,7 +157,7 @@ def _path_of(cls: Any) -> str:
     """How other processes import ``cls``."""
     if not isinstance(cls, type):
         remedy = "give a name, e.g. 'reference/ddp', or a class"
-        raise SelectionError(Problem("no implementation", remedy, repr(cls)))
+        raise SelectionError(Problem("not an implementation", remedy, repr(cls)))
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         what = "ranks cannot import this class"
         raise SelectionError(Problem(what, "put it at the top of a module", cls.__qualname__))

@@ -165,23 +165,26 @@ def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
 def _reported_again(path: Path) -> Iterator[str]:
     """Adjust the comparisons that stood before each report for one another again."""
     from shardproof.bench import stats
+    from shardproof.bench.lines import PairLine
 
-    so_far: dict[str, dict[str, Any]] = {}
+    so_far: dict[str, Mapping[str, Any]] = {}
     for line in lines(path):
         if line["kind"] == "bench":
             so_far[line["id"]] = line
         if line["kind"] != "bench report":
             continue
         try:
-            again = json.loads(json.dumps(standard(stats.family(so_far.values()))))
-            told = line["comparisons"]
+            report = stats.family(PairLine.model_validate(one) for one in so_far.values())
+            again = {name: json.loads(beside.model_dump_json()) for name, beside in report.items()}
+            stored = line["comparisons"]
         except (KeyError, TypeError, ValueError) as error:
             yield f"{path / 'cases.jsonl'}: the report over comparisons cannot be made: {error!r}"
             return
-        for name in sorted({*again, *told}):
-            if again.get(name) != told.get(name):
+        for name in sorted({*again, *stored}):
+            if again.get(name) != stored.get(name):
                 where = f"{path / 'cases.jsonl'}: {name} in the report over all comparisons"
-                yield f"{where}: they give {_short(again.get(name))}, not {_short(told.get(name))}"
+                now, before = _short(again.get(name)), _short(stored.get(name))
+                yield f"{where}: they give {now}, not {before}"
 
 
 def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:

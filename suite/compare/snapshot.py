@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardproof import verdicts
+from shardproof.bench import lines as timed
+from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine, Twin
+from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.subjects import LETTERS
 from shardproof.compare import exact_figures
 from shardproof.compare.exact_figures import JsonObject
 from shardproof.errors import Problem, SelectionError
@@ -142,17 +146,17 @@ def of_run(run: Run) -> Snapshot:
         kills={},
         keys=[told["key"] for told in invocations if told.get("key")],
     )
+    for pair in timed.pairs(run):
+        version = versions[by_id.get(pair.id, last)]
+        snapshot.timed[pair.id] = _bench(pair, version)
+    for cell in timed.cells(run):
+        version = versions[by_id.get(cell.id, last)]
+        snapshot.timed[cell.id] = _scaling(cell, version)
     line: Mapping[str, Any] = {}
     try:
         for line in run.cases:
             version = versions[by_id.get(line["id"], last)]
             snapshot.cases[line["id"]] = _case(line, version)
-        for line in run.benches:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _bench(line, version)
-        for line in run.scalings:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _scaling(line, version)
         for line in run.kills:
             if line["verdict"] == "left out":
                 snapshot.left_out[FAULTS + line["name"]] = str(line["why_not"])
@@ -225,61 +229,63 @@ def _case(line: Mapping[str, Any], version: Version) -> Entry:
     )
 
 
-def _bench(line: Mapping[str, Any], version: Version) -> Entry:
-    pair, told = line["pair"], line.get("log")
-    names = [pair[side]["implementation"] for side in ("a", "b")]
-    known = bool(told) and _means_something(line)
+def _bench(line: PairLine, version: Version) -> Entry:
+    pair, figures = line.pair, line.figures
+    known = figures is not None and _means_something(line)
     beside: dict[str, float] = {}
     exact: dict[str, exact_figures.Scalar] = {}
-    weighed = line.get("memory") or {}
-    for side in ("a", "b"):
-        if weighed.get("kind") == "ledger":
-            exact[f"memory.ledger_bytes_{side}"] = weighed[side]
-        elif side in weighed:
-            beside[f"resident_bytes_{side}"] = float(weighed[side])
-    for side, card in (line.get("scorecard") or {}).items():
-        beside |= {f"{name}, {side.upper()}": value for name, value in _numbers(card).items()}
-    cell = _cell(pair, _TIMED_CELL)
-    cell["sides"] = {side: {"options": pair[side]["options"]} for side in ("a", "b")}
-    cell["meshes"] = {side: dict(line["meshes"].get(side) or {}) for side in ("a", "b")}
+    if isinstance(line.memory, Memory):
+        for letter, peak in (("a", line.memory.a), ("b", line.memory.b)):
+            if line.memory.kind == "ledger":
+                exact[f"memory.ledger_bytes_{letter}"] = peak
+            else:
+                beside[f"resident_bytes_{letter}"] = float(peak)
+    for letter, card in (line.scorecard or {}).items():
+        if isinstance(card, Scorecard):
+            scores = _numbers(asdict(card))
+            beside |= {f"{name}, {letter.upper()}": value for name, value in scores.items()}
+    cell = _cell(pair.to_dict(), _TIMED_CELL)
+    cell["sides"] = {letter: {"options": pair.side(letter).options} for letter in LETTERS}
+    cell["meshes"] = {letter: line.meshes.get(letter, {}) for letter in LETTERS}
     return Entry(
-        id=line["id"],
-        implementation=" v ".join(names),
-        strategy=strategy_of(names[0]),
-        backend=pair["backend"],
-        world=int(pair["world"]),
-        verdict=TIMED if known else str(line["verdict"]),
+        id=line.id,
+        implementation=pair.versus,
+        strategy=strategy_of(pair.a.implementation),
+        backend=pair.backend,
+        world=pair.world,
+        verdict=TIMED if known else line.verdict,
         version=version,
         figures=exact,
         cell=_cell(cell, tuple(cell)),
-        reason=str(line.get("reason") or ""),
-        samples={"time": _sample(told)} if known and told else {},
-        same=_same(line.get("aa")),
+        reason=line.reason,
+        samples={"time": _sample(figures.log)} if known and figures is not None else {},
+        same=_same(figures.aa if figures is not None else None),
         beside=beside,
     )
 
 
-def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
-    cell, samples = line["cell"], {}
-    for base, told in (line.get("efficiency") or {}).items():
-        if told and _means_something(line):
-            samples[f"efficiency ({base})"] = _sample(told["log"])
+def _scaling(line: CellLine, version: Version) -> Entry:
+    samples = {}
+    for base, efficiency in (line.efficiency or {}).items():
+        if _means_something(line):
+            samples[f"efficiency ({base})"] = _sample(efficiency.log)
     # A cell that was refused repeats what its source measured.
-    if samples and line.get("wrapping"):
-        samples["time (wrapped / plain)"] = _sample(line["wrapping"]["log"])
-    modelled, score = line.get("modelled") or {}, line.get("scorecard") or {}
-    beside = {f"modelled {k}": v for k, v in modelled.items() if k == "efficiency"} | dict(score)
+    if samples and line.wrapping is not None:
+        samples["time (wrapped / plain)"] = _sample(line.wrapping.log)
+    beside: dict[str, object] = {"modelled efficiency": line.modelled_efficiency}
+    if line.scorecard is not None:
+        beside |= asdict(line.scorecard)
     return Entry(
-        id=line["id"],
-        implementation=_titled(str(line["implementation"]), cell.get("label")),
-        strategy=strategy_of(str(line["implementation"])),
-        backend=line["backend"],
-        world=int(line["world"]),
-        verdict=str(line["verdict"]),
+        id=line.id,
+        implementation=line.title,
+        strategy=strategy_of(line.implementation),
+        backend=line.backend,
+        world=line.world,
+        verdict=line.verdict,
         version=version,
         figures={},
-        cell=_cell(cell, (*_TIMED_CELL, "system")),
-        reason=str(line.get("reason") or ""),
+        cell=_cell(line.cell.to_dict(), (*_TIMED_CELL, "system")),
+        reason=line.reason,
         samples=samples,
         beside=_numbers(beside),
     )
@@ -293,19 +299,17 @@ def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _means_something(line: Mapping[str, Any]) -> bool:
+def _means_something(line: PairLine | CellLine) -> bool:
     """Whether the ratios of a timed line are those of sides that train the same."""
-    return line["verdict"] not in _NO_RATIO and bool(line.get("trained_alike", True))
+    return line.verdict not in _NO_RATIO and bool(line.trained_alike)
 
 
-def _sample(told: Mapping[str, Any]) -> Sample:
-    return Sample(float(told["mean"]), float(told["sd"]), int(told["blocks"]))
+def _sample(log: Estimate) -> Sample:
+    return Sample(log.mean, log.sd, log.blocks)
 
 
-def _same(told: Mapping[str, Any] | None) -> Sample | None:
-    if not told:
-        return None
-    return Sample(math.log(told["ratio"]), float(told["sd"]), int(told["blocks"]))
+def _same(twin: Twin | None) -> Sample | None:
+    return None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks)
 
 
 def _titled(implementation: str, more: str | None) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
@@ -78,34 +79,17 @@ class _SuiteLink:
 
     @property
     def threads(self) -> bool:
-        from shardproof.backends import BACKENDS
+        return backends.BACKENDS[self.name].threads
 
-        return BACKENDS[self.name].threads
+    def hub(self, world: int, timeout_s: float) -> backends.Hub:
+        return backends.Hub(world, timeout_s)
 
-    def hub(self, world: int, timeout_s: float) -> Any:
-        from shardproof.backends import Hub
-
-        return Hub(world, timeout_s)
-
-    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
-        from shardproof import backends
-
+    def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
         backends.listen(heartbeat.note)
-        extra = {} if launch.disturbances is None else {"disturbances": launch.disturbances}
-        backends.join(
-            self.name,
-            rank,
-            launch.world,
-            launch.rendezvous,
-            launch.timeout_s,
-            launch.ledgers,
-            hub,
-            **extra,
-        )
+        where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
+        backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
 
     def leave(self) -> None:
-        from shardproof import backends
-
         backends.leave()
 
 
@@ -120,7 +104,7 @@ class _Watch:
         self._processes: list[RankProcess] = []
 
     def outcomes(self) -> list[RankOutcome]:
-        """Start the ranks and wait until all have ended, which they do; outcomes by rank."""
+        """Start the ranks and wait until all have ended; one outcome for each rank."""
         strangers_before = process_control.children()
         heartbeat.create(self._launch.heartbeat, self._launch.world)
         try:
@@ -160,7 +144,7 @@ class _Watch:
             self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
-        """Until a process ends or the next look is due."""
+        """Wait until a process ends or the next check is due."""
         left = self._launch.began + self._deadline_s - time.monotonic()
         timeout = max(0.0, min(_TICK_SECONDS, left))
         if any(process.handle is None for process in alive):
@@ -218,7 +202,7 @@ class _Watch:
         return (text if _size(self._launch.shared_output) > OUTPUT_LIMIT else ""), frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
-        """Ask for stacks where time ran out, then kill and collect."""
+        """Ask for stacks if time ran out, then kill."""
         doomed = [p for p in processes if p.ended is None and not p.reason]
         for process in doomed:
             process.reason = reason
