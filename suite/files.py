@@ -1,11 +1,19 @@
-"""Files that a reader finds whole or not at all."""
+"""Files that a reader finds whole or not at all, and the stored form of dataclasses."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fractions import Fraction
+from functools import cache, partial
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 #: A file system that is full, over quota, read-only, or failing.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -36,3 +44,117 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------ the stored form
+
+
+class Stored:
+    """A dataclass that is stored as JSON: a mapping of all its fields, nested ones as well.
+
+    Tuples become lists, sets sorted lists, fractions ``"numerator/denominator"``; tensors stay as
+    they are, for files of :mod:`shardproof.tensor_bytes`.  Reading goes by the annotations.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form; :meth:`from_dict` reads it."""
+        return _by_field(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The instance that :meth:`to_dict` described.
+
+        :raises TypeError: ``data`` has other fields, or lacks one without a default.
+        """
+        instance: Self = _made(cls, data)
+        return instance
+
+
+def to_plain(value: Any) -> Any:
+    """The stored form of ``value``, which may hold dataclasses."""
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Fraction):
+        return f"{value.numerator}/{value.denominator}"
+    return _by_field(value) if dataclasses.is_dataclass(value) else value
+
+
+def from_plain(kind: type[T], data: Any) -> T:
+    """The value of type ``kind`` whose stored form is ``data``."""
+    value: T = _reader(kind)(data)  # type: ignore[arg-type]  # types are hashable
+    return value
+
+
+_AS_THEY_ARE = frozenset((str, int, float, bool, NoneType))
+
+Reader = Callable[[Any], Any]
+
+
+def _by_field(value: Any) -> dict[str, Any]:
+    return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
+def _made(kind: Any, data: Mapping[str, Any]) -> Any:
+    readers = _readers(kind)
+    return kind(**{n: readers[n](v) if n in readers else v for n, v in data.items()})
+
+
+@cache
+def _readers(kind: Any) -> dict[str, Reader]:
+    """A reader for each field of a dataclass that is not stored as it is."""
+    # torch is not imported for the sake of an annotation.
+    hints = typing.get_type_hints(kind, localns={"Tensor": Any})
+    readers = {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
+    return {name: reader for name, reader in readers.items() if reader is not _same}
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    """What makes a value of type ``kind`` of its stored form."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (UnionType, typing.Union):
+        readers = [reader for reader in map(_reader, parts) if reader is not _same]
+        return _optional(readers[0]) if readers else _same
+    if hasattr(kind, "from_dict"):
+        reader: Reader = kind.from_dict
+        return reader
+    if dataclasses.is_dataclass(kind):
+        return partial(_made, kind)
+    if origin is frozenset or kind is Fraction:
+        return origin or Fraction
+    if not isinstance(origin, type) or not issubclass(origin, Collection):
+        return _same
+    if issubclass(origin, Mapping):
+        return _mapping(_reader(parts[1]))
+    part = _reader(parts[0]) if origin is not tuple or parts[1:] == (...,) else _same
+    return _items(part, tuple if origin is tuple else list)
+
+
+def _same(data: Any) -> Any:
+    return data
+
+
+def _optional(reader: Reader) -> Reader:
+    return lambda data: None if data is None else reader(data)
+
+
+def _mapping(reader: Reader) -> Reader:
+    if reader is _same:
+        return _same
+    return lambda data: {key: reader(item) for key, item in data.items()}
+
+
+def _items(reader: Reader, kind: type) -> Reader:
+    if reader is _same:
+        return _same if kind is list else kind
+    return lambda data: kind(map(reader, data))

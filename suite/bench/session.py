@@ -309,7 +309,7 @@ class Session:
 
     def _one_side(
         self,
-        task: Task,
+        task: Task[Any],
         kind: type[T],
         measured: Measured,
         side: str,
@@ -326,7 +326,7 @@ class Session:
 
     def _lead(
         self,
-        task: Task,
+        task: Task[Any],
         kind: type[T],
         name: str,
         payload: Mapping[str, object],
@@ -347,12 +347,12 @@ class Session:
 
     def _run(
         self,
-        task: Task,
+        task: Task[Any],
         name: str,
         payload: Mapping[str, object],
         seconds: float,
         workdir: Path | None = None,
-    ) -> TaskEnd:
+    ) -> TaskEnd[Any]:
         """``seconds`` is the deadline, without the leader's own work."""
         workdir = workdir or self._folder()
         plain = json.loads(launches.to_json({**payload, "workdir": str(workdir)}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
+from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload
@@ -33,12 +35,19 @@ from shardproof.workloads import Workload
 Run = Callable[..., list[RankOutcome]]
 
 
-def conduct(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Task of the leader: judge ``case`` in ``workdir``; returns its ``result`` and ``account``."""
-    workdir = Path(payload["workdir"])
-    workdir.mkdir(parents=True)
-    case = Case.from_dict(payload["case"])
-    account, result = examine(case, workdir, Path(payload["cache"]))
+@dataclass(frozen=True)
+class CaseTask:
+    """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all."""
+
+    case: Case
+    workdir: Path
+    oracles: Path
+
+
+def conduct(task: CaseTask) -> dict[str, Any]:
+    """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
+    task.workdir.mkdir(parents=True)
+    account, result = examine(task.case, task.workdir, task.oracles)
     return {"result": result, "account": account.to_dict()}
 
 
@@ -57,8 +66,8 @@ def examine(
         began = time.monotonic()
         if evidence is not None:
             measure(evidence)
-            account.figures = evidence.to_dict()
-        result = decide(account, evidence)
+            account.figures = evidence
+        result = decide(account)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
             account.timings["judge"] = time.monotonic() - began
@@ -204,7 +213,7 @@ def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
         evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
         return
     records = records_of(outcomes)
-    evidence.derived_run = Evidence(case, records, {}, evidence.workload, {})
+    evidence.derived_run = Evidence(case, records, Truth(), evidence.workload, {})
 
 
 def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
@@ -220,7 +229,7 @@ def _truth(
     workload: Workload,
     records: list[RankRecord],
     cache: Path,
-) -> dict[str, Any]:
+) -> Truth:
     """The oracle of the kind that the implementation names."""
     if declaration.oracle == "replay":
         shares = {record.steps[0].share for record in records} - {None}

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.leader import conduct
+from shardproof.cases.leader import CaseTask, conduct
 from shardproof.cases.verdict import decide
+from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import declaration, preflight
@@ -59,31 +59,26 @@ class Session:
     ) -> tuple[list[Result], list[Case]]:
         """As :func:`run_cases`."""
         results: list[Result] = []
-        by_id = {case.id: case for case in cases}
-        if len(by_id) != len(cases):
+        if len({case.id for case in cases}) != len(cases):
             raise ValueError("two cases share one id")
         started: set[str] = set()
         begin = time.monotonic()
 
-        def items() -> Iterator[tuple[str, dict[str, Any], float]]:
+        def items() -> Iterator[tuple[str, CaseTask, float]]:
             for case in cases:
                 if stop_after is not None and time.monotonic() - begin > stop_after:
                     return
                 started.add(case.id)
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
-                payload = {
-                    "case": case.to_dict(),
-                    "workdir": str(workdir),
-                    "cache": str(self._oracles),
-                }
-                yield case.id, payload, case.deadline + JUDGING_SECONDS
+                task = CaseTask(case, workdir, self._oracles)
+                yield case.id, task, case.deadline + JUDGING_SECONDS
 
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
         with closing(self._pool.run(conduct, items())) as ends:
             for end in ends:
-                shutil.rmtree(Path(end.payload["workdir"]), ignore_errors=True)
-                result, account = _result_of(by_id[end.key], end)
+                shutil.rmtree(end.payload.workdir, ignore_errors=True)
+                result, account = _result_of(end)
                 results.append(result)
                 if on_account is not None:
                     on_account(result, account)
@@ -94,10 +89,9 @@ class Session:
         """Raise :class:`SelectionError` if it is a user's own and cannot be loaded."""
         preflight.check([implementation], self._pool)
 
-    def axes(self, implementation: str, options: Mapping[str, Any]) -> list[str]:
+    def axes(self, implementation: str, options: Options) -> list[str]:
         """The mesh axes that it declares under ``options``; empty if it cannot be asked."""
-        payload = {"implementation": implementation, "options": dict(options)}
-        items = [("axes", payload, JUDGING_SECONDS)]
+        items = [("axes", (implementation, options), JUDGING_SECONDS)]
         with closing(self._pool.run(declaration.axes, items)) as ends:
             (end,) = ends
         return list(end.value or ())
@@ -119,13 +113,13 @@ def run_cases(
         return session.run(cases, on_result, stop_after, on_account)
 
 
-def _result_of(case: Case, end: TaskEnd) -> tuple[Result, dict[str, Any]]:
-    """The result of a case and its account: the leader's, or what its death amounts to."""
+def _result_of(end: TaskEnd[CaseTask]) -> tuple[Result, dict[str, Any]]:
+    """The result of a case and its account: the leader's, or those of a leader that died."""
     if end.value is not None:
         result, account = end.value["result"], end.value["account"]
     else:
         ended = LeaderEnd(end.exit_code, end.signal, end.timed_out, end.seconds, end.output)
-        left = Account(case, leader=ended)
+        left = Account(end.payload.case, leader=ended)
         result, account = decide(left), left.to_dict()
     result["seconds"] = end.seconds
     return result, account

@@ -17,7 +17,7 @@ from shardproof import checks
 from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, schedule
 from shardproof.checks.refusals import judge_errors
-from shardproof.evidence.account import Account, LeaderEnd, restore
+from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
@@ -40,8 +40,8 @@ def measure(evidence: Evidence) -> None:
             evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
-def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
-    """The result of a case.  ``figures``: those of ``account``, if they are at hand already."""
+def decide(account: Account) -> dict[str, Any]:
+    """The result of the case that ``account`` tells of."""
     case = account.case
     if account.fault:
         return _result(case, "crash", account.fault)
@@ -80,9 +80,8 @@ def decide(account: Account, figures: Figures | None = None) -> dict[str, Any]:
         return _expected(case, *_broken(cause, outcomes))
     if account.no_oracle_because:
         return _expected(case, "precondition", account.no_oracle_because)
-    if figures is None:
-        assert account.figures is not None
-        figures = restore(case, account.figures)
+    figures = account.figures
+    assert figures is not None
     found = [_run_check(name, figures) for name in case.checks]
     verdict, text = verdict_of(found)
     if verdict == "pass" and case.lane == "working_precision":

@@ -43,7 +43,6 @@ from shardproof.checks.numbers import (
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.oracle.exactness import Budget
 from shardproof.oracle.optimizers import (
     build_optimizer,
     largest_terms,
@@ -157,7 +156,7 @@ def over_budget(figures: Figures) -> str:
     case, budget = figures.case, figures.oracle.budget
     if case.lane != "dyadic" or budget is None:
         return ""
-    return Budget(**budget).problem(case.dtype, case.world) or ""
+    return budget.problem(case.dtype, case.world) or ""
 
 
 def _against_oracle(evidence: Evidence, tally: _Tally) -> None:
@@ -179,7 +178,7 @@ def _replayed(evidence: Evidence, tally: _Tally) -> None:
         raise _Failure(f"no possible history: {evidence.oracle.problem}")
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     state, last = evidence.final("parameters"), evidence.steps[-1]
-    final = evidence.truth["final"]
+    final = evidence.truth.final
     _compare_all(evidence, state, final, compare, tally, last, "drained parameters")
 
 
@@ -193,20 +192,20 @@ def _working_precision(evidence: Evidence, tally: _Tally) -> None:
         ratios: dict[tuple[str, str, str], float] = {}
         silent: dict[tuple[str, str, str], float] = {}
         for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
-            if truth[kind] is None or evidence.oracle.steps[step].skipped:
+            wanted, alone = getattr(truth, kind), getattr(single, kind)
+            if wanted is None or evidence.oracle.steps[step].skipped:
                 continue
             state = evidence.observed(step, point, "gradients")
-            _check_names(state, truth[kind], step, point)
-            found = state.first()
-            errors = working_precision.ratios(found, single[kind], truth[kind], regions)
+            _check_names(state, wanted, step, point)
+            held = state.first()
+            errors = working_precision.ratios(held, alone, wanted, regions)
             ratios |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
-            errors = working_precision.noise(found, truth[kind], regions, unit)
+            errors = working_precision.noise(held, wanted, regions, unit)
             silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
         shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
-        told = working_precision.loss_ratio(
-            sum(shares.values()), single["loss"], truth["loss"], unit
+        ratios["loss", "forward", "all ranks"] = working_precision.loss_ratio(
+            sum(shares.values()), single.loss, truth.loss, unit
         )
-        ratios["loss", "forward", "all ranks"] = told
         for (name, point, owner), error, limit in (
             *((key, error, bound) for key, error in ratios.items()),
             *((key, error, 1.0) for key, error in silent.items()),
@@ -344,9 +343,7 @@ def _is_silent(truth: Tensor, region: Region, floor: float) -> bool:
 def _initial(evidence: Evidence, tally: _Tally) -> None:
     """After ``setup`` every replica holds the initial parameters, bit for bit."""
     state = evidence.initial("parameters")
-    _compare_all(
-        evidence, state, evidence.truth["initial"], bitwise, tally, -1, "initial parameters"
-    )
+    _compare_all(evidence, state, evidence.truth.initial, bitwise, tally, -1, "initial parameters")
 
 
 def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
@@ -385,10 +382,10 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
 
 
 def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
-    truth = evidence.truth["steps"][step]
-    if truth["skipped"]:
+    truth = evidence.truth.steps[step]
+    if truth.skipped:
         return  # an overflow: what is not finite has no size
-    points = {"gradients_final": truth["gradients"], "after_clip": truth.get("clipped")}
+    points = {"gradients_final": truth.gradients, "after_clip": truth.clipped}
     for point, expected in points.items():
         if expected is None:
             continue
@@ -400,12 +397,12 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -
 
 def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
     """Parameters and optimizer state against the oracle's own trajectory."""
-    truth = evidence.truth["steps"][step]
+    truth = evidence.truth.steps[step]
     if not evidence.has(step, "after_update"):
         raise _Failure(f"step {step}: the implementation never observed 'after_update'")
     expected = {
-        "parameters": truth["parameters"],
-        "optimizer": truth["optimizer"] | _masters(evidence, step, truth["parameters"]),
+        "parameters": truth.parameters,
+        "optimizer": {**truth.optimizer, **_masters(evidence, step, truth.parameters)},
     }
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
@@ -437,18 +434,17 @@ def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
 
 def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     """One optimizer step on one device from the implementation's own state and gradients."""
-    spec, truth = evidence.case.optimizer, evidence.truth["steps"][step]
+    spec, truth = evidence.case.optimizer, evidence.truth.steps[step]
     if not evidence.has(step, "after_update"):
         raise _Failure(f"step {step}: the implementation never observed 'after_update'")
     after = evidence.observed(step, "after_update", "parameters")
     slots = evidence.observed(step, "after_update", "optimizer")
-    _check_names(after, truth["parameters"], step, "after_update parameters")
-    masters = _masters(evidence, step, truth["parameters"])
-    _check_names(slots, truth["optimizer"] | masters, step, "after_update optimizer")
+    _check_names(after, truth.parameters, step, "after_update parameters")
+    masters = _masters(evidence, step, truth.parameters)
+    _check_names(slots, {**truth.optimizer, **masters}, step, "after_update optimizer")
     before = _wide(evidence, step - 1)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
-    skipped = truth["skipped"]
-    gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
+    gradients = {} if truth.skipped else evidence.observed(step, point, "gradients").first()
     trainable = evidence.workload.trainable_names
     named = {name: torch.nn.Parameter(before[name].clone()) for name in trainable}
     for name, parameter in named.items():
@@ -500,7 +496,7 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> 
 
     Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
     """
-    truth = evidence.truth["steps"][step]["buffers"]
+    truth = evidence.truth.steps[step].buffers
     if not truth or not truth[0]:
         return
     state = evidence.observed(step, "after_update", "buffers")

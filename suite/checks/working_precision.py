@@ -19,10 +19,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardproof.case import DATA_AXES
 from shardproof.checks.numbers import (
@@ -34,9 +32,9 @@ from shardproof.checks.numbers import (
 )
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
+from shardproof.oracle.truth import Tensors, TruthStep
 from shardproof.workloads import for_case, make
 
-Tensors = Mapping[str, Tensor]
 #: Tensors of fewer elements have too few errors to be judged alone.
 SMALL = 16
 #: Zero slices in one-device runs: (start, stop) per dimension.
@@ -54,7 +52,7 @@ def factor(evidence: Figures) -> float:
     return WORKING_PRECISION_FACTORS[case.lowest_dtype]
 
 
-def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     """Steps of the fp64 twin and of one device in the case's precision, both forced.
 
     They compute with the same values: masters and shards are rounded to what is computed with.
@@ -76,7 +74,7 @@ def teachers(evidence: Evidence) -> tuple[list[dict[str, Any]], list[dict[str, A
                 rule,
                 forced=forced,
                 precision=precision,
-            )["steps"]
+            ).steps
         )
     return runs[0], runs[1]
 

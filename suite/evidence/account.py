@@ -8,19 +8,19 @@ kept only where a check failed: the copies of the tensor that it names, and the 
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from shardproof import tensor_bytes
 from shardproof.case import Case
+from shardproof.evidence.assembled import Evidence, Figures, StoredFigures
+from shardproof.files import Stored
 from shardproof.launch.outcome import RankOutcome
+from shardproof.oracle.truth import Tensors, Truth
 from shardproof.registry.declaration import Declaration
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardproof.evidence.assembled import Evidence, Figures
 
 #: A failing tensor with more bytes than this is not kept whole.
 WHOLE_BYTES = 16 << 20
@@ -55,7 +55,7 @@ class WholeTensor:
 
 
 @dataclass
-class Account:
+class Account(Stored):
     """What became of one case.  Empty texts and ``None``: it did not come to that.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
@@ -77,42 +77,29 @@ class Account:
     fault: str = ""
     leader: LeaderEnd | None = None
     outcomes: list[RankOutcome] = field(default_factory=list)
-    figures: dict[str, Any] | None = None
+    figures: Figures | None = None
     whole: list[WholeTensor] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     data_digest: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        declared = None if self.declaration is None else self.declaration.to_dict()
-        return fields | {
-            "case": self.case.to_dict(),
-            "declaration": declared,
-            "leader": None if self.leader is None else dataclasses.asdict(self.leader),
-            # The file of a rank's record is gone when the case is over.
-            "outcomes": [dataclasses.asdict(end) | {"record": None} for end in self.outcomes],
-            "whole": [dataclasses.asdict(tensor) for tensor in self.whole],
-        }
+        """The stored form, without tensors; :meth:`from_dict` reads it."""
+        data = super().to_dict()
+        for outcome in data["outcomes"]:
+            outcome["record"] = None  # the file of a rank's record is gone when the case is over
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Account:
         """The account that :meth:`to_dict` described."""
-        fields = {**data, "case": Case.from_dict(data["case"])}
-        declared = fields.pop("claims", None) or fields.get("declaration")  # the name in older runs
-        fields["declaration"] = None if declared is None else Declaration.from_dict(declared)
-        if data.get("leader") is not None:
-            fields["leader"] = LeaderEnd(**data["leader"])
-        fields["outcomes"] = [RankOutcome(**end) for end in data.get("outcomes", ())]
-        fields["whole"] = [WholeTensor(**tensor) for tensor in data.get("whole", ())]
-        return cls(**fields)
-
-
-def restore(case: Case, data: Mapping[str, Any]) -> Figures:
-    """Figures as :meth:`~shardproof.evidence.assembled.Figures.to_dict` left them."""
-    from shardproof.evidence.assembled import StoredFigures
-
-    return StoredFigures.from_dict(case, data)
+        fields = {**data}
+        if "claims" in fields:  # the name in older runs
+            fields["declaration"] = fields.pop("claims")
+        figures = fields.pop("figures", None)
+        account = super().from_dict(fields)
+        if figures is not None:
+            account.figures = StoredFigures.from_dict(account.case, figures)
+        return account
 
 
 # ------------------------------------------------------------------------------ whole tensors
@@ -132,8 +119,6 @@ def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[WholeTen
     truth = _truth(evidence.truth, step, point, kind).get(name)
     if truth is not None and not worst["phase"].startswith("replayed"):
         copies["oracle"] = truth
-    from shardproof import tensor_bytes
-
     return [
         WholeTensor(
             step,
@@ -164,13 +149,13 @@ def _place(step: int, phase: str) -> tuple[int, str, str] | None:
     return None
 
 
-def _truth(oracle: Mapping[str, Any], step: int, point: str, kind: str) -> Mapping[str, Any]:
-    if point == "initial":
-        found = oracle.get("initial")
-    elif point == "final":
-        found = oracle.get("final")
-    elif kind == "buffers" or step >= len(oracle.get("steps", ())):
-        found = None
-    else:
-        found = oracle["steps"][step].get("clipped" if point == "after_clip" else kind)
-    return found or {}
+def _truth(truth: Truth, step: int, point: str, kind: str) -> Tensors:
+    """The oracle's tensors of that moment; empty: it has none."""
+    if point in ("initial", "final"):
+        return truth.initial if point == "initial" else truth.final
+    if kind == "buffers" or step >= len(truth.steps):
+        return {}
+    tensors: Tensors | None = getattr(
+        truth.steps[step], "clipped" if point == "after_clip" else kind
+    )
+    return tensors or {}

@@ -32,11 +32,11 @@ from shardproof.evidence.records import (
     OracleFacts,
     Pieces,
     RankRecord,
-    Stored,
     TensorRow,
     WorkloadFacts,
-    stored,
 )
+from shardproof.files import from_plain, to_plain
+from shardproof.oracle.truth import Truth
 from shardproof.schedules import Schedule
 
 
@@ -196,18 +196,20 @@ class Figures(ABC):
             result[record.rank] = index
         return result
 
-    def to_dict(self) -> Stored:
+    def to_dict(self) -> dict[str, Any]:
         """The stored form, without tensors; :meth:`StoredFigures.from_dict` reads it."""
-        compared = {name: [row.to_dict() for row in rows] for name, rows in self.compared.items()}
+        facts = self.model_facts
         return {
             "records": [record.without_tensors().to_dict() for record in self.records],
             "oracle": self.oracle.to_dict(),
-            "workload": stored(self.workload),
+            "workload": self.workload.to_dict(),
             "facts": {name: str(value) for name, value in self.facts.items()},
-            "plan": self.model_facts.to_dict() if self.model_facts is not None else None,
-            "compared": compared,
-            "schedules": {str(n): schedule.to_dict() for n, schedule in self.schedules.items()},
-            "tensors": [stored(row) for row in self.tensors],
+            "plan": None if facts is None else facts.to_dict(),
+            "compared": to_plain(self.compared),
+            "schedules": {
+                str(size): to_plain(schedule) for size, schedule in self.schedules.items()
+            },
+            "tensors": to_plain(self.tensors),
         }
 
 
@@ -232,14 +234,11 @@ class StoredFigures(Figures):
             case,
             [RankRecord.from_dict(record) for record in data["records"]],
             OracleFacts.from_dict(data["oracle"]),
-            WorkloadFacts(**data["workload"]),
+            WorkloadFacts.from_dict(data["workload"]),
             numbers if plan is None else CaseFacts(numbers, ModelFacts.from_dict(plan)),
-            compared={
-                name: [ComparisonRow(**row) for row in rows]
-                for name, rows in data["compared"].items()
-            },
-            schedules={int(n): Schedule.from_dict(told) for n, told in schedules.items()},
-            tensors=[TensorRow(**row) for row in data["tensors"]],
+            compared=from_plain(dict[str, list[ComparisonRow]], data["compared"]),
+            schedules={int(size): Schedule.from_dict(row) for size, row in schedules.items()},
+            tensors=from_plain(list[TensorRow], data["tensors"]),
         )
 
 
@@ -250,14 +249,14 @@ class Evidence(Figures):
         self,
         case: Case,
         records: list[RankRecord],
-        truth: dict[str, Any],
+        truth: Truth,
         workload: WorkloadFacts,
         facts: Mapping[str, int | Fraction],
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
-        oracle = OracleFacts.from_dict(truth)
+        oracle = OracleFacts.of(truth)
         super().__init__(case, records, oracle, workload, facts, schedules=schedules)
-        #: The oracle with its tensors, as ``oracle.training`` or ``oracle.replay`` made it.
+        #: The oracle with its tensors.
         self.truth = truth
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
         #: The second run of a relation, or what went wrong in it.

@@ -14,22 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.contract import Event, Piece
+from shardproof.files import Stored
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import Call
+from shardproof.oracle.exactness import Budget
+from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
 
 #: Pieces of a rank by kind of state.
 Pieces = Mapping[str, Sequence[Piece]]
 #: Number, kind and name of an entry of the program-order log.
 LoggedEvent = tuple[int, str, str]
-#: The stored form of a record or a row: what JSON, a pack of tensors or a Parquet row holds.
-Stored = dict[str, Any]
-
-
-def stored(row: Any) -> Stored:
-    """All fields of a dataclass, not copied."""
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Evaluation:
 
 
 @dataclass(slots=True)
-class StepRecord:
+class StepRecord(Stored):
     """One step of one rank.
 
     ``present``: it was a member.  ``share``: the number of its data coordinate, ``None`` without
@@ -83,20 +79,9 @@ class StepRecord:
         """Whether the update was left out, because gradients overflowed."""
         return bool(self.metrics.get("skipped"))
 
-    def to_dict(self) -> Stored:
-        """The stored form."""
-        observed = {point: _stored_pieces(kinds) for point, kinds in self.observed.items()}
-        return stored(self) | {"observed": observed}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
-        """The step that :meth:`to_dict` described."""
-        observed = {point: _pieces(kinds) for point, kinds in data["observed"].items()}
-        return cls(**{**data, "observed": observed})
-
-
-@dataclass(slots=True)
-class RankRecord:
+@dataclass
+class RankRecord(Stored):
     """What one rank did and held in one case.
 
     ``cores``: how many it could run on.  ``initial``: pieces after ``setup``; ``final``: after the
@@ -138,40 +123,17 @@ class RankRecord:
         ]
         return replace(self, initial={}, final={}, steps=steps)
 
-    def to_dict(self) -> Stored:
-        """The stored form."""
-        data = stored(self)
-        data["capabilities"] = data.pop("declaration").to_dict()
-        for name in ("initial", "final"):
-            data[name] = _stored_pieces(data[name])
-        data["history"] = [stored(event) for event in self.history]
-        for name in ("steps", "traffic", "memory"):
-            data[name] = [row.to_dict() for row in data[name]]
-        data["actions"] = [done._asdict() for done in self.actions]
-        data["evaluation"] = None if self.evaluation is None else stored(self.evaluation)
-        if self.full_state is not None:
-            data["full_state"] = {name: stored(row) for name, row in self.full_state.items()}
-        return data
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form, in which the declaration is called ``capabilities``."""
+        data = Stored.to_dict(self)
+        return data | {"capabilities": data.pop("declaration")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankRecord:
         """The record that :meth:`to_dict` described."""
-        fields = dict(data)
-        fields["declaration"] = Declaration.from_dict(fields.pop("capabilities"))
-        for name in ("initial", "final"):
-            fields[name] = _pieces(fields.get(name, {}))
-        fields["history"] = [Event(**event) for event in data.get("history", ())]
-        fields["steps"] = [StepRecord.from_dict(step) for step in data["steps"]]
-        fields["traffic"] = [Call.from_dict(call) for call in data["traffic"]]
-        fields["events"] = [(number, kind, name) for number, kind, name in data["events"]]
-        fields["actions"] = [Done(**done) for done in data["actions"]]
-        fields["memory"] = [MemoryRow(**row) for row in data["memory"]]
-        if data.get("evaluation") is not None:
-            fields["evaluation"] = Evaluation(**data["evaluation"])
-        if data.get("full_state") is not None:
-            gathered = data["full_state"].items()
-            fields["full_state"] = {name: TensorDigest(**row) for name, row in gathered}
-        return cls(**fields)
+        fields = {**data}
+        fields["declaration"] = fields.pop("capabilities")
+        return super().from_dict(fields)
 
 
 def copied(pieces: Iterable[Piece]) -> list[Piece]:
@@ -185,28 +147,8 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _stored_pieces(kinds: Pieces) -> dict[str, list[Stored]]:
-    return {kind: [_stored_piece(piece) for piece in pieces] for kind, pieces in kinds.items()}
-
-
-def _stored_piece(piece: Piece) -> Stored:
-    return {
-        "name": piece.name,
-        "global_shape": list(piece.global_shape),
-        "slices": None if piece.slices is None else [list(bounds) for bounds in piece.slices],
-        "flat_range": None if piece.flat_range is None else list(piece.flat_range),
-        "replica": piece.replica,
-        "incomplete": piece.incomplete,
-        "tensor": piece.tensor,
-    }
-
-
-def _pieces(kinds: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, list[Piece]]:
-    return {kind: [Piece(**piece) for piece in pieces] for kind, pieces in kinds.items()}
-
-
 @dataclass(frozen=True, slots=True)
-class TensorRow:
+class TensorRow(Stored):
     """One copy of one tensor at one moment; ``step`` -1 is the moment after ``setup``.
 
     ``differs``: elements that are not those of the lowest replica's copy (-0 equals 0, NaN equals
@@ -228,7 +170,7 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparisonRow:
+class ComparisonRow(Stored):
     """One comparison of a check: ``error`` against ``bound``.
 
     ``tested`` is ``False`` where a spoilt copy passed.  Alone in a row stand ``problem`` (nothing
@@ -247,7 +189,7 @@ class ComparisonRow:
     skip: str = ""
     broke: str = ""
 
-    def to_dict(self) -> Stored:
+    def to_dict(self) -> dict[str, Any]:
         """The stored form: what is not set is left out."""
         for name in ("problem", "skip", "broke"):
             if getattr(self, name):
@@ -264,7 +206,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadFacts:
+class WorkloadFacts(Stored):
     """What checks need to know of the workload.
 
     ``zero_gradient``: regions of parameters whose true gradient is 0, one ``(start, stop)`` per
@@ -288,32 +230,22 @@ class OracleStep:
     skipped: bool
 
 
-@dataclass(frozen=True, slots=True)
-class OracleFacts:
-    """What is kept of the oracle.
-
-    ``budget``: what exact sums take (:class:`shardproof.oracle.exactness.Budget`).  Of a replay
-    ``updates`` are those that the ranks say they made, ``stale`` the most versions that one was
-    behind, and ``problem`` why they cannot have happened.
-    """
+@dataclass(frozen=True)
+class OracleFacts(Stored):
+    """What is kept of the oracle (:class:`shardproof.oracle.truth.Truth`), without its tensors."""
 
     steps: Sequence[OracleStep] = ()
-    budget: Mapping[str, Any] | None = None
+    budget: Budget | None = None
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> OracleFacts:
-        """The facts that :meth:`to_dict` stored, or those of an oracle with all its tensors."""
-        steps = [
-            OracleStep(float(s["loss"]), float(s["norm"]), s["scale"], s["skipped"])
-            for s in data.get("steps", ())
-        ]
-        named = ("budget", "problem", "updates", "stale")
-        return cls(steps, **{name: data.get(name) for name in named})
+    def of(cls, truth: Truth) -> OracleFacts:
+        """The facts of ``truth``."""
+        steps = [OracleStep(s.loss, float(s.norm), s.scale, s.skipped) for s in truth.steps]
+        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
 
-    def to_dict(self) -> Stored:
+    def to_dict(self) -> dict[str, Any]:
         """The stored form: what is ``None`` is left out."""
-        data = {name: value for name, value in stored(self).items() if value is not None}
-        return data | {"steps": [stored(step) for step in self.steps]}
+        return {name: value for name, value in super().to_dict().items() if value is not None}

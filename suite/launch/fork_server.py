@@ -5,12 +5,10 @@ milliseconds.  Forking is safe only while the parent has a single thread: after 
 two, the child hangs.  So this is a process of its own that imports, forks and collects, and
 never computes; that it has one thread is checked before it says that it is ready.
 
-The parent talks to it over a socket, one JSON message with a length before it::
-
-    parent to fork server   {"task": "package.module:function", "payload": ..., "ticket": n,
-                             "value": path}   {"kill": n}   {"preload": "package.module"}
-    fork server to parent   {"ready": pid}   {"failed": text}
-                            {"ticket", "pid", "exit_code", "signal", "seconds", "output"}
+The two talk over a socket that keeps messages apart (``SOCK_SEQPACKET``), in pickled
+:class:`Fork`, :class:`Kill` and :class:`Preload` one way, :class:`Ready`, :class:`Failed` and
+:class:`LeaderExit` the other.  Only a leader, never the fork server, unpickles the job of a
+:class:`Fork`: that imports the task's module.
 
 It ends, and with it everything that it started, when the parent closes the socket or dies.
 """
@@ -19,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import select
 import socket
 import subprocess
 import sys
@@ -28,9 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from shardproof.launch import messages
+from typing import Any, TypeVar
 
 #: Native libraries start a thread per core at import, unless told otherwise before.
 ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -41,15 +39,53 @@ START_SECONDS = 180.0
 END_SECONDS = 5.0
 
 _TAIL = 4000
+_LONGEST_MESSAGE = 1 << 20
+
+P = TypeVar("P")
 
 
 class ForkServerError(RuntimeError):
     """The fork server could not start, or is gone."""
 
 
-#: What a leader runs: a function of a module, called with JSON-ready data; what it returns is
-#: written as JSON.
-Task = Callable[[dict[str, Any]], Any]
+#: What a leader runs: a function of a module.  Its argument is pickled; what it returns is written
+#: as JSON, so that nothing of a user's is imported where it is read.
+Task = Callable[[P], object]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Run ``job``, a pickled task and its payload, in a new leader; the result goes to ``value``."""
+
+    ticket: int
+    job: bytes
+    value: Path | None
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the leader of that ticket, and all that it started."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Import a module for all leaders to come."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Everything is imported, and there is one thread."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The fork server cannot start leaders, and why."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -64,15 +100,33 @@ class LeaderExit:
     output: str
 
 
-def address_of(task: Task) -> str:
-    """``package.module:function``, under which a leader imports ``task``.
+def send(connection: socket.socket, message: object) -> None:
+    """Write one message.
 
-    :raises ValueError: it is no function of a module, or of the program that was started.
+    :raises OSError: the other side is gone.
     """
-    module, name = task.__module__, task.__qualname__
-    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not task:
-        raise ValueError(f"a leader cannot import {module}.{name}: a task is a module's function")
-    return f"{module}:{name}"
+    connection.send(pickle.dumps(message))
+
+
+def receive(connection: socket.socket, timeout_s: float) -> list[Any]:
+    """The messages that have arrived; waits up to ``timeout_s`` seconds for the first.
+
+    :raises EOFError: there are none, and the other side is gone.
+    """
+    messages: list[Any] = []
+    select.select([connection], [], [], timeout_s)
+    while True:
+        try:
+            data = connection.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return messages
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            if not messages:
+                raise EOFError
+            return messages
+        messages.append(pickle.loads(data))
 
 
 class ForkServer:
@@ -88,9 +142,7 @@ class ForkServer:
         self._waiting: deque[LeaderExit] = deque()
 
     def __enter__(self) -> ForkServer:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        self._inbox = messages.Inbox(ours)
+        self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()
         self._ready = False
         self._pid = 0
@@ -137,9 +189,9 @@ class ForkServer:
 
     def preload(self, module: str) -> None:
         """Have ``module`` imported before any leader that is submitted from now on."""
-        self._send({"preload": module})
+        self._send(Preload(module))
 
-    def submit(self, task: Task, payload: dict[str, Any], value: Path | None = None) -> int:
+    def submit(self, task: Task[P], payload: P, value: Path | None = None) -> int:
         """Run ``task(payload)`` in a fresh leader; what it returns is written to ``value`` as JSON.
 
         Returns a ticket.  The leader has its own process group and ends with exit code 0, or
@@ -148,15 +200,17 @@ class ForkServer:
 
         :raises ValueError: ``task`` is no function of a module that a leader can import.
         """
+        module, name = task.__module__, task.__qualname__
+        if module == "__main__" or getattr(sys.modules.get(module), name, None) is not task:
+            what = f"a leader cannot import {module}.{name}"
+            raise ValueError(f"{what}: a task is a module's function")
         self._tickets += 1
-        path = None if value is None else str(value)
-        message = {"task": address_of(task), "payload": payload, "value": path}
-        self._send(message | {"ticket": self._tickets})
+        self._send(Fork(self._tickets, pickle.dumps((task, payload)), value))
         return self._tickets
 
     def kill(self, ticket: int) -> None:
         """End that leader and all that it started; its :class:`LeaderExit` still comes."""
-        self._send({"kill": ticket})
+        self._send(Kill(ticket))
 
     def poll(self, timeout_s: float) -> list[LeaderExit]:
         """The leaders that have ended; waits up to ``timeout_s`` seconds for the first."""
@@ -185,22 +239,27 @@ class ForkServer:
                 process.wait()
             self._log.close()
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Fork | Kill | Preload) -> None:
         try:
-            messages.send(self._socket, message)
+            send(self._socket, message)
         except OSError as error:
             raise ForkServerError(f"the fork server is gone: {self._last_output()}") from error
 
     def _receive(self, timeout_s: float) -> None:
-        for message in self._inbox.receive(timeout_s):
-            if "ready" in message:
-                self._ready = True
-            elif "failed" in message:
-                raise ForkServerError(f"the fork server could not start: {message['failed']}")
-            else:
-                self._waiting.append(LeaderExit(**message))
-        if self._inbox.closed and not self._waiting:
-            raise ForkServerError(f"the fork server is gone: {self._last_output()}")
+        try:
+            messages = receive(self._socket, timeout_s)
+        except EOFError:
+            if not self._waiting:
+                raise ForkServerError(f"the fork server is gone: {self._last_output()}") from None
+            return
+        for message in messages:
+            match message:
+                case Ready():
+                    self._ready = True
+                case Failed(why):
+                    raise ForkServerError(f"the fork server could not start: {why}")
+                case LeaderExit():
+                    self._waiting.append(message)
         if not self._ready and time.monotonic() - self._began > START_SECONDS:
             raise ForkServerError(f"the fork server did not start in {START_SECONDS:.0f} s")
 

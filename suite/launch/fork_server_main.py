@@ -1,7 +1,7 @@
 """Inside the fork server: import once, stay single-threaded, fork leaders, collect them.
 
 Run as ``python -m shardproof.launch.fork_server_main``; ``launch.fork_server.ForkServer`` is the
-other end and documents the messages.
+other end and defines the messages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import resource
 import selectors
 import signal
@@ -21,11 +22,20 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardproof.files import write_whole
-from shardproof.launch import messages, process_control
+from shardproof.launch import process_control
+from shardproof.launch.fork_server import (
+    Failed,
+    Fork,
+    Kill,
+    LeaderExit,
+    Preload,
+    Ready,
+    receive,
+    send,
+)
 
 #: What a training step would otherwise import lazily, in every rank of every case.
 LAZY_MODULES = (
@@ -62,7 +72,6 @@ class _Server:
         self._connection = connection
         self._parent = parent
         self._leaders: dict[int, _Leader] = {}  # by pid
-        self._inbox = messages.Inbox(connection)
         self._wakeup, writing = os.pipe()
         for descriptor in (self._wakeup, writing):
             os.set_blocking(descriptor, False)
@@ -86,14 +95,16 @@ class _Server:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
                 selector.register(self._wakeup, selectors.EVENT_READ)
-                while not self._ending and not self._inbox.closed and os.getppid() == self._parent:
+                while not self._ending and os.getppid() == self._parent:
                     ready = {key.fd for key, _ in selector.select(1.0)}
                     if self._wakeup in ready:
                         os.read(self._wakeup, 4096)
                     if self._connection.fileno() in ready:
-                        for message in self._inbox.receive(0.0):
+                        for message in receive(self._connection, 0.0):
                             self._handle(message)
                     self._collect()
+        except EOFError:
+            pass  # the parent has closed the connection: the end
         finally:
             for leader in self._leaders.values():
                 process_control.kill_group(leader.pid)
@@ -105,20 +116,21 @@ class _Server:
             _import_all()
             _check_threads("torch")
         except Exception:
-            self._send({"failed": traceback.format_exc()})
+            self._send(Failed(traceback.format_exc()))
             raise
         self._importing = False
-        self._send({"ready": os.getpid()})
+        self._send(Ready())
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "preload" in message:
-            self._preload(message["preload"])
-        elif "kill" in message:
-            for leader in self._leaders.values():
-                if leader.ticket == message["kill"]:
-                    process_control.kill_group(leader.pid)
-        else:
-            self._fork(message)
+    def _handle(self, message: Fork | Kill | Preload) -> None:
+        match message:
+            case Fork():
+                self._fork(message)
+            case Kill(ticket):
+                for leader in self._leaders.values():
+                    if leader.ticket == ticket:
+                        process_control.kill_group(leader.pid)
+            case Preload(module):
+                self._preload(module)
 
     def _preload(self, module: str) -> None:
         """A module that cannot be imported fails in the leaders that need it, with its message."""
@@ -132,20 +144,20 @@ class _Server:
         try:
             _check_threads(module)
         except RuntimeError as error:
-            self._send({"failed": str(error)})
+            self._send(Failed(str(error)))
             raise
 
-    def _fork(self, message: dict[str, Any]) -> None:
+    def _fork(self, order: Fork) -> None:
         output = os.memfd_create("leader")
         began, parent = time.monotonic(), os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._lead(message, output, parent)
+            self._lead(order, output, parent)
         with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone
             os.setpgid(pid, pid)
-        self._leaders[pid] = _Leader(message["ticket"], pid, began, output)
+        self._leaders[pid] = _Leader(order.ticket, pid, began, output)
 
-    def _lead(self, message: dict[str, Any], output: int, parent: int) -> NoReturn:
+    def _lead(self, order: Fork, output: int, parent: int) -> NoReturn:
         """Body of a leader."""
         code = TASK_RAISED
         try:
@@ -163,10 +175,10 @@ class _Server:
             os.dup2(output, 2)
             self._connection.close()
             faulthandler.enable()
-            module, _, function = message["task"].partition(":")
-            value = getattr(importlib.import_module(module), function)(message["payload"])
-            if message["value"] is not None and value is not None:
-                write_whole(Path(message["value"]), json.dumps(value, default=str))
+            task, payload = pickle.loads(order.job)  # imports the task's module
+            value = task(payload)
+            if order.value is not None and value is not None:
+                write_whole(order.value, json.dumps(value, default=str))
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()
@@ -188,21 +200,15 @@ class _Server:
             del self._leaders[leader.pid]
             process_control.end_adopted(self._leaders.keys())
             signaled = os.WIFSIGNALED(status)
-            self._send(
-                {
-                    "ticket": leader.ticket,
-                    "pid": leader.pid,
-                    "exit_code": None if signaled else os.WEXITSTATUS(status),
-                    "signal": os.WTERMSIG(status) if signaled else None,
-                    "seconds": seconds,
-                    "output": _drain(leader.output),
-                }
-            )
+            code = None if signaled else os.WEXITSTATUS(status)
+            signum = os.WTERMSIG(status) if signaled else None
+            output = _drain(leader.output)
+            self._send(LeaderExit(leader.ticket, leader.pid, code, signum, seconds, output))
         process_control.end_adopted(self._leaders.keys())
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Ready | Failed | LeaderExit) -> None:
         try:
-            messages.send(self._connection, message)
+            send(self._connection, message)
         except OSError:
             self._ending = True  # the parent is gone
 

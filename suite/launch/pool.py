@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
 from shardproof.launch.workspace import Workspace
@@ -18,11 +18,13 @@ RESTARTS = 3
 
 _LONGEST_POLL = 1.0
 
-Item = tuple[str, dict[str, Any], float]
+P = TypeVar("P")
+#: A key of the caller's, what the task is called with, and its deadline in seconds.
+Item = tuple[str, P, float]
 
 
 @dataclass(frozen=True)
-class TaskEnd:
+class TaskEnd(Generic[P]):
     """The end of one item.
 
     ``value`` is what the task returned, through JSON; ``None`` if it returned nothing or did not
@@ -33,7 +35,7 @@ class TaskEnd:
     """
 
     key: str
-    payload: dict[str, Any]
+    payload: P
     exit_code: int | None
     signal: int | None
     timed_out: bool
@@ -51,9 +53,9 @@ class TaskEnd:
 
 
 @dataclass
-class _Running:
+class _Running(Generic[P]):
     key: str
-    payload: dict[str, Any]
+    payload: P
     value: Path
     began: float
     deadline: float
@@ -70,7 +72,7 @@ class Pool:
 
     folder: Path
 
-    def __init__(self, jobs: int, tasks: Sequence[Task] = ()) -> None:
+    def __init__(self, jobs: int, tasks: Sequence[Task[Any]] = ()) -> None:
         if jobs < 1:
             raise ValueError(f"a pool needs at least 1 job, not {jobs}")
         self._jobs = jobs
@@ -99,7 +101,7 @@ class Pool:
         """The fork server that leaders are forked from at the moment."""
         return self._fork_server
 
-    def run(self, task: Task, items: Iterable[Item]) -> Generator[TaskEnd, None, None]:
+    def run(self, task: Task[P], items: Iterable[Item[P]]) -> Generator[TaskEnd[P], None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
         ``task`` is a function of a module, which the leader imports by its name.  ``items`` is
@@ -110,7 +112,7 @@ class Pool:
             self._preload.append(task.__module__)
             self._fork_server.preload(task.__module__)
         self._fork_server.wait_ready()  # so that its imports cost no case any time
-        running: dict[int, _Running] = {}
+        running: dict[int, _Running[P]] = {}
         rest = iter(items)
         restarts, exhausted = 0, False
         try:
@@ -134,7 +136,7 @@ class Pool:
         finally:
             self._kill(running)
 
-    def _start(self, task: Task, item: Item, running: dict[int, _Running]) -> None:
+    def _start(self, task: Task[P], item: Item[P], running: dict[int, _Running[P]]) -> None:
         key, payload, deadline_s = item
         now = time.monotonic()
         self._started += 1
@@ -146,7 +148,7 @@ class Pool:
             ticket = -self._started
         running[ticket] = _Running(key, payload, value, now, now + deadline_s)
 
-    def _advance(self, running: dict[int, _Running]) -> list[TaskEnd]:
+    def _advance(self, running: dict[int, _Running[P]]) -> list[TaskEnd[P]]:
         """Wait for an end or a deadline, and deal with it."""
         now = time.monotonic()
         for ticket, item in running.items():
@@ -171,7 +173,7 @@ class Pool:
             )
         return ends
 
-    def _kill(self, running: dict[int, _Running]) -> None:
+    def _kill(self, running: dict[int, _Running[P]]) -> None:
         """End what still runs when the caller stops early; a dead fork server has done so."""
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(ForkServerError):
@@ -197,6 +199,6 @@ def _taken(path: Path) -> Any:
     return value
 
 
-def _lost(item: _Running, why: str) -> TaskEnd:
+def _lost(item: _Running[P], why: str) -> TaskEnd[P]:
     seconds = time.monotonic() - item.began
     return TaskEnd(item.key, item.payload, None, None, False, seconds, why, _taken(item.value))

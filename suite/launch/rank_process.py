@@ -28,7 +28,7 @@ from shardproof.files import write_whole
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.outcome import RankOutcome, of_exception
 
-Program = Callable[[int, int], dict[str, Any]]
+Program = Callable[[int, int], Any]
 
 #: How long a rank process that is done waits for its peers before it closes its connections: bytes
 #: that it sent last may still be under way, and a reset connection would discard them.

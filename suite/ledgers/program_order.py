@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ class PerRank(Generic[T]):
             self._thread.value = value
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Done:
     """A computation of a pipeline's stage that has ended, in window ``window`` of its step.
 
     ``begin`` and ``end`` are event numbers; ``began`` and ``ended`` seconds of

@@ -12,16 +12,15 @@ What goes over the wire is another figure: gloo's reduce-scatter moves the bytes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
 
+from shardproof.files import Stored
 from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
 
 @dataclass(slots=True)
-class Call:
+class Call(Stored):
     """One call to a process group (a coalesced call of two dtypes makes two entries).
 
     ``payload_bytes`` is the n of the model; ``logical_bytes`` this rank's share of what is sent.
@@ -42,19 +41,6 @@ class Call:
     issued: int
     waited: int | None = None
     floating: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Stored form: the fraction as ``"numerator/denominator"``, which ``Fraction`` reads."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        data["group"] = list(self.group)
-        data["logical_bytes"] = f"{self.logical_bytes.numerator}/{self.logical_bytes.denominator}"
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Call:
-        """The call that :meth:`to_dict` described."""
-        group, share = tuple(data["group"]), Fraction(data["logical_bytes"])
-        return cls(**{**data, "group": group, "logical_bytes": share})
 
 
 @dataclass
@@ -108,10 +94,6 @@ class TrafficLedger:
     def named_calls(self) -> list[Call]:
         """Copies of all calls, with the axes named by :meth:`name_group`."""
         return [replace(call, axis=self.axes.get(call.group, call.axis)) for call in self.calls]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """The stored form of :meth:`named_calls`."""
-        return [call.to_dict() for call in self.named_calls()]
 
 
 def share_sent(operation: str, size: int, rank: int, root: int | None, payload: int) -> Fraction:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.contract import OptimizerSpec
+from shardproof.files import Stored
 from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
 from shardproof.workloads import Workload
 
@@ -47,7 +48,7 @@ _MOVES = {
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Stored):
     """Bits that the widest operation needs (``where``), without the number of ranks."""
 
     bits: int
@@ -65,10 +66,6 @@ class Budget:
                 f"{have}; widest: {self.where}"
             )
         return ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
 
 
 def budget(workload: Workload, optimizer: OptimizerSpec, steps: int) -> Budget:

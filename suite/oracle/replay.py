@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardproof.contract import Event, OptimizerSpec
 from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
+from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
 
@@ -67,23 +67,18 @@ def replay(
 
 def truth(
     workload: Workload, spec: OptimizerSpec, steps: int, shares: int, events: Sequence[Event]
-) -> dict[str, Any]:
+) -> Truth:
     """What the judge compares with: ``initial`` and ``final`` parameters, updates, staleness.
 
     ``events`` are those of all ranks, ``shares`` how many were fed data in each of the ``steps``.
     Without a possible and complete history, ``problem`` says why.
     """
-    expected = shares * steps
-    result: dict[str, Any] = {"updates": len(events), "steps": []}
-    if len(events) != expected:
-        text = f"{len(events)} updates are reported, {expected} batches were fed"
-        return result | {"problem": text}
+    if len(events) != shares * steps:
+        text = f"{len(events)} updates are reported, {shares * steps} batches were fed"
+        return Truth(problem=text, updates=len(events))
     try:
         versions = replay(workload, spec, shares, events)
     except ValueError as error:
-        return result | {"problem": str(error)}
-    return result | {
-        "initial": versions[0],
-        "final": versions[-1],
-        "stale": max((event.order - event.version for event in events), default=0),
-    }
+        return Truth(problem=str(error), updates=len(events))
+    stale = max((event.order - event.version for event in events), default=0)
+    return Truth(versions[0], final=versions[-1], updates=len(events), stale=stale)

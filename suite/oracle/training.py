@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from shardproof.case import Case
 from shardproof.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.oracle.exactness import budget
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
+from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.workloads import Workload, for_case, make
 from shardproof.workloads.draws import read_draws, restore_draws
 
@@ -49,20 +49,8 @@ def train(
     forced: Sequence[Tensors] = (),
     fold: Fold | None = None,
     precision: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
+) -> Truth:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
-
-    Returns ``{"initial": {parameter: tensor}, "initial_buffers": {buffer: tensor}, "steps": []}``;
-    a step holds
-
-    * ``loss`` (float, the sum), ``losses`` (float per coordinate);
-    * ``gradients`` before clipping and ``norm``, their global L2 norm as
-      ``torch.nn.utils.clip_grad_norm_(foreach=False)`` computes it: the norm of the tensors' norms,
-      in their dtype; ``clipped``: the gradients times ``min(1, clip / (norm + 1e-6))`` or ``None``;
-    * ``parameters`` and ``optimizer`` (``"<parameter>.<slot>"``) after the update;
-    * ``buffers``: per coordinate, after its last micro-batch;
-    * ``scale`` of the losses, and ``skipped``: whether an overflow left the update out (only with
-      ``optimizer.scaler``).
 
     ``precision`` is one device's idea of a mixed-precision policy (``Case.precision``): forward and
     backward in ``parameters``, gradients added up in ``reduce``, updates on masters as built; the
@@ -92,11 +80,7 @@ def train(
         draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
     if buffers_rule == "synced" and draws[0]:
         raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-    record: dict[str, Any] = {
-        "initial": _copies(parameters),
-        "initial_buffers": buffers[0],
-        "steps": [],
-    }
+    record = Truth(_copies(parameters), buffers[0])
     for step in range(steps):
         batches = workload.batch(step, coordinates)
         if buffers_rule == "synced":
@@ -116,10 +100,21 @@ def train(
         for name, gradient in (fold(step, parts) if fold else left_fold(parts)).items():
             named[name].grad = device.unscaled(name, gradient)
         scale, skipped = device.scale, device.overflowed(named.values())
-        record["steps"].append(
-            {"loss": sum(losses), "losses": losses}
-            | _update(torch_optimizer, optimizer, step, parameters, named, skipped)
-            | {"buffers": list(buffers), "scale": scale, "skipped": skipped}
+        gradients, norm, clipped = _update(torch_optimizer, optimizer, step, named, skipped)
+        slots = read_slots(torch_optimizer, named)
+        record.steps.append(
+            TruthStep(
+                loss=sum(losses),
+                losses=losses,
+                norm=norm,
+                gradients=gradients,
+                clipped=clipped,
+                parameters=_copies(parameters),
+                optimizer=_copies(slots),
+                buffers=list(buffers),
+                scale=scale,
+                skipped=skipped,
+            )
         )
         if forced:
             _force(parameters, forced[step])
@@ -259,11 +254,13 @@ def _update(
     torch_optimizer: torch.optim.Optimizer,
     spec: OptimizerSpec,
     step: int,
-    parameters: dict[str, nn.Parameter],
     named: dict[str, nn.Parameter],
     skipped: bool,
-) -> dict[str, Any]:
-    """Norm, clip and update (but if ``skipped``) from ``.grad``, which is cleared; what is seen."""
+) -> tuple[Tensors, Tensor, Tensors | None]:
+    """Clip and update from ``.grad``, which is cleared; ``skipped``: only clear it.
+
+    Returns the gradients, their norm, and the clipped gradients.
+    """
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     clipped = None
     if spec.clip_norm is None or skipped:
@@ -275,15 +272,7 @@ def _update(
     if not skipped:
         torch_optimizer.step()
     torch_optimizer.zero_grad(set_to_none=True)
-    return {
-        "norm": norm.detach().clone(),
-        "gradients": gradients,
-        "clipped": clipped,
-        "parameters": _copies(parameters),
-        "optimizer": {
-            name: slot.clone() for name, slot in read_slots(torch_optimizer, named).items()
-        },
-    }
+    return gradients, norm.detach().clone(), clipped
 
 
 def _joint(
@@ -320,7 +309,7 @@ def evaluate(
         return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
 
 
-def _copies(tensors: dict[str, Any]) -> Tensors:
+def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -337,7 +326,7 @@ def _restore(module: nn.Module, buffers: Tensors) -> None:
 # ---------------------------------------------------------------------------------------- cache
 
 
-def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict[str, Any]:
+def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> Truth:
     """The oracle of ``case``, from ``cache_dir`` if it is there, else trained and put there.
 
     A file is valid for one version of this code, of torch and of the processor's instruction set.
@@ -347,8 +336,8 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
     path = cache_dir / f"{_cache_key(case, buffers_rule)}.oracle"
     if path.is_file():
         try:
-            return tensor_bytes.load(path)
-        except (OSError, tensor_bytes.DamagedFile):
+            return Truth.from_dict(tensor_bytes.load(path))
+        except (OSError, TypeError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
     record = train(
@@ -361,9 +350,9 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> dict
     )
     if case.lane == "dyadic":
         exact = make(case.workload, "float64", case.lane)
-        record["budget"] = budget(exact, case.optimizer, case.steps).to_dict()
+        record.budget = budget(exact, case.optimizer, case.steps)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    tensor_bytes.dump(path, record)
+    tensor_bytes.dump(path, record.to_dict())
     return record
 
 
@@ -375,7 +364,7 @@ def _cache_key(case: Case, buffers_rule: BufferRule) -> str:
 def _code() -> str:
     """Digest of what the numbers depend on besides the case."""
     here = Path(__file__).parent
-    files = [here / name for name in ("training.py", "optimizers.py", "exactness.py")]
+    files = [here / name for name in ("training.py", "truth.py", "optimizers.py", "exactness.py")]
     files += sorted((here.parent / "workloads").glob("*.py"))
     digest = hashlib.sha256(
         f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()

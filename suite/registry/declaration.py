@@ -8,46 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.contract import PROFILES, TRAIT_FEATURES, Capabilities, Implementation, Refused
+from shardproof.contract import (
+    PROFILES,
+    TRAIT_FEATURES,
+    Capabilities,
+    Implementation,
+    Options,
+    Refused,
+)
+from shardproof.files import Stored
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
 UNEQUAL = "unequal_micro_batches"
 
 
 @dataclass(frozen=True)
-class Declaration(Capabilities):
+class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, and the ``strategy`` that it claims."""
 
     strategy: str = ""
 
     @classmethod
-    def of(cls, system: type[Implementation], options: Mapping[str, Any]) -> Declaration:
+    def of(cls, system: type[Implementation], options: Options) -> Declaration:
         """What ``system`` declares; :class:`Refused` for options that it declines."""
         capabilities = system.capabilities(options)
         fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
         return cls(**fields, strategy=system.strategy)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return {
-            "strategy": self.strategy,
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(Capabilities)},
-            "features": sorted(self.features),
-            "declines": dict(self.declines),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Declaration:
-        """The declaration that :meth:`to_dict` described."""
-        lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-        return cls(**{**data, **lists, "features": frozenset(data["features"])})
 
     def outside_profile(self) -> str:
         """The trait that it declines although its strategy implies it; empty: none."""
@@ -108,7 +100,7 @@ class Declaration(Capabilities):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Stored):
     """What asking a system gave: its declaration, or why there is none.
 
     ``refused``: the options are wrong.  ``missing``: it cannot run here, whatever the options.
@@ -118,22 +110,8 @@ class Answer:
     refused: str = ""
     missing: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        declared = None if self.declaration is None else self.declaration.to_dict()
-        return {"declaration": declared, "refused": self.refused, "missing": self.missing}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Answer:
-        """The answer that :meth:`to_dict` described."""
-        declared = data["declaration"]
-        declaration = None if declared is None else Declaration.from_dict(declared)
-        return cls(declaration, data["refused"], data["missing"])
-
-
-def ask(
-    implementation: str, options: Mapping[str, Any], backend: str, dtype: str, world: int
-) -> Answer:
+def ask(implementation: str, options: Options, backend: str, dtype: str, world: int) -> Answer:
     """Load a system and ask what it declares, and whether it can run this way on this machine.
 
     Call it in a leader: the module of a user's own system may end its process.
@@ -148,7 +126,7 @@ def ask(
     return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
 
 
-def axes(payload: Mapping[str, Any]) -> list[str]:
-    """Task of a leader: the mesh axes that ``implementation`` declares under ``options``."""
-    system = registry.load(payload["implementation"])
-    return list(Declaration.of(system, payload["options"]).axes)
+def axes(system: tuple[str, Options]) -> tuple[str, ...]:
+    """Task of a leader: the mesh axes that an implementation declares under some options."""
+    name, options = system
+    return Declaration.of(registry.load(name), options).axes

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
+from dataclasses import replace
 
 from shardproof import registry
 from shardproof.case import Case
@@ -44,41 +44,40 @@ def check(
         registry.check(name)
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
-        items = [(name, {"name": name}, SECONDS) for name in own]
+        items = [(name, name, SECONDS) for name in own]
         ends = list(stack.enter_context(closing(leaders.run(try_to_load, items))))
-    loaded = {end.key: end.value or {"fault": _unfinished(end), "old": []} for end in ends}
-    for text in dict.fromkeys(text for value in loaded.values() for text in value["old"]):
+    loaded: dict[str, tuple[str, list[str]]]
+    loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
+    for text in dict.fromkeys(text for _, texts in loaded.values() for text in texts):
         print(f"warning: {text}", file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
-    for name, value in loaded.items():
-        fault = value["fault"]
+    for name, (fault, _) in loaded.items():
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
-            at: dict[str, Any] = {"file": file, "line": int(line)} if file else {}
-            problems.append(Problem(shorten(fault, _LONGEST), remedy, **at))
+            problem = Problem(shorten(fault, _LONGEST), remedy)
+            problems.append(replace(problem, file=file, line=int(line)) if file else problem)
     if problems:
         raise SelectionError(problems)
 
 
-def try_to_load(payload: Mapping[str, Any]) -> dict[str, Any]:
+def try_to_load(name: str) -> tuple[str, list[str]]:
     """Task of a leader: load one implementation.
 
-    Returns the ``fault`` (empty: none), and the warnings about ``old`` names that it imports.
+    Returns the fault (empty: none), and the warnings about old names that it imports.
     """
     fault = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
         try:
-            registry.load(payload["name"])
+            registry.load(name)
         except (InputError, registry.BrokenImplementation) as error:
             fault = str(error)
     of_old_names = (each for each in caught if str(each.message).endswith(old_names.ENDS))
-    texts = [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
-    return {"fault": fault, "old": texts}
+    return fault, [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
 
 
-def _unfinished(end: TaskEnd) -> str:
+def _unfinished(end: TaskEnd[str]) -> str:
     """The fault of an import that never came to its end."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"

@@ -36,6 +36,7 @@ from shardproof.checks.numbers import (
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
 from shardproof.oracle.training import train
+from shardproof.oracle.truth import Tensors
 from shardproof.workloads import make
 
 RECORD = Path(__file__).parents[1] / "checks" / "calibration.json"
@@ -121,11 +122,8 @@ def ring_error(dtype: str, seed: int, world: int) -> float:
     twin = make(spec, "float64", rounded_to=dtype)
     workload = make(spec, dtype)
 
-    def gradients(item: Any, **how: Any) -> dict[str, Tensor]:
-        first: dict[str, Tensor] = train(item, OptimizerSpec(), world, 1, **how)["steps"][0][
-            "gradients"
-        ]
-        return first
+    def gradients(item: Any, **how: Any) -> Tensors:
+        return train(item, OptimizerSpec(), world, 1, **how).steps[0].gradients
 
     truth, ring = gradients(twin), gradients(workload, fold=ring_fold)
     zeros = workload.zero_gradient

@@ -74,7 +74,7 @@ def test_the_wrapper_hands_on_and_logs(monkeypatch: pytest.MonkeyPatch) -> None:
         group.allreduce([value]).wait()
         ledger = traffic.current()
         assert ledger is not None
-        (call,) = ledger.to_dicts()
+        (call,) = [call.to_dict() for call in ledger.named_calls()]
     finally:
         traffic.install(None, process=True)
         program_order.install(None, process=True)

@@ -9,6 +9,7 @@ import torch
 
 from shardproof import registry, tensor_bytes
 from shardproof.case import Case
+from shardproof.cases.leader import CaseTask
 from shardproof.comm import Mesh
 from shardproof.contract import Piece
 from shardproof.launch.ranks import root_cause, run_ranks
@@ -16,9 +17,9 @@ from shardproof.oracle import training
 from shardproof.workloads import Workload, make
 
 
-def conduct(payload: dict[str, Any]) -> dict[str, Any]:
+def conduct(task: CaseTask) -> dict[str, Any]:
     """Run :func:`_program` on every rank; what its ranks found stands under ``result``."""
-    case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
+    case, workdir = task.case, task.workdir
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
     folder = workdir / "checkpoint"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases.leader import conduct
+from shardproof.cases.leader import CaseTask, conduct
 from shardproof.contract import OptimizerSpec
 from shardproof.launch.fork_server import Task
 from shardproof.launch.pool import Pool
@@ -36,18 +36,14 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], task: Task = conduct) -> list[dict[str, Any]]:
+def judged(cases: Sequence[Case], task: Task[Any] = conduct) -> list[dict[str, Any]]:
     """Results in the order of ``cases``, each from a leader that ran ``task``."""
     results = {}
     with Pool(2) as pool:
         items = [
             (
                 c.id,
-                {
-                    "case": c.to_dict(),
-                    "workdir": str(pool.folder / f"case{number}"),
-                    "cache": str(pool.folder / "oracles"),
-                },
+                CaseTask(c, pool.folder / f"case{number}", pool.folder / "oracles"),
                 c.deadline + 60,
             )
             for number, c in enumerate(cases)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
+from shardproof.cases.leader import CaseTask
 from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import Event, OptimizerSpec
@@ -52,9 +52,9 @@ def replay(
     return versions
 
 
-def replayed(payload: dict[str, Any]) -> dict[str, Any]:
+def replayed(task: CaseTask) -> dict[str, Any]:
     """Task of a leader: run the ranks and compare the server with a replay."""
-    case, workdir = Case.from_dict(payload["case"]), Path(payload["workdir"])
+    case, workdir = task.case, task.workdir
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
     program = lambda rank, world: run_rank(case, workload, rank).to_dict()  # noqa: E731

@@ -75,7 +75,7 @@ def one_of_each(rank: int, n: int) -> Any:
     if n > 1 and rank == 1:
         dist.recv(one, 0)
     dist.barrier()
-    return ledger().to_dicts()
+    return [call.to_dict() for call in ledger().named_calls()]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -118,7 +118,11 @@ def three_ddp_steps(rank: int, _: int) -> Any:
                 dist.all_reduce(torch.ones(1000))
             optimizer.step()
         bounds.append((first, len(ledger().calls)))
-    return {"calls": ledger().to_dicts(), "bounds": bounds, "events": log().events}
+    return {
+        "calls": [call.to_dict() for call in ledger().named_calls()],
+        "bounds": bounds,
+        "events": log().events,
+    }
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -162,7 +166,7 @@ def two_fsdp2_steps(rank: int, world: int, reshard: bool) -> Any:
             x, y = inputs(rank, step)
             nn.functional.mse_loss(built(x), y).backward()
     kinds = [[kind, name] for _, kind, name in log().events]
-    return {"calls": ledger().to_dicts()[first:], "events": kinds}
+    return {"calls": [call.to_dict() for call in ledger().named_calls()][first:], "events": kinds}
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -191,7 +195,7 @@ def calls_on_sub_groups(rank: int, world: int) -> Any:
     if rank < 2:
         dist.all_reduce(torch.ones(3), group=group)
     ledger().name_group((0, 1), "pair")
-    return ledger().to_dicts()
+    return [call.to_dict() for call in ledger().named_calls()]
 
 
 def test_sub_groups_are_logged_by_axis(run: Any) -> None:
@@ -228,7 +232,7 @@ def functional_and_coalesced(rank: int, world: int) -> Any:
         for k in range(3):
             dist.all_reduce(torch.ones(k + 1))
     dist.all_gather_object([None] * world, rank)
-    return ledger().to_dicts()
+    return [call.to_dict() for call in ledger().named_calls()]
 
 
 def test_functional_and_coalesced_calls_are_logged(run: Any) -> None:

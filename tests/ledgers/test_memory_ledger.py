@@ -373,7 +373,7 @@ def test_the_log_survives_packing(run: Run, tmp_path: Any) -> None:
 
     model = mlp()
     run.train(model, adamw(model), lambda: torch.randn(3, 16))
-    tensor_bytes.dump(tmp_path / "log", run.ledger.to_dict())
+    tensor_bytes.dump(tmp_path / "log", run.ledger.log.to_dict())
     again = MemoryLog.from_dict(tensor_bytes.load(tmp_path / "log"))
     assert again.peaks() == run.ledger.log.peaks()
     assert again.bytes("after_update") == run.ledger.bytes("after_update")

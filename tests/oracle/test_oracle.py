@@ -50,7 +50,7 @@ def without_noise(item: Workload, gradients: dict[str, Tensor]) -> dict[str, Ten
 @pytest.mark.parametrize("name", UNCUT)
 def test_the_loss_falls_visibly(name: str) -> None:
     item = workload(name)
-    record = train(item, OptimizerSpec("adamw", lr=0.01, warmup_steps=4), 2, 40)
+    record = train(item, OptimizerSpec("adamw", lr=0.01, warmup_steps=4), 2, 40).to_dict()
     losses = [step["loss"] for step in record["steps"]]
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     assert last < 0.75 * first, f"{first:.2f} -> {last:.2f}"
@@ -63,7 +63,7 @@ def test_one_coordinate_is_the_plain_loop(kind: Any, clip: float | None) -> None
     """Written out once more, with torch's own optimizer and clipping: equal bit for bit."""
     item = workload(GPT)
     spec = OptimizerSpec(kind, lr=0.01, weight_decay=0.1, warmup_steps=2, clip_norm=clip)
-    record = train(item, spec, 1, 3)
+    record = train(item, spec, 1, 3).to_dict()
     build = item.build_for(3)
     module = build()
     module.load_state_dict(item.state())
@@ -111,9 +111,9 @@ def test_the_gradient_does_not_depend_on_the_cut(name: str, trait: tuple[str, ..
     carried = [t for t in trait if name in TRAITS[t].applies_to]
     item = workload(name, *carried, params=UNCUT[name])
     spec = OptimizerSpec(lr=0.05, weight_decay=0.01, groups=item.groups, scaler=ScalerSpec())
-    whole = train(item, spec, 1, 2)["steps"]
+    whole = train(item, spec, 1, 2).to_dict()["steps"]
     for world in (2, 3, 4, 5):
-        for one, other in zip(whole, train(item, spec, world, 2)["steps"], strict=True):
+        for one, other in zip(whole, train(item, spec, world, 2).to_dict()["steps"], strict=True):
             assert other["loss"] == pytest.approx(one["loss"], rel=1e-14)
             assert len(other["losses"]) == world
             assert other["skipped"] == one["skipped"]
@@ -128,7 +128,7 @@ def test_the_gradient_does_not_depend_on_the_cut(name: str, trait: tuple[str, ..
 
 def test_two_coordinates_are_added_in_rank_order() -> None:
     item = workload(GPT)
-    record = train(item, OptimizerSpec(), 3, 1)["steps"][0]
+    record = train(item, OptimizerSpec(), 3, 1).to_dict()["steps"][0]
     build = item.build_for(0)
     sums: dict[str, Tensor] = {}
     for batch in item.batch(0, 3):
@@ -145,7 +145,7 @@ def test_two_coordinates_are_added_in_rank_order() -> None:
 def test_parameters_that_nobody_used_are_left_alone() -> None:
     item = workload(GPT, "unused", "conditional_late_step", "frozen")
     spec = OptimizerSpec(lr=0.1, weight_decay=0.1)
-    first, second = train(item, spec, 2, 2)["steps"]
+    first, second = train(item, spec, 2, 2).to_dict()["steps"]
     state = item.state()
     late = "front.conditional_late_step.layer.weight"
     for name in [*item.unused, *item.frozen]:
@@ -160,7 +160,7 @@ def test_parameters_that_nobody_used_are_left_alone() -> None:
 
 def test_what_goes_out_of_use_is_left_alone_and_keeps_its_state() -> None:
     item = workload(GPT, "conditional_early_step")
-    first, second = train(item, OptimizerSpec(lr=0.1, weight_decay=0.1), 2, 2)["steps"]
+    first, second = train(item, OptimizerSpec(lr=0.1, weight_decay=0.1), 2, 2).to_dict()["steps"]
     early = "front.conditional_early_step.layer.weight"
     assert early in first["gradients"] and early not in second["gradients"]
     assert not torch.equal(first["parameters"][early], item.state()[early])
@@ -171,7 +171,7 @@ def test_what_goes_out_of_use_is_left_alone_and_keeps_its_state() -> None:
 def test_groups_have_their_own_rate_and_decay() -> None:
     item = workload(GPT, "two_groups")
     spec = OptimizerSpec(lr=0.1, momentum=0.0, weight_decay=0.2, groups=item.groups)
-    record = train(item, spec, 1, 1)["steps"][0]
+    record = train(item, spec, 1, 1).to_dict()["steps"][0]
     state = item.state()
     for name, rate, decay in (("head.weight", 0.1, 0.2), ("head.bias", 0.05, 0.05)):
         expected = state[name] - rate * (record["gradients"][name] + decay * state[name])
@@ -180,7 +180,10 @@ def test_groups_have_their_own_rate_and_decay() -> None:
 
 def test_more_coordinates_than_samples() -> None:
     item = workload(GPT, global_batch=3, micro_batches=2)
-    wide, whole = train(item, OptimizerSpec(), 5, 1), train(item, OptimizerSpec(), 1, 1)
+    wide, whole = (
+        train(item, OptimizerSpec(), 5, 1).to_dict(),
+        train(item, OptimizerSpec(), 1, 1).to_dict(),
+    )
     assert wide["steps"][0]["losses"][3:] == [0.0, 0.0]
     assert wide["steps"][0]["loss"] == pytest.approx(whole["steps"][0]["loss"], rel=1e-14)
 
@@ -193,7 +196,7 @@ def test_stateful_dropouts_go_on_per_coordinate(name: str) -> None:
     """The oracle's draws are those of ranks that each seed once and never look back."""
     item = workload(name, "dropout_stateful", "unequal_micro_batches", params=UNCUT[name])
     spec = OptimizerSpec(lr=0.05, momentum=0.0)
-    record = train(item, spec, 3, 2)
+    record = train(item, spec, 3, 2).to_dict()
     modules = [item.build_for(rank, rank)() for rank in range(3)]
     for module in modules:
         item.load(module)
@@ -215,7 +218,7 @@ def test_stateful_dropouts_go_on_per_coordinate(name: str) -> None:
 
 def test_synced_buffers_and_stateful_dropout_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="draw apart"):
-        train(workload(CNN, "dropout_stateful"), OptimizerSpec(), 2, 1, "synced")
+        train(workload(CNN, "dropout_stateful"), OptimizerSpec(), 2, 1, "synced").to_dict()
 
 
 # --------------------------------------------------------------------------------------- buffers
@@ -227,8 +230,8 @@ def running_mean(record: dict[str, Any], step: int, coordinate: int) -> Tensor:
 
 def test_rule_rank0_and_per_rank() -> None:
     item = workload(CNN, micro_batches=1)
-    rank0 = train(item, OptimizerSpec(), 2, 2, "rank0")
-    own = train(item, OptimizerSpec(), 2, 2, "per_rank")
+    rank0 = train(item, OptimizerSpec(), 2, 2, "rank0").to_dict()
+    own = train(item, OptimizerSpec(), 2, 2, "per_rank").to_dict()
     for record in (rank0, own):
         assert not torch.equal(running_mean(record, 0, 0), running_mean(record, 0, 1))
         count = record["steps"][1]["buffers"][0]["blocks.0.norm.num_batches_tracked"]
@@ -247,8 +250,8 @@ def test_rule_rank0_and_per_rank() -> None:
 
 def test_rule_synced_equals_one_coordinate_with_the_same_micro_batches() -> None:
     item = workload(CNN, micro_batches=1)
-    synced = train(item, OptimizerSpec(), 3, 2, "synced")
-    whole = train(item, OptimizerSpec(), 1, 2, "rank0")
+    synced = train(item, OptimizerSpec(), 3, 2, "synced").to_dict()
+    whole = train(item, OptimizerSpec(), 1, 2, "rank0").to_dict()
     for one, other in zip(whole["steps"], synced["steps"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-14)
         for name, value in one["gradients"].items():
@@ -258,7 +261,7 @@ def test_rule_synced_equals_one_coordinate_with_the_same_micro_batches() -> None
                 assert torch.allclose(buffers[name], value, rtol=1e-14), name
     uneven = workload(CNN, "unequal_micro_batches")
     with pytest.raises(ValueError, match="equal numbers of micro-batches"):
-        train(uneven, OptimizerSpec(), 2, 1, "synced")
+        train(uneven, OptimizerSpec(), 2, 1, "synced").to_dict()
 
 
 def test_evaluation_uses_the_running_statistics() -> None:
@@ -304,31 +307,31 @@ def same(one: Any, two: Any) -> bool:
 
 def test_cache_returns_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "deep" / "cache"
-    first = load_or_train(case(), "rank0", cache)
+    first = load_or_train(case(), "rank0", cache).to_dict()
     (file,) = cache.iterdir()
     monkeypatch.setattr(training, "train", lambda *_: pytest.fail("trained again"))
-    assert same(load_or_train(case(), "rank0", cache), first)
+    assert same(load_or_train(case(), "rank0", cache).to_dict(), first)
     other = case(id="d", implementation="reference/ddp", backend="gloo", label="x")
-    assert same(load_or_train(other, "rank0", cache), first)
+    assert same(load_or_train(other, "rank0", cache).to_dict(), first)
     monkeypatch.undo()
-    load_or_train(case(), "per_rank", cache)
-    load_or_train(case(optimizer=OptimizerSpec(clip_norm=0.1)), "rank0", cache)
-    load_or_train(case(mesh={"replicate": 3}), "rank0", cache)
+    load_or_train(case(), "per_rank", cache).to_dict()
+    load_or_train(case(optimizer=OptimizerSpec(clip_norm=0.1)), "rank0", cache).to_dict()
+    load_or_train(case(mesh={"replicate": 3}), "rank0", cache).to_dict()
     assert len(list(cache.iterdir())) == 4
     assert file.exists()
 
 
 def test_a_damaged_cache_file_is_trained_anew(tmp_path: Path) -> None:
-    first = load_or_train(case(), "rank0", tmp_path)
+    first = load_or_train(case(), "rank0", tmp_path).to_dict()
     (file,) = tmp_path.iterdir()
     for content in (b"", b"nonsense", file.read_bytes()[:-100]):
         file.write_bytes(content)
-        assert same(load_or_train(case(), "rank0", tmp_path), first)
+        assert same(load_or_train(case(), "rank0", tmp_path).to_dict(), first)
         assert same(tensor_bytes.load(file), first)
 
 
 @pytest.mark.parametrize("rule", ["rank0", "per_rank", "synced"])
 def test_training_is_deterministic(rule: BufferRule) -> None:
     item = workload(CNN)
-    one = train(item, OptimizerSpec("adamw", lr=0.01), 2, 2, rule)
-    assert same(one, train(workload(CNN), OptimizerSpec("adamw", lr=0.01), 2, 2, rule))
+    one = train(item, OptimizerSpec("adamw", lr=0.01), 2, 2, rule).to_dict()
+    assert same(one, train(workload(CNN), OptimizerSpec("adamw", lr=0.01), 2, 2, rule).to_dict())

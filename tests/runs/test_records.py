@@ -17,7 +17,8 @@ from shardproof.cases.kills import pair
 from shardproof.commands import mutants
 from shardproof.commands import run as run_command
 from shardproof.commands.verify import verify
-from shardproof.evidence.account import Account, restore
+from shardproof.evidence.account import Account
+from shardproof.evidence.assembled import StoredFigures
 from shardproof.impls.reference.pipeline.schedules import one_f_one_b
 from shardproof.registry import load_mutant
 from shardproof.runs import junit, records
@@ -87,9 +88,9 @@ def test_schedules_and_computations_come_back(made: Path, tmp_path: Path) -> Non
     name, _ = records.write(tmp_path, account)
     again = records.read(tmp_path / name)
     assert [r["actions"] for r in again["figures"]["records"]] == [[], [place | times]]
-    assert restore(_cases()[0], again["figures"]).schedules == {3: schedule}
+    assert StoredFigures.from_dict(_cases()[0], again["figures"]).schedules == {3: schedule}
     del account["figures"]["schedules"]
-    assert restore(_cases()[0], account["figures"]).schedules == {}
+    assert StoredFigures.from_dict(_cases()[0], account["figures"]).schedules == {}
 
 
 def test_a_changed_byte_is_found_wherever_it_is(run: Path) -> None:

@@ -211,7 +211,7 @@ def test_equals_the_oracle_and_the_norm_counts_every_element_once(
 ) -> None:
     workload = work(*ODD, layers=4 if options.get("schedule") == "zb_v" else 2)
     shares = axes.get("replicate", 1) * axes.get("shard", 1)
-    truth = training.train(workload, CLIPPED, shares, 2)
+    truth = training.train(workload, CLIPPED, shares, 2).to_dict()
     assert float(truth["steps"][0]["norm"]) > 0.05  # clipping is at work
     assert worst(train(workload, axes, CLIPPED, **options), truth) <= BOUND
 
@@ -219,7 +219,7 @@ def test_equals_the_oracle_and_the_norm_counts_every_element_once(
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_one_rank_on_every_axis_is_ordinary_training_bit_for_bit(data: str) -> None:
     workload = work("tied_over_units", "frozen")
-    truth = training.train(workload, SGD, 1, 2)
+    truth = training.train(workload, SGD, 1, 2).to_dict()
     axes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1}
     assert worst(train(workload, axes, SGD, data=data), truth) == 0.0
 
@@ -374,7 +374,7 @@ def test_tied_shards_lie_alike_on_both_ends() -> None:
     ]
     assert places[:3] == places[3:]
     assert all(len(place) == 1 for place in places)
-    assert worst(told, {"steps": training.train(workload, SGD, 3, 1)["steps"]}) <= BOUND
+    assert worst(told, {"steps": training.train(workload, SGD, 3, 1).to_dict()["steps"]}) <= BOUND
 
 
 # --------------------------------------------------------------------------------------- the state

@@ -151,7 +151,7 @@ def test_equals_the_oracle(
 ) -> None:
     work = workload(*traits)
     rule = registry.load(name).capabilities(OPTIONS[name]).buffers
-    truth = training.train(work, spec, world, 3, rule)
+    truth = training.train(work, spec, world, 3, rule).to_dict()
     records = succeed(lambda rank, size: drive(name, work, spec, rank, size), world)
     assert worst(records, truth, spec) <= BOUND
 
@@ -161,7 +161,7 @@ def test_equals_the_oracle(
 def test_plain_is_the_oracle_bit_for_bit(traits: tuple[str, ...], micro_batches: int) -> None:
     for spec in (OptimizerSpec(), CLIPPED, OptimizerSpec("adamw", lr=0.01, weight_decay=0.1)):
         work = workload(*traits, micro_batches=micro_batches)
-        truth = training.train(work, spec, 1, 3)
+        truth = training.train(work, spec, 1, 3).to_dict()
         records = succeed(lambda rank, size: drive("plain", work, spec, rank, size), 1)  # noqa: B023
         assert worst(records, truth, spec) == 0.0
 
@@ -169,7 +169,7 @@ def test_plain_is_the_oracle_bit_for_bit(traits: tuple[str, ...], micro_batches:
 @pytest.mark.parametrize("name", ["reference/ddp", "reference/naive_ddp", "pytorch/ddp"])
 def test_two_ranks_equal_the_oracle_bit_for_bit(name: str) -> None:
     work, spec = workload("unequal_tokens", micro_batches=3), OptimizerSpec()
-    truth = training.train(work, spec, 2, 3)
+    truth = training.train(work, spec, 2, 3).to_dict()
     records = succeed(lambda rank, size: drive(name, work, spec, rank, size), 2)
     assert worst(records, truth, spec) == 0.0
 
@@ -178,7 +178,7 @@ def test_batch_norm_and_groups_and_unequal_micro_batches() -> None:
     work = workload("two_groups", "unequal_micro_batches", name="digits_cnn")
     spec = OptimizerSpec(weight_decay=0.01, groups=suggested_groups(work.traits))
     for name in ("reference/ddp", "pytorch/ddp"):
-        truth = training.train(work, spec, 3, 3)
+        truth = training.train(work, spec, 3, 3).to_dict()
         records = succeed(lambda rank, size: drive(name, work, spec, rank, size), 3)  # noqa: B023
         assert worst(records, truth, spec) <= BOUND
 
@@ -187,14 +187,14 @@ def test_batch_norm_and_groups_and_unequal_micro_batches() -> None:
 def test_ranks_without_micro_batches(name: str) -> None:
     work, spec = workload(global_batch=2), CLIPPED
     rule = registry.load(name).capabilities(OPTIONS[name]).buffers
-    truth = training.train(work, spec, 4, 3, rule)
+    truth = training.train(work, spec, 4, 3, rule).to_dict()
     records = succeed(lambda rank, size: drive(name, work, spec, rank, size), 4)
     assert worst(records, truth, spec) <= BOUND
 
 
 def test_late_results_and_poisoned_buffers_change_nothing() -> None:
     work, spec = workload(*MIXED), CLIPPED
-    truth = training.train(work, spec, 3, 3)
+    truth = training.train(work, spec, 3, 3).to_dict()
     records = succeed(
         lambda rank, size: drive("reference/ddp", work, spec, rank, size),
         3,
@@ -206,7 +206,7 @@ def test_late_results_and_poisoned_buffers_change_nothing() -> None:
 def error_over_gloo(rank: int, size: int) -> float:
     """Error of this rank; the loss is checked on threads."""
     work, spec = workload(*MIXED), CLIPPED
-    truth = training.train(work, spec, size, 3)
+    truth = training.train(work, spec, size, 3).to_dict()
     record = drive("reference/ddp", work, spec, rank, size)
     worst = 0.0
     for seen, true in zip(record["steps"], truth["steps"], strict=True):
@@ -373,7 +373,7 @@ def test_pytorch_refuses_what_ddp_cannot_do() -> None:
 def test_static_graph_with_one_micro_batch() -> None:
     work, spec = workload("unused", micro_batches=1), OptimizerSpec()
     options = {"static_graph": True, "gradient_as_bucket_view": True}
-    truth = training.train(work, spec, 2, 3)
+    truth = training.train(work, spec, 2, 3).to_dict()
     records = succeed(
         lambda rank, size: drive("pytorch/ddp", work, spec, rank, size, options=options), 2
     )
@@ -394,7 +394,7 @@ def test_buffers_may_stay_local(name: str) -> None:
     local = registry.load(name).capabilities(options)
     assert local.buffers == "per_rank" and "buffer_broadcast" not in local.features
     work, spec = workload(name="digits_cnn"), OptimizerSpec()
-    truth = training.train(work, spec, 2, 3, "per_rank")
+    truth = training.train(work, spec, 2, 3, "per_rank").to_dict()
     records = succeed(lambda rank, size: drive(name, work, spec, rank, size, options=options), 2)
     assert worst(records, truth, spec) <= BOUND
 

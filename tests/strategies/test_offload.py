@@ -50,7 +50,7 @@ def test_the_ledger_sees_every_file_and_every_move(tmp_path: Path) -> None:
         torch.ones(3, dtype=torch.int64).copy_(torch.zeros(3, dtype=torch.int64))
         phase = "observe"
         host.clone()
-    log = MemoryLog.from_dict(ledger.to_dict())
+    log = MemoryLog.from_dict(ledger.log.to_dict())
     assert log.moved == {(0, "update", "down"): 800, (0, "update", "up"): 420}
     assert sum(log.bytes("born", device="file").values()) == 800
 

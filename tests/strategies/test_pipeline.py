@@ -262,7 +262,7 @@ def test_a_module_whose_backward_cannot_be_split_says_so() -> None:
 def test_schedules_accumulate_as_one_process_does(schedule: str, micro_batches: int) -> None:
     """Fewer micro-batches than ranks, as many, many more; uneven ones; bit for bit."""
     workload = work(layers=6, micro_batches=micro_batches, windows=2, global_batch=23)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     records = succeed(
         lambda rank, world: drive(workload, SGD, rank, world, {"schedule": schedule}), 3
     )
@@ -274,7 +274,7 @@ def test_interleaving(chunks: int) -> None:
     options = {"schedule": {"name": "interleaved", "chunks": chunks}, "split": [2, *[1] * 5]}
     options |= {} if chunks == 3 else {"split": []}
     workload = work("dropout_stateful", layers=7, micro_batches=4)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
     compare(records, truth, exact=True)
 
@@ -285,7 +285,7 @@ def test_ties_over_stages(schedule: Any, world: int) -> None:
     """Over two ranks, over two stages of one rank, and within one stage."""
     workload = work("tied_over_units", "two_groups", layers=6, micro_batches=6, windows=2)
     spec = OptimizerSpec("adamw", lr=0.01, clip_norm=0.05, groups=workload.groups)
-    truth = training.train(workload, spec, 1, 1, "per_rank")
+    truth = training.train(workload, spec, 1, 1, "per_rank").to_dict()
     records = succeed(
         lambda rank, size: drive(workload, spec, rank, size, {"schedule": schedule}, steps=1), world
     )
@@ -302,7 +302,7 @@ def test_ties_over_stages(schedule: Any, world: int) -> None:
 def test_lengths_that_vary_and_buffers_full_of_nan(schedule: str) -> None:
     workload = work("variable_lengths", layers=3, micro_batches=5, windows=2, global_batch=20)
     assert len({m.inputs.shape for m in workload.batch(0, 1)[0].micro_batches}) > 2
-    truth = training.train(workload, CLIPPED, 1, 2, "per_rank")
+    truth = training.train(workload, CLIPPED, 1, 2, "per_rank").to_dict()
     records = succeed(
         lambda rank, world: drive(workload, CLIPPED, rank, world, {"schedule": schedule}),
         3,
@@ -318,7 +318,7 @@ def test_a_schedule_of_the_user() -> None:
         ["F0@1", "B0@1", "F1@1", "B1@1", "W0@1", "W1@1", "F2@1", "BW2@1"],
     ]
     workload = work(layers=3, micro_batches=3)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     records = succeed(
         lambda rank, world: drive(
             workload, SGD, rank, world, {"schedule": {"orders": orders}}, kind=Traced
@@ -340,7 +340,7 @@ def test_receives_that_are_posted_early() -> None:
         ["RF0@1", "RF1@1", "F0@1", "BW0@1", "SB0@1", "F1@1", "BW1@1", "SB1@1"],
     ]
     workload = work(layers=2, micro_batches=2)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     records = succeed(
         lambda rank, world: drive(workload, SGD, rank, world, {"schedule": {"orders": orders}}), 2
     )
@@ -350,7 +350,7 @@ def test_receives_that_are_posted_early() -> None:
 @pytest.mark.parametrize("every", [1, 2])
 def test_recomputation_ends_where_a_stage_ends(every: int) -> None:
     workload = work("dropout_stateful", layers=5, micro_batches=3)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     options = {"recompute_every": every, "split": [3, 2]}
     records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
     compare(records, truth, exact=True)
@@ -358,7 +358,7 @@ def test_recomputation_ends_where_a_stage_ends(every: int) -> None:
 
 def test_evaluation_is_that_of_one_process() -> None:
     workload = work("dropout_counter", layers=4, micro_batches=4)
-    truth = training.train(workload, SGD, 1, 2, "per_rank")
+    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
     options = {"schedule": {"name": "interleaved"}}
     records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
     state = {**truth["steps"][-1]["parameters"], **truth["steps"][-1]["buffers"][0]}

@@ -210,10 +210,10 @@ def test_no_masters_where_nothing_is_narrow() -> None:
 def test_one_device_follows_the_policy() -> None:
     item = make(WORKLOAD, "float32", "working_precision", "bfloat16")
     runs = {
-        name: train(item, OptimizerSpec(lr=1e-4), 2, 2, precision=policy)
+        name: train(item, OptimizerSpec(lr=1e-4), 2, 2, precision=policy).to_dict()
         for name, policy in (("a16", A16), ("m18", M18))
     }
-    plain = train(item, OptimizerSpec(lr=1e-4), 2, 2)
+    plain = train(item, OptimizerSpec(lr=1e-4), 2, 2).to_dict()
     for run in runs.values():
         first, second = run["steps"]
         assert all(t.dtype == FP32 for t in first["gradients"].values())

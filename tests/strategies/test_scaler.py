@@ -37,7 +37,7 @@ def scaled(name: str, **changes: Any) -> Case:
 
 
 def test_the_oracle_skips_backs_off_and_grows() -> None:
-    record = train(make(OVERFLOW), OptimizerSpec("adamw", lr=1e-3, scaler=POLICY), 3, 6)
+    record = train(make(OVERFLOW), OptimizerSpec("adamw", lr=1e-3, scaler=POLICY), 3, 6).to_dict()
     steps = record["steps"]
     assert [step["skipped"] for step in steps] == [False, True, False, False, True, False]
     assert [step["scale"] for step in steps] == [1024.0, 1024.0, 512.0, 512.0, 1024.0, 512.0]
@@ -52,8 +52,8 @@ def test_the_oracle_skips_backs_off_and_grows() -> None:
 
 def test_a_scale_changes_no_bit_of_a_finite_run() -> None:
     item = make(WORKLOAD)
-    plain = train(item, OptimizerSpec(clip_norm=0.05), 2, 2)["steps"]
-    scale = train(item, OptimizerSpec(clip_norm=0.05, scaler=POLICY), 2, 2)["steps"]
+    plain = train(item, OptimizerSpec(clip_norm=0.05), 2, 2).to_dict()["steps"]
+    scale = train(item, OptimizerSpec(clip_norm=0.05, scaler=POLICY), 2, 2).to_dict()["steps"]
     for one, other in zip(plain, scale, strict=True):
         assert one["loss"] == other["loss"]
         for kind in ("gradients", "clipped", "parameters"):

@@ -288,7 +288,7 @@ ODD = ("tied_over_units", "frozen", "conditional_late_step", "dropout_counter", 
 def test_equals_the_oracle(world: int, params: dict[str, Any], options: dict[str, Any]) -> None:
     work = workload(*ODD, "unequal_tokens", "ignore_index", **params)
     for spec in (OptimizerSpec(), CLIPPED):
-        truth = training.train(work, spec, 1, 2)
+        truth = training.train(work, spec, 1, 2).to_dict()
         told = succeed(lambda r, n: drive(work, spec, r, n, **options)[0], world)  # noqa: B023
         assert worst(told, truth) <= 1e-11
 
@@ -297,7 +297,7 @@ def test_equals_the_oracle(world: int, params: dict[str, Any], options: dict[str
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_in_each_backward_are_the_same(world: int, is_sequence: bool) -> None:
     work, spec = workload(*ODD, kv_heads=1), OptimizerSpec()
-    truth = training.train(work, spec, 1, 2)
+    truth = training.train(work, spec, 1, 2).to_dict()
     options = {"sequence_parallel": is_sequence, "sum_each_backward": True, "recompute_every": 1}
     told = succeed(lambda r, n: drive(work, spec, r, n, **options)[0], world)
     assert worst(told, truth) <= 1e-12
@@ -307,7 +307,7 @@ def test_sums_in_each_backward_are_the_same(world: int, is_sequence: bool) -> No
 def test_dyadic_numbers_agree_bit_for_bit(is_sequence: bool) -> None:
     work = workload("tied_over_units", name="dyadic_mlp", width=30)
     spec = OptimizerSpec(lr=0.125, momentum=0.0)
-    truth = training.train(work, spec, 1, 2)
+    truth = training.train(work, spec, 1, 2).to_dict()
     for world in (2, 3, 5):
         told = succeed(
             lambda r, n: drive(work, spec, r, n, sequence_parallel=is_sequence)[0], world
@@ -362,7 +362,7 @@ def test_state_is_gathered_evaluated_and_loaded() -> None:
             assert torch.equal(one.tensor, two.tensor)
         return state, loss
 
-    truth = training.train(work, CLIPPED, 1, 1)["steps"][0]["parameters"]
+    truth = training.train(work, CLIPPED, 1, 1).to_dict()["steps"][0]["parameters"]
     for state, loss in succeed(body, 3):
         assert set(state) == set(truth)
         assert max(error(state[name], truth[name]) for name in truth if "qkv" not in name) < 1e-11

@@ -26,12 +26,12 @@ def workload(*traits: str, dtype: str = "float64", **values: int) -> Workload:
 
 @pytest.mark.parametrize("traits", [(), *((name,) for name in CARRIED), CARRIED], ids="+".join)
 def test_every_cut_and_dtype_gives_equal_bits(traits: tuple[str, ...]) -> None:
-    whole = train(workload(*traits, micro_batches=2, global_batch=21), SGD, 1, 3)["steps"]
+    whole = train(workload(*traits, micro_batches=2, global_batch=21), SGD, 1, 3).to_dict()["steps"]
     assert not budget(workload(*traits, global_batch=21), SGD, 3).problem("float32", 5)
     for world in (2, 3, 5):
         other = train(
             workload(*traits, dtype="float32", micro_batches=3, global_batch=21), SGD, world, 3
-        )["steps"]
+        ).to_dict()["steps"]
         for one, two in zip(whole, other, strict=True):
             assert one["loss"] == two["loss"]
             for kind in ("gradients", "parameters", "optimizer"):
@@ -42,7 +42,7 @@ def test_every_cut_and_dtype_gives_equal_bits(traits: tuple[str, ...]) -> None:
 
 def test_gradients_reach_every_tensor_and_training_learns() -> None:
     item = workload()
-    record = train(item, dataclasses.replace(SGD, momentum=0.0), 1, 12)
+    record = train(item, dataclasses.replace(SGD, momentum=0.0), 1, 12).to_dict()
     first = record["steps"][0]["gradients"]
     assert set(first) == set(item.parameter_names)
     assert all(float((g != 0).double().mean()) > 0.3 for g in first.values())

@@ -246,8 +246,8 @@ def uses(workload: Workload, micro: MicroBatch) -> set[str]:
 @pytest.mark.parametrize("trait", [*ODD, "tied_over_units"])
 def test_trait_adds_parameters_with_an_effect(name: str, trait: str) -> None:
     workload = make(spec(name, trait))
-    record = train(workload, OptimizerSpec(lr=0.05, scaler=ScalerSpec()), 2, 2)
-    bare = train(make(spec(name)), OptimizerSpec(lr=0.05), 2, 2)
+    record = train(workload, OptimizerSpec(lr=0.05, scaler=ScalerSpec()), 2, 2).to_dict()
+    bare = train(make(spec(name)), OptimizerSpec(lr=0.05), 2, 2).to_dict()
     own = [key for key in workload.parameter_names if trait in key.split(".")]
     found = record["steps"][0 if trait in (OVERFLOW, "conditional_early_step") else 1]["gradients"]
     if trait == OVERFLOW:
@@ -362,7 +362,7 @@ def test_traits_of_the_batch(name: str) -> None:
 def test_lengths_vary_and_the_numbers_do_not(traits: tuple[str, ...]) -> None:
     def record(*more: str) -> dict[str, Any]:
         workload = make(spec("charnames_gpt", *traits, *more, micro_batches=4))
-        return train(workload, OptimizerSpec(), 2, 1)["steps"][0]
+        return train(workload, OptimizerSpec(), 2, 1).to_dict()["steps"][0]
 
     batch = make(spec("charnames_gpt", *traits, "variable_lengths", micro_batches=4)).batch(0, 2)
     lengths = {micro.targets.shape[1] for share in batch for micro in share.micro_batches}
@@ -379,7 +379,7 @@ def test_ignored_targets_are_no_class_and_change_no_gradient(name: str) -> None:
     def record(*traits: str) -> dict[str, Any]:
         sizes = {"label_smoothing": 0.1} if name == "charnames_gpt" else {}
         workload = make(spec(name, "unequal_tokens", *traits, params=sizes))
-        return train(workload, OptimizerSpec(), 2, 1)["steps"][0]
+        return train(workload, OptimizerSpec(), 2, 1).to_dict()["steps"][0]
 
     for batch in make(spec(name, "unequal_tokens", "ignore_index")).batch(0, 2):
         for micro in batch.micro_batches:
@@ -514,7 +514,7 @@ def test_zero_gradient_slices_are_declared_and_only_those(
     name: str, params: dict[str, Any]
 ) -> None:
     workload = make(spec(name, params=params))
-    gradients = train(workload, OptimizerSpec(), 1, 1)["steps"][0]["gradients"]
+    gradients = train(workload, OptimizerSpec(), 1, 1).to_dict()["steps"][0]["gradients"]
     scale = max(float(g.square().mean().sqrt()) for g in gradients.values())
     for key, gradient in gradients.items():
         rest = gradient.clone()
@@ -531,8 +531,8 @@ def test_zero_gradient_slices_are_declared_and_only_those(
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", REAL)
 def test_every_dtype_trains(name: str, dtype: str) -> None:
-    record = train(make(spec(name), dtype), OptimizerSpec(lr=0.02), 2, 2)
-    truth = train(make(spec(name), rounded_to=dtype), OptimizerSpec(lr=0.02), 2, 2)
+    record = train(make(spec(name), dtype), OptimizerSpec(lr=0.02), 2, 2).to_dict()
+    truth = train(make(spec(name), rounded_to=dtype), OptimizerSpec(lr=0.02), 2, 2).to_dict()
     bound = {"float64": 0.0, "float32": 1e-5, "bfloat16": 0.05}[dtype]
     assert abs(record["steps"][0]["loss"] - truth["steps"][0]["loss"]) <= bound
 
@@ -589,7 +589,7 @@ def test_other_sizes() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_all_traits_together_still_have_an_effect(name: str, world: int) -> None:
     workload = make(spec(name, *carried(name)))
-    gradients = train(workload, OptimizerSpec(lr=0.01), world, 2)["steps"][1]["gradients"]
+    gradients = train(workload, OptimizerSpec(lr=0.01), world, 2).to_dict()["steps"][1]["gradients"]
     idle = {key for key in workload.trainable_names if workload.last_use(key) == 0}
     assert set(gradients) == set(workload.trainable_names) - workload.unused - idle
     silent = [key for key, gradient in gradients.items() if not bool(gradient.any())]

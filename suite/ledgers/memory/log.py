@@ -16,10 +16,11 @@ inside an observation) count only where they carry a label.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from shardproof.files import Stored
 
 #: Known by what they hold; where two claim one storage, the first here wins.
 LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers")
@@ -71,7 +72,7 @@ class Held:
 
 
 @dataclass
-class MemoryLog:
+class MemoryLog(Stored):
     """Storages, events ``(storage, its bytes from now on, phase, step)`` and marks of one rank.
 
     An event of storage -1 only says that another phase began.  A mark ``(name, step, events)``
@@ -166,28 +167,6 @@ class MemoryLog:
             else:
                 found.append("activations" if index in outlived else "temporary")
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Packable columns; :meth:`from_dict` is the inverse."""
-        names = [f.name for f in dataclasses.fields(Storage)]
-        return {
-            "storages": {name: [getattr(s, name) for s in self.storages] for name in names},
-            "events": [list(column) for column in zip(*self.events, strict=True)] or [[]] * 4,
-            "marks": [list(mark) for mark in self.marks],
-            "moved": [[*key, size] for key, size in self.moved.items()],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MemoryLog:
-        """The log that :meth:`to_dict` described."""
-        columns = data["storages"]
-        rows = zip(*columns.values(), strict=True)
-        return cls(
-            [Storage(**dict(zip(columns, row, strict=True))) for row in rows],
-            list(zip(*data["events"], strict=True)),
-            [(name, step, position) for name, step, position in data["marks"]],
-            {(step, phase, way): size for step, phase, way, size in data["moved"]},
-        )
 
     def _position(self, name: str, step: int | None) -> int:
         for mark, of_step, position in reversed(self.marks):

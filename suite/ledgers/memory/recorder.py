@@ -95,10 +95,6 @@ class MemoryLedger(TorchDispatchMode):
         """Bytes by class when ``phase`` of ``step`` held most: see :meth:`MemoryLog.peak`."""
         return self.log.peak(phase, step).classes
 
-    def to_dict(self) -> dict[str, Any]:
-        """The log in packable form: see :meth:`MemoryLog.from_dict`."""
-        return self.log.to_dict()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is allocated inside is the suite's; frees and resizes are still seen."""

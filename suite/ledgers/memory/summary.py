@@ -34,10 +34,6 @@ class MemoryRow:
     kind: str
     bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Stored form: the arguments of the class."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def memory_is_measurable(case: Case, backends: Sequence[str]) -> bool:
     """Whether the memory of ``case`` is measured, for a system that runs on ``backends``.

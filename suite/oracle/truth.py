@@ -1,0 +1,57 @@
+"""What a case is compared with: tensors and numbers of the same training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardproof.files import Stored
+from shardproof.oracle.exactness import Budget
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TruthStep:
+    """One step of the oracle.
+
+    ``loss`` is the sum of ``losses``, one for each data coordinate.  ``norm`` is the global L2 norm
+    of ``gradients`` as ``torch.nn.utils.clip_grad_norm_(foreach=False)`` computes it: the norm of
+    the tensors' norms, in their dtype.  ``clipped``: the gradients times
+    ``min(1, clip / (norm + 1e-6))``; ``None`` with clipping off.  ``parameters`` and ``optimizer``
+    (``"<parameter>.<slot>"``) are those after the update; ``buffers`` those of each coordinate
+    after its last micro-batch.  ``scale``: what losses are multiplied by; ``skipped``: an overflow
+    left the update out.
+    """
+
+    loss: float
+    losses: Sequence[float]
+    norm: Tensor
+    gradients: Tensors
+    clipped: Tensors | None
+    parameters: Tensors
+    optimizer: Tensors
+    buffers: Sequence[Tensors]
+    scale: float
+    skipped: bool
+
+
+@dataclass
+class Truth(Stored):
+    """A whole training: parameters and buffers at the start, every step, and what exactness takes.
+
+    Of a replay there are no steps, but ``final`` parameters, the number of ``updates``, how many
+    versions the stalest of them was behind (``stale``), or the ``problem`` of a history that cannot
+    have happened.
+    """
+
+    initial: Tensors = field(default_factory=dict)
+    initial_buffers: Tensors = field(default_factory=dict)
+    steps: list[TruthStep] = field(default_factory=list)
+    budget: Budget | None = None
+    final: Tensors = field(default_factory=dict)
+    problem: str | None = None
+    updates: int | None = None
+    stale: int | None = None
