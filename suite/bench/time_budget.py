@@ -14,7 +14,7 @@ from shardproof.bench.launches import Subject
 from shardproof.bench.scaling.matrix import ORDER, Cell
 from shardproof.bench.session import Measured
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
-from shardproof.runs.run_folder import Durations
+from shardproof.runs.durations import Durations
 
 #: Where nothing is known of a pair or cell nor of its like: seconds of a launch besides warm-up and
 #: blocks (of a cell its calls are watched and probed, too), of the passes of a side alone, and of

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 
@@ -268,10 +269,10 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else {})}
 
 
-def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.DataFrame:
+def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame:
     import pandas as pd
 
-    by_id = {result["id"]: result for result in results}
+    by_id = {result.id: result for result in results}
     rows = [
         {
             "case": case.id,
@@ -284,12 +285,12 @@ def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.Da
             "clip": case.optimizer.clip_norm,
             "lane": case.lane,
             "dtype": case.dtype,
-            "error": by_id[case.id]["worst_error"],
+            "error": by_id[case.id].worst_error,
             **{
-                key: by_id[case.id][key]
+                key: getattr(by_id[case.id], key)
                 for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
             },
-            "seconds": by_id[case.id]["seconds"],
+            "seconds": by_id[case.id].seconds,
             "rerun": f"prove({case.implementation!r}, ...): case {case.id}",
         }
         for case in cases

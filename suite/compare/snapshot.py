@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardproof import verdicts
+from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
-from shardproof.compare.exact_figures import JsonObject
+from shardproof.compare.exact_figures import Json, JsonObject
 from shardproof.errors import Problem, SelectionError
-from shardproof.runs.run_folder import Run
+from shardproof.runs.header import Invocation
+from shardproof.runs.run_folder import Line, Run
 
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
 _CELL = (
@@ -122,126 +123,88 @@ def of_run(run: Run) -> Snapshot:
 
     :raises SelectionError: a line that is damaged or lacks what this version needs.
     """
-    invocations = run.header["invocations"]
-    try:
-        versions = [_version(told) for told in invocations]
-        machines = [told["fingerprint"] for told in invocations]
-        hardware = list(dict.fromkeys(label(machine) for machine in machines))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(run.path / "run.json", "", error) from None
-    by_id = _invocation_of(invocations)
-    last = len(versions) - 1
+    invocations = run.header.invocations
+    versions = [_version(invocation, run) for invocation in invocations]
+    by_id = {
+        name: version
+        for invocation, version in zip(invocations, versions, strict=True)
+        for name in (*invocation.planned, *invocation.benches)
+    }
+    machines = [invocation.fingerprint for invocation in invocations]
     snapshot = Snapshot(
         name=run.path.resolve().name,
-        hardware=" and ".join(hardware),
-        machine=machines[-1],
-        taken=str(invocations[-1].get("started", ""))[:10],
+        hardware=" and ".join(dict.fromkeys(machine.label for machine in machines)),
+        machine=machines[-1].model_dump(exclude_unset=True),
+        taken=run.header.last.started[:10],
         versions=list(dict.fromkeys(versions)),
-        cases={},
+        cases={r.id: _case(r, by_id.get(r.id, versions[-1])) for r in run.cases},
         timed={},
-        kills={},
-        keys=[told["key"] for told in invocations if told.get("key")],
+        kills={kill.name: kill.killed for kill in run.kills if not kill.left_out},
+        left_out={FAULTS + kill.name: kill.why_not for kill in run.kills if kill.left_out}
+        | {line.id: line.reason for line in run.left_out},
+        keys=[one.key.model_dump(exclude_unset=True) for one in invocations if one.key is not None],
     )
-    line: Mapping[str, Any] = {}
-    try:
-        for line in run.cases:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.cases[line["id"]] = _case(line, version)
-        for line in run.benches:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _bench(line, version)
-        for line in run.scalings:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.timed[line["id"]] = _scaling(line, version)
-        for line in run.kills:
-            if line["verdict"] == "left out":
-                snapshot.left_out[FAULTS + line["name"]] = str(line["why_not"])
-            else:
-                snapshot.kills[line["name"]] = bool(line["killed"])
-        for line in run.left_out:
-            snapshot.left_out[line["id"]] = str(line["reason"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        name = line.get("id") or line.get("name") if isinstance(line, Mapping) else ""
-        raise _damaged(run.path / "cases.jsonl", str(name or "a line"), error) from None
+    for line in run.timed:
+        entry = _bench if line["kind"] == "bench" else _scaling
+        name = str(line.get("id") or "a line")
+        try:
+            snapshot.timed[name] = entry(line, by_id.get(name, versions[-1]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise _damaged(run.path / "cases.jsonl", name, error) from None
     return snapshot
 
 
 def _damaged(file: Path, what: str, error: Exception) -> SelectionError:
-    where = f" in {what}" if what else ""
-    why = f"cannot be compared: {type(error).__name__} {error}{where}"
+    why = f"cannot be compared: {type(error).__name__} {error} in {what}"
     remedy = "it is damaged or of another version; `shardproof verify` says which"
     return SelectionError(Problem(why, remedy, None, str(file)))
 
 
-def _version(told: Mapping[str, Any]) -> Version:
-    return Version(
-        str(told["suite"]),
-        str(told["packages"]["torch"]),
-        str(told.get("python") or ""),
-        str(told.get("commit") or "")[:12],
-    )
+def _version(invocation: Invocation, run: Run) -> Version:
+    torch = invocation.packages.get("torch")
+    if torch is None:
+        raise _damaged(run.path / "run.json", "packages", KeyError("torch"))
+    return Version(invocation.suite, torch, invocation.python, (invocation.commit or "")[:12])
 
 
-def label(machine: Mapping[str, Any]) -> str:
-    """One name for the hardware of a fingerprint: accelerators first, then processor and cores."""
-    told = []
-    names = [
-        str(gpu.get("name", "GPU")) if isinstance(gpu, Mapping) else str(gpu)
-        for gpu in machine.get("gpus") or ()
-    ]
-    for name in dict.fromkeys(names):
-        told.append(f"{names.count(name)} x {name}")
-    told.append(f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores', '?')} cores")
-    return ", ".join(told)
-
-
-def _invocation_of(invocations: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Id -> the last invocation that planned it."""
-    found: dict[str, int] = {}
-    for index, told in enumerate(invocations):
-        for planned in told.values():
-            if isinstance(planned, list):
-                found.update((name, index) for name in planned if isinstance(name, str))
-    return found
-
-
-def _case(line: Mapping[str, Any], version: Version) -> Entry:
-    case = line["case"]
-    found, deep = exact_figures.of_checks(line["checks"], case["mesh"].get("pipe", 1))
+def _case(result: CaseResult, version: Version) -> Entry:
+    case = result.case
+    figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
     return Entry(
-        id=line["id"],
-        implementation=_titled(case["implementation"], case.get("label")),
-        strategy=strategy_of(case["implementation"], _claimed(found)),
-        backend=case["backend"],
-        world=math.prod(case["mesh"].values()),
-        verdict=verdicts.kind(line["verdict"]),
+        id=result.id,
+        implementation=_titled(case.implementation, case.label),
+        strategy=strategy_of(case.implementation, _claimed(figures)),
+        backend=case.backend,
+        world=case.world,
+        verdict=verdicts.kind(result.verdict),
         version=version,
-        figures=found,
-        cell=_cell(case, _CELL),
-        data=str(line.get("data") or "")[:_DIGEST_CHARACTERS],
-        source=str(case.get("source") or ""),
-        reason=str(line.get("reason") or ""),
+        figures=figures,
+        cell=_cell(case.to_dict(), _CELL),
+        data=(result.data or "")[:_DIGEST_CHARACTERS],
+        source=case.source,
+        reason=result.reason,
         deep=deep,
     )
 
 
-def _bench(line: Mapping[str, Any], version: Version) -> Entry:
-    pair, told = line["pair"], line.get("log")
+def _bench(line: Line, version: Version) -> Entry:
+    pair, ratio = line["pair"], line.get("log")
     names = [pair[side]["implementation"] for side in ("a", "b")]
-    known = bool(told) and _means_something(line)
+    known = bool(ratio) and _means_something(line)
     beside: dict[str, float] = {}
     exact: dict[str, exact_figures.Scalar] = {}
-    weighed = line.get("memory") or {}
+    memory = line.get("memory") or {}
     for side in ("a", "b"):
-        if weighed.get("kind") == "ledger":
-            exact[f"memory.ledger_bytes_{side}"] = weighed[side]
-        elif side in weighed:
-            beside[f"resident_bytes_{side}"] = float(weighed[side])
+        if memory.get("kind") == "ledger":
+            exact[f"memory.ledger_bytes_{side}"] = memory[side]
+        elif side in memory:
+            beside[f"resident_bytes_{side}"] = float(memory[side])
     for side, card in (line.get("scorecard") or {}).items():
         beside |= {f"{name}, {side.upper()}": value for name, value in _numbers(card).items()}
     cell = _cell(pair, _TIMED_CELL)
     cell["sides"] = {side: {"options": pair[side]["options"]} for side in ("a", "b")}
     cell["meshes"] = {side: dict(line["meshes"].get(side) or {}) for side in ("a", "b")}
+    same = line.get("aa")
     return Entry(
         id=line["id"],
         implementation=" v ".join(names),
@@ -253,17 +216,17 @@ def _bench(line: Mapping[str, Any], version: Version) -> Entry:
         figures=exact,
         cell=_cell(cell, tuple(cell)),
         reason=str(line.get("reason") or ""),
-        samples={"time": _sample(told)} if known and told else {},
-        same=_same(line.get("aa")),
+        samples={"time": _sample(ratio)} if known and ratio else {},
+        same=_sample(same | {"mean": math.log(same["ratio"])}) if same else None,
         beside=beside,
     )
 
 
-def _scaling(line: Mapping[str, Any], version: Version) -> Entry:
+def _scaling(line: Line, version: Version) -> Entry:
     cell, samples = line["cell"], {}
-    for base, told in (line.get("efficiency") or {}).items():
-        if told and _means_something(line):
-            samples[f"efficiency ({base})"] = _sample(told["log"])
+    for base, efficiency in (line.get("efficiency") or {}).items():
+        if efficiency and _means_something(line):
+            samples[f"efficiency ({base})"] = _sample(efficiency["log"])
     # A cell that was refused repeats what its source measured.
     if samples and line.get("wrapping"):
         samples["time (wrapped / plain)"] = _sample(line["wrapping"]["log"])
@@ -293,19 +256,13 @@ def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _means_something(line: Mapping[str, Any]) -> bool:
+def _means_something(line: Line) -> bool:
     """Whether the ratios of a timed line are those of sides that train the same."""
     return line["verdict"] not in _NO_RATIO and bool(line.get("trained_alike", True))
 
 
-def _sample(told: Mapping[str, Any]) -> Sample:
-    return Sample(float(told["mean"]), float(told["sd"]), int(told["blocks"]))
-
-
-def _same(told: Mapping[str, Any] | None) -> Sample | None:
-    if not told:
-        return None
-    return Sample(math.log(told["ratio"]), float(told["sd"]), int(told["blocks"]))
+def _sample(log: Line) -> Sample:
+    return Sample(float(log["mean"]), float(log["sd"]), int(log["blocks"]))
 
 
 def _titled(implementation: str, more: str | None) -> str:
@@ -324,20 +281,20 @@ def strategy_of(implementation: str, claimed: str = "") -> str:
     return re.split("[/:.]", name)[-1]
 
 
-def _claimed(found: Mapping[str, exact_figures.Scalar]) -> str:
+def _claimed(figures: Mapping[str, exact_figures.Scalar]) -> str:
     """What the memory check took it for, or the formula of its bytes."""
-    told = found.get("memory.strategy")
-    if told is None and (formula := _FORMULA.match(str(found.get("traffic.formula")))):
-        told = formula[1]
-    return str(told or "")
+    strategy = figures.get("memory.strategy")
+    if strategy is None and (formula := _FORMULA.match(str(figures.get("traffic.formula")))):
+        strategy = formula[1]
+    return str(strategy or "")
 
 
-def _cell(told: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """``keys`` of ``told``; what is empty, off or absent is all the same."""
-    return {key: kept for key in keys if (kept := _kept(told.get(key)))}
+def _cell(fields: JsonObject, keys: Iterable[str]) -> dict[str, Json]:
+    """``keys`` of ``fields``; what is empty, off or absent is all the same."""
+    return {key: kept for key in keys if (kept := _kept(fields.get(key)))}
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Json) -> Json:
     if isinstance(value, Mapping):
         return {key: kept for key, item in value.items() if (kept := _kept(item)) or kept == 0}
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import write_whole
@@ -193,7 +194,7 @@ def _end(folder: Path, rank: int) -> dict[str, Any]:
 
 def results_of(
     records: Path, cache: Path
-) -> Iterator[tuple[Case, dict[str, Any] | None, dict[str, Any]]]:
+) -> Iterator[tuple[Case, CaseResult | None, dict[str, Any]]]:
     """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
     from shardproof.cases.leader import examine
 
@@ -206,7 +207,7 @@ def results_of(
             continue
         account, result = examine(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
-            result["seconds"] = max(outcome.ended for outcome in outcomes)
+            result.seconds = max(outcome.ended for outcome in outcomes)
         yield case, result, account.to_dict()
 
 
@@ -234,7 +235,7 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
             run.keep(result, json.loads(json.dumps(account, default=str)))
             run.add(result)
             print(_line(result), flush=True)
-            if prune and verdicts.kind(result["verdict"]) in verdicts.GREEN:
+            if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
                 _drop_tensors(records, case)
         counts = verdicts.count(counted)
         code = verdicts.exit_code(counts)
@@ -260,10 +261,10 @@ def _drop_tensors(records: Path, case: Case) -> None:
                 path.unlink()
 
 
-def _line(result: Mapping[str, Any]) -> str:
-    error, bound = result.get("worst_error"), result.get("bound")
+def _line(result: CaseResult) -> str:
+    error, bound = result.worst_error, result.bound
     figures = (
         f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
     )
-    reason = f"  {result['reason']}" if result.get("reason") else ""
-    return f"{result['verdict']:<10} {result['id']}{figures}  {result['seconds']:.2f} s{reason}"
+    reason = f"  {result.reason}" if result.reason else ""
+    return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"
