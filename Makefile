@@ -1,4 +1,4 @@
-# One verb per intent. `make bench` (the main job) and `make test` set up what they need.
+# One verb per intent. `make bench` (the main job) and `make test` do their own set-up.
 PYTHON ?= python3
 VENV ?= .venv
 # Any other build: make bench TORCH=torch==2.11.0
@@ -7,7 +7,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
-# Five minutes for ever: what does not fit is printed and recorded as left out.
+# Budgets in minutes: what does not fit is printed and recorded as left out.
 RUN_BUDGET ?= 3.5
 MUTANT_BUDGET ?= 1.2
 # Minutes and blocks of `make peers`, with the machine left alone; fewer blocks than by default, so that all pairs fit.

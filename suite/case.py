@@ -1,8 +1,7 @@
 """A case: one cell of a scenario's matrix, as plain data.
 
 Cases travel between processes and into ``cases.jsonl`` as JSON, so everything here is made of
-strings, numbers, tuples and dictionaries.  This module imports nothing but the
-contract and the table of old words.
+strings, numbers, tuples and dictionaries.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardproof import old_words
-from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
+from shardproof.contract import OptimizerSpec, Options
+from shardproof.files import Stored
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 
@@ -72,7 +72,7 @@ def split(total: int, parts: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Stored):
     """One (implementation, backend, mesh, workload, optimizer, clip on/off, lane)."""
 
     id: str
@@ -133,23 +133,10 @@ class Case:
         """Number of shares that the global batch is cut into."""
         return math.prod(n for axis, n in self.mesh.items() if axis in DATA_AXES)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """The case that :meth:`to_dict` described."""
-        fields = old_words.stored_case(dict(data))
-        workload = dict(fields["workload"])
-        workload["traits"] = tuple(workload.get("traits", ()))
-        fields["workload"] = WorkloadSpec(**workload)
-        fields["optimizer"] = optimizer_from_dict(fields["optimizer"])
-        fields["checks"] = tuple(fields["checks"])
-        fields["shares"] = tuple(fields.get("shares", ()))
-        members = fields.get("membership", {})
-        fields["membership"] = {step: tuple(ranks) for step, ranks in members.items()}
-        return cls(**fields)
+        """The case that :meth:`to_dict` described, in words of now or of before."""
+        return super().from_dict(old_words.stored_case({**data}))
 
     def oracle_key(self, buffers: str) -> str:
         """Digest of all that the oracle depends on; cases that share it share an oracle."""
@@ -183,15 +170,3 @@ def data_shares(
     }
     order = sorted(set(keys.values()))
     return {rank: order.index(key) for rank, key in keys.items()}
-
-
-def optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerSpec:
-    """An :class:`OptimizerSpec` from its ``dataclasses.asdict`` form."""
-    fields = dict(data)
-    fields["betas"] = tuple(fields.get("betas", (0.9, 0.95)))
-    fields["groups"] = tuple(
-        g if isinstance(g, GroupSpec) else GroupSpec(**g) for g in fields.get("groups", ())
-    )
-    if isinstance(fields.get("scaler"), Mapping):
-        fields["scaler"] = ScalerSpec(**fields["scaler"])
-    return OptimizerSpec(**fields)

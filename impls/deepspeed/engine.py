@@ -59,7 +59,15 @@ from shardproof.impls.reference.engine.state import broadcast_tensors, load_stat
 
 #: Why traits are declined.
 ZERO_GRADIENT = "DeepSpeed gives a parameter without a gradient zeros and updates it"
-EACH_MICRO_BATCH = "every micro-batch is reduced: ranks with more of them meet another collective"
+#: Traits that no stage supports.
+DECLINES: Mapping[str, str] = dict.fromkeys(
+    ("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT
+)
+#: Those that stages which reduce in every micro-batch do not support.
+EVERY_MICRO_BATCH: Mapping[str, str] = {
+    **DECLINES,
+    "unequal_micro_batches": "ranks with more micro-batches would start a reduction alone",
+}
 
 
 @contextlib.contextmanager
@@ -92,9 +100,7 @@ class Engine(Implementation):
     stage: ClassVar[int]
     axis: ClassVar[str] = "shard"
     features: ClassVar[frozenset[str]]
-    declines: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT
-    )
+    declines: ClassVar[Mapping[str, str]] = DECLINES
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

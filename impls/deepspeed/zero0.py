@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardproof.contract import Piece
 from shardproof.impls.deepspeed import engine
 from shardproof.impls.deepspeed.engine import Engine
+from shardproof.impls.reference.engine.options import USUAL
 
 
 class DeepSpeedZero0(Engine):
@@ -31,15 +32,7 @@ class DeepSpeedZero0(Engine):
     strategy = "deepspeed_zero0"
     stage = 0
     axis = "replicate"
-    features = frozenset(
-        {
-            "clipping",
-            "accumulation",
-            "accumulation_without_communication",
-            "initial_broadcast",
-            "frozen_parameters",
-        }
-    )
+    features = USUAL | {"accumulation_without_communication"}
 
     def make_engine(self, module: nn.Module, options: Mapping[str, Any]) -> Any:
         """With its clipping watched: the engine itself drops the norm."""

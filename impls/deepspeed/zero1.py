@@ -20,6 +20,7 @@ gradients are clipped.  Numbers: the mean over ranks of losses times N.
 from __future__ import annotations
 
 from shardproof.impls.deepspeed.partitions import FlatPartitions
+from shardproof.impls.reference.engine.options import USUAL
 
 
 class DeepSpeedZero1(FlatPartitions):
@@ -27,16 +28,7 @@ class DeepSpeedZero1(FlatPartitions):
 
     strategy = "deepspeed_zero1"
     stage = 1
-    features = frozenset(
-        {
-            "clipping",
-            "accumulation",
-            "accumulation_without_communication",
-            "initial_broadcast",
-            "frozen_parameters",
-            "sharded_optimizer",
-        }
-    )
+    features = USUAL | {"accumulation_without_communication", "sharded_optimizer"}
 
 
 IMPLEMENTATION = DeepSpeedZero1

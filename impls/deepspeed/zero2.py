@@ -17,11 +17,9 @@ Numbers: the mean over ranks of losses times N.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
-from shardproof.impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
+from shardproof.impls.deepspeed.engine import EVERY_MICRO_BATCH
 from shardproof.impls.deepspeed.partitions import FlatPartitions
+from shardproof.impls.reference.engine.options import USUAL
 
 
 class DeepSpeedZero2(FlatPartitions):
@@ -29,20 +27,8 @@ class DeepSpeedZero2(FlatPartitions):
 
     strategy = "deepspeed_zero2"
     stage = 2
-    declines: ClassVar[Mapping[str, str]] = {
-        **Engine.declines,
-        "unequal_micro_batches": EACH_MICRO_BATCH,
-    }
-    features = frozenset(
-        {
-            "clipping",
-            "accumulation",
-            "initial_broadcast",
-            "frozen_parameters",
-            "sharded_optimizer",
-            "sharded_gradients",
-        }
-    )
+    declines = EVERY_MICRO_BATCH
+    features = USUAL | {"sharded_optimizer", "sharded_gradients"}
 
 
 IMPLEMENTATION = DeepSpeedZero2

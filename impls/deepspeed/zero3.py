@@ -22,14 +22,15 @@ Cost: ``deepspeed_zero3.payload_bytes``.  Numbers: the mean over ranks of losses
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardproof.contract import Kind, Piece, Refused
 from shardproof.impls.deepspeed import engine
-from shardproof.impls.deepspeed.engine import EACH_MICRO_BATCH, Engine
+from shardproof.impls.deepspeed.engine import EVERY_MICRO_BATCH
 from shardproof.impls.deepspeed.partitions import Partitioned
+from shardproof.impls.reference.engine.options import USUAL
 
 
 class DeepSpeedZero3(Partitioned):
@@ -37,21 +38,8 @@ class DeepSpeedZero3(Partitioned):
 
     strategy = "deepspeed_zero3"
     stage = 3
-    declines: ClassVar[Mapping[str, str]] = {
-        **Engine.declines,
-        "unequal_micro_batches": EACH_MICRO_BATCH,
-    }
-    features = frozenset(
-        {
-            "clipping",
-            "accumulation",
-            "initial_broadcast",
-            "frozen_parameters",
-            "sharded_optimizer",
-            "sharded_gradients",
-            "sharded_parameters",
-        }
-    )
+    declines = EVERY_MICRO_BATCH
+    features = USUAL | {"sharded_optimizer", "sharded_gradients", "sharded_parameters"}
 
     def flats(self) -> list[Tensor]:
         """The flat shards of each sub-group."""

@@ -1,14 +1,15 @@
-"""How a mutant is declared: ``@mutant("name", ...)`` on a class with one planted fault.
+"""How a mutant is declared: ``@mutant("name", killed_by=...)`` on a class with one planted fault.
 
-The class is a subclass of its parent, or of its parent's handle (the parent is told to use it).
-A mutant names the case that triggers it; the same case must pass on the unpatched parent.
+The class's docstring says what goes wrong.  The class comes from its parent, or from a part that
+the parent is built of.  A mutant names the case that triggers it; the same case must pass on the
+parent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardproof.case import Lane, WorkloadSpec
 from shardproof.contract import Implementation, OptimizerSpec
@@ -50,18 +51,41 @@ class Mutant:
         return self.workload.traits
 
 
-def mutant(
-    name: str, *, parent: type[Implementation], parent_name: str, **fields: Any
-) -> Callable[[C], C]:
-    """Declare the decorated class, which gets an attribute ``mutant``."""
+class Declare(Protocol):
+    """``mutant`` of one family."""
 
-    def declare(cls: C) -> C:
-        implementation: type = cls
-        if not issubclass(cls, Implementation):
-            body = {"handle_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-            implementation = type(cls.__name__, (parent,), body)
-        declared = Mutant(name, parent_name, implementation=implementation, **fields)
-        cls.mutant = declared  # type: ignore[attr-defined]
-        return cls
+    def __call__(self, name: str, **fields: Any) -> Callable[[C], C]: ...
 
-    return declare
+
+def family(*parents: type[Implementation], **usual: Any) -> Declare:
+    """The decorator for faults of ``parents``; ``usual`` are fields of :class:`Mutant`.
+
+    It sets the attribute ``mutant`` of the decorated class.  A class that comes from a part that
+    several parents are built of belongs to the first of them, or to the field ``parent``.
+    """
+
+    def mutant(name: str, *, parent: type[Implementation] | None = None, **fields: Any) -> Any:
+        def declare(cls: C) -> C:
+            candidates = parents if parent is None else (parent,)
+            clean, made = next((p, made) for p in candidates if (made := _planted(cls, p)))
+            summary = " ".join(str(cls.__doc__).split()).removesuffix(".")
+            home = clean.__module__.rpartition("impls.")[2].replace(".", "/")
+            fault = Mutant(name, home, summary, implementation=made, **(usual | fields))
+            cls.mutant = fault  # type: ignore[attr-defined]
+            return cls
+
+        return declare
+
+    return mutant
+
+
+def _planted(fault: type, owner: type) -> Any:
+    """``owner`` with the ``*_type`` that ``fault`` comes from replaced by it, however deep."""
+    if issubclass(fault, owner):
+        return fault
+    for attribute in (name for name in dir(owner) if name.endswith("_type")):
+        made = _planted(fault, getattr(owner, attribute))
+        if made is not None:
+            body = {attribute: made, "__module__": fault.__module__, "__doc__": fault.__doc__}
+            return type(fault.__name__, (owner,), body)
+    return None

@@ -38,6 +38,7 @@ from shardproof.contract import (
 from shardproof.impls.pytorch.recompute import plain
 from shardproof.impls.pytorch.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups
+from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 
@@ -177,6 +178,16 @@ class Adapter(Implementation):
 def data_comm(mesh: Mesh) -> Comm:
     """All ranks with a copy or a shard of the same model."""
     return mesh.comm(*(axis for axis in ("replicate", "shard") if axis in mesh.axes))
+
+
+def unit_features(silent: bool, precision: Precision) -> set[str]:
+    """What FSDP declares beyond the usual; ``silent``: micro-batches but the last do not reduce."""
+    features = {"wrapped_units"}
+    if silent:
+        features.add("accumulation_without_communication")
+    if precision.reduce == torch.float32:
+        features.add("fp32_reduction")
+    return features
 
 
 def whole_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:

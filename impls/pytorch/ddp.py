@@ -45,7 +45,7 @@ from shardproof.contract import (
 from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.pytorch.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
-from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Traits under which what takes part in a backward varies, and those under which it never does.
@@ -95,23 +95,10 @@ class PyTorchDDP(Implementation):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``ddp`` profile; what use of parameters is supported depends on the options."""
         chosen = parse_options(cls.options_type, options)
-        features = {
-            "clipping",
-            "accumulation",
-            "accumulation_without_communication",
-            "initial_broadcast",
-            "frozen_parameters",
-            "overlap",
-        }
+        features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
-            features.add("buffer_broadcast")
-        return Capabilities(
-            axes=(cls.axis,),
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="rank0" if chosen.broadcast_buffers else "per_rank",
-            features=frozenset(features),
-            declines=chosen.declines(),
-        )
+            features, buffers = [*features, "buffer_broadcast"], "rank0"
+        return declared(*features, buffers=buffers, axes=(cls.axis,), declines=chosen.declines())
 
     def setup(
         self,

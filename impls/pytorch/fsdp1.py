@@ -49,11 +49,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind, Piece, Refused
-from shardproof.impls.pytorch.adapter import Adapter, whole_units
+from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
 from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
 from shardproof.impls.reference.engine.optimizer import slot_pieces
-from shardproof.impls.reference.engine.options import Training, at_least, parse_options
+from shardproof.impls.reference.engine.options import Training, at_least, declared, parse_options
 from shardproof.impls.reference.units.plan import Wrap
 
 #: Mesh axes of each strategy.
@@ -154,24 +154,9 @@ class PyTorchFSDP1(Adapter):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``fsdp1`` profile; axes and the rest depend on the options."""
         chosen = parse_options(Options, options)
-        features = {
-            "clipping",
-            "accumulation",
-            "initial_broadcast",
-            "frozen_parameters",
-            "wrapped_units",
-        }
-        if chosen.accumulate_without_communication:
-            features.add("accumulation_without_communication")
-        if chosen.precision.reduce == torch.float32:
-            features.add("fp32_reduction")
-        return Capabilities(
-            axes=AXES[chosen.sharding_strategy],
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset(features),
-            declines=chosen.declines(),
-        )
+        features = unit_features(chosen.accumulate_without_communication, chosen.precision)
+        axes = AXES[chosen.sharding_strategy]
+        return declared(*features, axes=axes, declines=chosen.declines())
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options, if the mesh has the axes of the strategy."""

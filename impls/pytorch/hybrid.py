@@ -71,7 +71,7 @@ from shardproof.impls.pytorch.tensor_styles import (
     plan_styles,
     settle_gradient,
 )
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import USUAL, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 from shardproof.impls.reference.pipeline.stages import cut
 from shardproof.impls.reference.units.plan import Wrap
@@ -116,14 +116,11 @@ class Hybrid(Pipelining):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``torch_hybrid`` profile."""
         chosen = parse_options(Options, options)
-        features = {
-            *("clipping", "accumulation", "initial_broadcast", "frozen_parameters"),
-            *("stages", "tensor", "sharded_parameters", "sharded_gradients", "sharded_optimizer"),
-        }
+        own = ("stages", "tensor", "sharded_parameters", "sharded_gradients", "sharded_optimizer")
         return Capabilities(
             axes=("pipe", *DATA_AXES, "tensor"),
             buffers="per_rank",
-            features=frozenset(features),
+            features=USUAL | set(own),
             declines={
                 **chosen.declines(),
                 **dict.fromkeys(VARYING, "fully_shard reduces what ranks used: all must the same"),

@@ -55,7 +55,7 @@ from shardproof.impls.pytorch.tensor_styles import (
     settle_gradient,
 )
 from shardproof.impls.reference.engine.optimizer import slot_pieces
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors
 
 UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
@@ -80,14 +80,8 @@ class PyTorchTensorParallel(Adapter):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``torch_tensor_parallel`` profile."""
         chosen = parse_options(Options, options)
-        features = {"clipping", "accumulation", "initial_broadcast", "frozen_parameters", "tensor"}
-        return Capabilities(
-            axes=("tensor",),
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset(features),
-            declines={"variable_lengths": UNEQUAL} if chosen.sequence_parallel else {},
-        )
+        declines = {"variable_lengths": UNEQUAL} if chosen.sequence_parallel else {}
+        return declared("tensor", axes=("tensor",), declines=declines)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options; the mesh is ranks along one axis."""

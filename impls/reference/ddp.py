@@ -53,7 +53,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.impls.reference.parts.reducers import Reducer, Work
@@ -274,21 +274,10 @@ class ReferenceDDP(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``ddp`` profile asks for."""
         chosen = parse_options(Options, options)
-        features = {
-            "clipping",
-            "accumulation",
-            "accumulation_without_communication",
-            "initial_broadcast",
-            "frozen_parameters",
-            "overlap",
-        }
+        features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
-            features.add("buffer_broadcast")
-        return Capabilities(
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="rank0" if chosen.broadcast_buffers else "per_rank",
-            features=frozenset(features),
-        )
+            features, buffers = [*features, "buffer_broadcast"], "rank0"
+        return declared(*features, buffers=buffers)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

@@ -58,7 +58,7 @@ from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Apply, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
-from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.options import Training, declared, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
@@ -148,12 +148,11 @@ class ReferenceHybrid(ReferencePipeline):
             {"sequence_parallel": chosen.sequence_parallel}
         )
         from_rank0 = chosen.data == "ddp" and inner.broadcast_buffers
-        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters")
-        return Capabilities(
+        return declared(
+            "stages",
+            "tensor",
             axes=("pipe", *DATA_AXES, "tensor"),
-            dtypes=("float64", "float32", "bfloat16"),
             buffers="rank0" if from_rank0 else "per_rank",
-            features=frozenset({*features, "stages", "tensor"}),
             declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
         )
 

@@ -47,7 +47,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
@@ -146,13 +146,7 @@ class ReferenceZero2(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero2`` profile asks for."""
         parse_options(Options, options)
-        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters")
-        return Capabilities(
-            axes=("shard",),
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset({*features, "sharded_optimizer", "sharded_gradients"}),
-        )
+        return declared("sharded_optimizer", "sharded_gradients", axes=("shard",))
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -55,7 +55,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
-from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.options import Training, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
@@ -125,15 +125,9 @@ class ReferenceZero3(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero3`` profile asks for."""
         chosen = parse_options(Options, options)
-        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "overlap")
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
-        return Capabilities(
-            axes=("shard",),
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset({*features, *sharded}),
-            declines=chosen.wrap.declines,
-        )
+        declines = chosen.wrap.declines
+        return declared("overlap", *sharded, axes=("shard",), declines=declines)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

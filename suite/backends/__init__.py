@@ -84,7 +84,7 @@ def join(
     else:
         if chosen.device == "cuda":
             cuda.take(rank)
-        native = nccl if chosen.name == "nccl" else gloo
+        native = nccl.LoggedNccl if chosen.name == "nccl" else gloo.LoggedGloo
         native.join(rank, world, rendezvous, timeout_s, ledgers, disturbances)
 
 
@@ -93,9 +93,9 @@ def leave() -> None:
     if in_memory.is_rank():
         in_memory.leave()
     elif dist.is_initialized() and dist.get_backend() in ("nccl", "logged_nccl"):
-        nccl.leave()
+        nccl.LoggedNccl.leave()
     else:
-        gloo.leave()
+        gloo.LoggedGloo.leave()
 
 
 def _ledgers(backend: Backend, on: bool) -> None:

@@ -14,7 +14,7 @@ the reducer's own, which is queued later.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -205,124 +205,109 @@ class GroupBase(dist.ProcessGroup):
 
     # ---------------------------------------------------------------- collectives, as torch calls
 
+    def _call(
+        self,
+        operation: str,
+        method: str,
+        given: tuple[Any, ...],
+        inputs: Sequence[list[Tensor]] = (),
+        outputs: Sequence[list[Tensor]] = (),
+        **fields: Any,
+    ) -> Handle:
+        """Issue what torch called by ``method(*given)``."""
+        sides = list(inputs), list(outputs)
+        return self._issue(Request(operation, *sides, method=method, args=given, **fields))
+
     def allreduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks, in place."""
-        items = [[t] for t in listed(tensors)]
-        op, given = reduction(args), (tensors, *args)
-        return self._issue(Request("all_reduce", items, items, op, method="allreduce", args=given))
+        items, op = _singly(listed(tensors)), reduction(args)
+        return self._call("all_reduce", "allreduce", (tensors, *args), items, items, reduce=op)
 
     def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Handle:
         """Several all-reduces in one call."""
-        items = [[t] for t in tensors]
-        method, given = "allreduce_coalesced", (tensors, *args)
-        return self._issue(
-            Request("all_reduce", items, items, reduction(args), method=method, args=given)
-        )
+        items, op, given = _singly(tensors), reduction(args), (tensors, *args)
+        return self._call("all_reduce", "allreduce_coalesced", given, items, items, reduce=op)
 
     def broadcast(self, tensors: Any, *args: Any) -> Handle:
         """Overwrite with the root's tensors."""
-        items = [[t] for t in listed(tensors)]
-        method, given = "broadcast", (tensors, *args)
-        return self._issue(
-            Request("broadcast", items, items, root=root_of(args), method=method, args=given)
-        )
+        items, root = _singly(listed(tensors)), root_of(args)
+        return self._call("broadcast", "broadcast", (tensors, *args), items, items, root=root)
 
     def reduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks into the root's tensors."""
-        items = [[t] for t in listed(tensors)]
-        op, root = reduction(args), root_of(args)
-        given = (tensors, *args)
-        return self._issue(Request("reduce", items, items, op, root, method="reduce", args=given))
+        items, how = _singly(listed(tensors)), {"reduce": reduction(args), "root": root_of(args)}
+        return self._call("reduce", "reduce", (tensors, *args), items, items, **how)
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor in a list; sizes may differ between ranks."""
         given = (outputs, inputs, *args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        items = [[t] for t in inputs]
-        return self._issue(
-            Request("all_gather", items, list(outputs), method="allgather", args=given)
-        )
+        return self._call("all_gather", "allgather", given, _singly(inputs), list(outputs))
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], *args: Any
     ) -> Handle:
         """Several tensors; ``output_lists[rank][item]``."""
-        items = [[t] for t in inputs]
         outputs = [list(column) for column in zip(*output_lists, strict=True)]
-        method, given = "allgather_coalesced", (output_lists, inputs, *args)
-        return self._issue(Request("all_gather", items, outputs, method=method, args=given))
+        given = (output_lists, inputs, *args)
+        return self._call("all_gather", "allgather_coalesced", given, _singly(inputs), outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, *args: Any) -> Handle:
         """Concatenate every rank's tensor in ``output``."""
-        method, given = "all_gather_single", (output, input, *args)
-        pieces = [chunks(output, self._size)]
-        return self._issue(Request("all_gather", [[input]], pieces, method=method, args=given))
+        pieces, given = [chunks(output, self._size)], (output, input, *args)
+        return self._call("all_gather", "all_gather_single", given, [[input]], pieces)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
     ) -> Handle:
         """Several :meth:`all_gather_single` in one call."""
-        items, pieces = [[t] for t in inputs], [chunks(t, self._size) for t in outputs]
-        method, given = "all_gather_single_coalesced", (outputs, inputs, *args)
-        return self._issue(Request("all_gather", items, pieces, method=method, args=given))
+        pieces, given = [chunks(t, self._size) for t in outputs], (outputs, inputs, *args)
+        method = "all_gather_single_coalesced"
+        return self._call("all_gather", method, given, _singly(inputs), pieces)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Combine lists over ranks; rank r receives the r-th."""
-        given = (outputs, inputs, *args)
+        given, op = (outputs, inputs, *args), reduction(args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        items = [[t] for t in outputs]
-        op = reduction(args)
-        return self._issue(
-            Request("reduce_scatter", list(inputs), items, op, method="reduce_scatter", args=given)
-        )
+        sides = (list(inputs), _singly(outputs))
+        return self._call("reduce_scatter", "reduce_scatter", given, *sides, reduce=op)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any) -> Handle:
         """Combine ``input`` over ranks; rank r receives its r-th chunk."""
-        pieces, op = [chunks(input, self._size)], reduction(args)
-        method, given = "reduce_scatter_single", (output, input, *args)
-        return self._issue(
-            Request("reduce_scatter", pieces, [[output]], op, method=method, args=given)
-        )
+        sides, given = ([chunks(input, self._size)], [[output]]), (output, input, *args)
+        method, op = "reduce_scatter_single", reduction(args)
+        return self._call("reduce_scatter", method, given, *sides, reduce=op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
     ) -> Handle:
         """Several :meth:`reduce_scatter_single` in one call."""
-        pieces, items = [chunks(t, self._size) for t in inputs], [[t] for t in outputs]
+        sides = ([chunks(t, self._size) for t in inputs], _singly(outputs))
         method, given = "reduce_scatter_single_coalesced", (outputs, inputs, *args)
-        op = reduction(args)
-        return self._issue(Request("reduce_scatter", pieces, items, op, method=method, args=given))
+        return self._call("reduce_scatter", method, given, *sides, reduce=reduction(args))
 
     def gather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor on the root."""
-        given = (outputs, inputs, *args)
+        given, root = (outputs, inputs, *args), root_of(args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        root = root_of(args)
         lists = list(outputs) if self._rank == root else []
-        items = [[t] for t in inputs]
-        return self._issue(Request("gather", items, lists, root=root, method="gather", args=given))
+        return self._call("gather", "gather", given, _singly(inputs), lists, root=root)
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Hand out the root's tensors."""
-        given = (outputs, inputs, *args)
+        given, root = (outputs, inputs, *args), root_of(args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        root = root_of(args)
         lists = list(inputs) if self._rank == root else []
-        items = [[t] for t in outputs]
-        return self._issue(
-            Request("scatter", lists, items, root=root, method="scatter", args=given)
-        )
+        return self._call("scatter", "scatter", given, lists, _singly(outputs), root=root)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any) -> Handle:
         """Send the r-th input to rank r."""
         given = (outputs, inputs, *args)
-        return self._issue(
-            Request("all_to_all", [list(inputs)], [list(outputs)], method="alltoall", args=given)
-        )
+        return self._call("all_to_all", "alltoall", given, [list(inputs)], [list(outputs)])
 
     def all_to_all_single(
         self,
@@ -336,35 +321,26 @@ class GroupBase(dist.ProcessGroup):
         given = (output, input, output_splits or [], input_splits or [], *args)
         inputs = rows(input, input_splits, self._size)
         outputs = rows(output, output_splits, self._size)
-        return self._issue(
-            Request("all_to_all", [inputs], [outputs], method="all_to_all_single", args=given)
-        )
+        return self._call("all_to_all", "all_to_all_single", given, [inputs], [outputs])
 
     def barrier(self, *args: Any, **options: Any) -> Handle:
         """Return when every rank has called it."""
-        given = (*args, *options.values())
-        return self._issue(Request("barrier", method="barrier", args=given))
+        return self._call("barrier", "barrier", (*args, *options.values()))
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Handle:
         """Send to group rank ``destination``."""
-        items, given = [[t] for t in tensors], (tensors, destination, tag)
-        return self._issue(
-            Request("send", items, peer=destination, tag=tag, method="send", args=given)
-        )
+        items, given = _singly(tensors), (tensors, destination, tag)
+        return self._call("send", "send", given, items, peer=destination, tag=tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Handle:
         """Receive from group rank ``source``."""
-        items, given = [[t] for t in tensors], (tensors, source, tag)
-        return self._issue(
-            Request("recv", [], items, peer=source, tag=tag, method="recv", args=given)
-        )
+        items, given = _singly(tensors), (tensors, source, tag)
+        return self._call("recv", "recv", given, [], items, peer=source, tag=tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
         """Receive from whoever sends first."""
-        items, given = [[t] for t in tensors], (tensors, tag)
-        return self._issue(
-            Request("recv", [], items, peer=None, tag=tag, method="recv_anysource", args=given)
-        )
+        items, given = _singly(tensors), (tensors, tag)
+        return self._call("recv", "recv_anysource", given, [], items, peer=None, tag=tag)
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -372,3 +348,7 @@ class GroupBase(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+
+def _singly(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [[tensor] for tensor in tensors]

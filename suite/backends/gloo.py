@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends import cuda, logged
-from shardproof.backends.disturbances import Disturbances
-
-_NAME = "ProcessGroupGloo"
-_NATIVE: Any = getattr(c10d, _NAME, None)
 
 
 class LoggedGloo(logged.Logged):
@@ -25,47 +20,27 @@ class LoggedGloo(logged.Logged):
     backend_name = "logged_gloo"
     torch_name = "gloo"
     kind = dist.ProcessGroup.BackendType.GLOO
+    native_type: ClassVar[Any] = getattr(c10d, "ProcessGroupGloo", None)
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: timedelta = timedelta(minutes=30),
+        self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
     ) -> None:
-        native = _NATIVE(store, rank, size, timeout=timeout)
+        native = self.native_type(store, rank, size, timeout=timeout)
         super().__init__(store, rank, size, timeout, native)
+
+    @classmethod
+    def join(cls, *given: Any, **named: Any) -> None:
+        """As every backend; over the loopback interface unless the environment names another."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        super().join(*given, **named)
 
 
 def available(on_gpus: bool = False) -> str | None:
     """Why gloo cannot be used here (``on_gpus``: with CUDA tensors), ``None`` if it can."""
-    if _NATIVE is None or not dist.is_gloo_available():
+    if LoggedGloo.native_type is None or not dist.is_gloo_available():
         return "this torch is built without gloo"
     reason = cuda.available(shared=True) if on_gpus else None
     return f"gloo with CUDA tensors {reason}" if reason else None
-
-
-def join(
-    rank: int,
-    world: int,
-    rendezvous: Path | dist.Store,
-    timeout_s: float,
-    ledgers: bool,
-    disturbances: Disturbances | None = None,
-) -> None:
-    """Join the default group of ``world`` processes that meet in the file or store ``rendezvous``.
-
-    Disturbances need the wrapper, and so the ledgers; without ledgers there are none.
-    """
-    LoggedGloo.disturbances = disturbances
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    chosen = (_NAME, LoggedGloo if ledgers else _NATIVE)
-    logged.initialise("gloo", rank, world, rendezvous, timeout_s, chosen)
-
-
-def leave() -> None:
-    """Destroy all groups of this process."""
-    logged.destroy((_NAME, _NATIVE))
 
 
 def _loopback() -> str:

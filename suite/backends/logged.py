@@ -53,9 +53,11 @@ class _Handle(Handle):
 class Logged(GroupBase):
     """Delegates to the native group ``backend``, which a subclass makes."""
 
-    #: The backend's name in torch, and torch's number for it.
+    #: The backend's name in torch, torch's number for it, and torch's class of its groups (``None``
+    #: where torch is built without it).
     torch_name: ClassVar[str]
     kind: ClassVar[Any]
+    native_type: ClassVar[Any]
     disturbances: ClassVar[Disturbances | None] = None
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: Any) -> None:
@@ -68,6 +70,43 @@ class Logged(GroupBase):
             self.native._register_backend(torch.device(device), self.kind, self.backend)
         if self.disturbances is not None:
             self.transform = self.disturbances.skew(rank)
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world: int,
+        rendezvous: Path | dist.Store,
+        timeout_s: float,
+        ledgers: bool,
+        disturbances: Disturbances | None = None,
+    ) -> None:
+        """Join the default group of ``world`` processes that meet in ``rendezvous``.
+
+        Disturbances need the wrapper, and so the ledgers; without ledgers there are none.
+        """
+        cls.disturbances = disturbances
+        limit = timedelta(seconds=timeout_s)
+        # Groups made later (new_group, DeviceMesh) take these instead of their own 10 to 30
+        # minutes.
+        c10d.default_pg_timeout = limit
+        if hasattr(c10d, "default_pg_nccl_timeout"):
+            c10d.default_pg_nccl_timeout = limit
+        # torch builds groups from this name.
+        setattr(c10d, cls.native_type.__name__, cls if ledgers else cls.native_type)
+        store = rendezvous
+        if isinstance(store, Path):
+            store = dist.FileStore(str(store), world)
+        name = cls.torch_name
+        dist.init_process_group(name, rank=rank, world_size=world, store=store, timeout=limit)
+
+    @classmethod
+    def leave(cls) -> None:
+        """Destroy all groups of this process and give torch its own class back."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if cls.native_type is not None:
+            setattr(c10d, cls.native_type.__name__, cls.native_type)
 
     @property
     def options(self) -> Any:
@@ -121,34 +160,3 @@ class Logged(GroupBase):
     def shutdown(self) -> None:
         """Close the group."""
         self.native.shutdown()
-
-
-def initialise(
-    name: str,
-    rank: int,
-    world: int,
-    rendezvous: Path | dist.Store,
-    timeout_s: float,
-    group_type: tuple[str, Any],
-) -> None:
-    """Make the default group of torch backend ``name``.
-
-    ``group_type`` is the name in ``distributed_c10d`` that torch builds groups from, and what it is
-    to mean until :func:`destroy` restores it.
-    """
-    limit = timedelta(seconds=timeout_s)
-    # Groups made later (new_group, DeviceMesh) take these instead of their own 10 to 30 minutes.
-    c10d.default_pg_timeout = limit
-    if hasattr(c10d, "default_pg_nccl_timeout"):
-        c10d.default_pg_nccl_timeout = limit
-    setattr(c10d, *group_type)
-    if isinstance(rendezvous, Path):
-        rendezvous = dist.FileStore(str(rendezvous), world)
-    dist.init_process_group(name, rank=rank, world_size=world, store=rendezvous, timeout=limit)
-
-
-def destroy(group_type: tuple[str, Any]) -> None:
-    """Destroy all groups of this process and give torch its own class back."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    setattr(c10d, *group_type)

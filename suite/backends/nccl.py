@@ -8,17 +8,12 @@ Times of calls are not: a call returns when it is queued on a stream.
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends import cuda, logged
-from shardproof.backends.disturbances import Disturbances
-
-_NAME = "ProcessGroupNCCL"
-_NATIVE: Any = getattr(c10d, _NAME, None)
 
 
 class LoggedNccl(logged.Logged):
@@ -28,38 +23,20 @@ class LoggedNccl(logged.Logged):
     backend_name = "logged_nccl"
     torch_name = "nccl"
     kind = dist.ProcessGroup.BackendType.NCCL
+    native_type: ClassVar[Any] = getattr(c10d, "ProcessGroupNCCL", None)
     # Attributes that torch looks up on the class.
-    Options = getattr(_NATIVE, "Options", None)
-    NCCLConfig = getattr(_NATIVE, "NCCLConfig", None)
+    Options = getattr(native_type, "Options", None)
+    NCCLConfig = getattr(native_type, "NCCLConfig", None)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        native = _NATIVE(store, rank, size, options)
+        native = self.native_type(store, rank, size, options)
         timeout = getattr(options, "_timeout", timedelta(minutes=10))
         super().__init__(store, rank, size, timeout, native)
 
 
 def available(world: int = 1) -> str | None:
     """Why ``world`` ranks cannot use NCCL here, ``None`` if they can."""
-    if _NATIVE is None or not dist.is_nccl_available():
+    if LoggedNccl.native_type is None or not dist.is_nccl_available():
         return "this torch is built without NCCL"
     reason = cuda.available(world)
     return f"NCCL {reason}" if reason else None
-
-
-def join(
-    rank: int,
-    world: int,
-    rendezvous: Path | dist.Store,
-    timeout_s: float,
-    ledgers: bool,
-    disturbances: Disturbances | None = None,
-) -> None:
-    """Join the default group, on the GPU that was taken; see :func:`.gloo.join`."""
-    LoggedNccl.disturbances = disturbances
-    chosen = (_NAME, LoggedNccl if ledgers else _NATIVE)
-    logged.initialise("nccl", rank, world, rendezvous, timeout_s, chosen)
-
-
-def leave() -> None:
-    """Destroy all groups of this process."""
-    logged.destroy((_NAME, _NATIVE))

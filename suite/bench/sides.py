@@ -28,9 +28,10 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.case import AXES, Axis, WorkloadSpec, optimizer_from_dict
+from shardproof.case import AXES, Axis, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
+from shardproof.files import Stored
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Label, Model, Size
 
@@ -72,7 +73,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Stored):
     """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
 
     #: Its kind of line in ``cases.jsonl``.
@@ -113,23 +114,13 @@ class Pair:
         return self.b if letter == "b" else self.a
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return dataclasses.asdict(self) | {"id": self.id}
+        """The stored form, beside the id."""
+        return super().to_dict() | {"id": self.id}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Pair:
         """The pair that :meth:`to_dict` described."""
-        fields = {key: value for key, value in data.items() if key != "id"}
-        workload = {**fields["workload"], "traits": tuple(fields["workload"]["traits"])}
-        return cls(
-            **{
-                **fields,
-                "a": Side(**fields["a"]),
-                "b": Side(**fields["b"]),
-                "workload": WorkloadSpec(**workload),
-                "optimizer": optimizer_from_dict(fields["optimizer"]),
-            }
-        )
+        return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 def default_optimizer(name: str) -> OptimizerSpec:

@@ -1,8 +1,7 @@
 """One case in its leader process: load the system, run its ranks, train the oracle, measure.
 
-The leader never executes a step of the implementation itself.  :func:`conduct` is the task that
-``cases.runner`` sends here.  Next: ``launch/ranks.py`` starts the ranks, each of which runs
-``cases/rank_program.py``; then ``cases/verdict.py`` measures and decides.
+:func:`run_case` is called in a process of its own, with a :class:`CaseTask` of ``cases/runner.py``.
+It never executes a step of the implementation itself: ``launch/ranks.py`` does.
 """
 
 from __future__ import annotations
@@ -18,8 +17,12 @@ from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide, measure
+<<<<<<< HEAD
 from shardproof.checks import relations, schedule
 from shardproof.checks.results import CaseResult
+=======
+from shardproof.checks import announced_schedule, relations
+>>>>>>> main
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
@@ -45,14 +48,19 @@ class CaseTask:
     oracles: Path
 
 
-def conduct(task: CaseTask) -> dict[str, Any]:
+def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     task.workdir.mkdir(parents=True)
+<<<<<<< HEAD
     account, result = examine(task.case, task.workdir, task.oracles)
     return {"result": result.to_dict(), "account": account.to_dict()}
+=======
+    account, result = judge_case(task.case, task.workdir, task.oracles)
+    return {"result": result, "account": account.to_dict()}
+>>>>>>> main
 
 
-def examine(
+def judge_case(
     case: Case, workdir: Path, cache: Path, run: Run = run_ranks
 ) -> tuple[Account, CaseResult]:
     """Run one case: its account, and the result that ``cases.verdict.decide`` makes of it.
@@ -63,9 +71,10 @@ def examine(
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _gather(account, workdir, cache, run)
+        evidence = _run_and_assemble(account, workdir, cache, run)
         began = time.monotonic()
         if evidence is not None:
+            # Every check of suite/checks/ looks at the tensors here; decide needs its figures only.
             measure(evidence)
             account.figures = evidence
         result = decide(account)
@@ -81,7 +90,7 @@ def examine(
     return account, result
 
 
-def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence | None:
+def _run_and_assemble(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence | None:
     """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
     case = account.case
     if case.skip:
@@ -99,8 +108,8 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
     if declaration.outside_profile() or declaration.excludes_case(case, account.missing):
         return None
     try:
-        schedules = _schedules(case, implementation)
-    except schedule.NoSchedule as error:
+        schedules = _announced_schedules(case, implementation)
+    except announced_schedule.NoSchedule as error:
         account.broken = str(error)
         return None
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
@@ -108,12 +117,16 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
         return None
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
-    account.cannot_fit = _misfit(case, schedules, workload)
-    account.unsound_schedules = schedule.unsound_schedules(case, implementation.strategy, schedules)
+    account.cannot_fit = _why_it_cannot_fit(case, schedules, workload)
+    account.unsound_schedules = announced_schedule.unsound_schedules(
+        case, implementation.strategy, schedules
+    )
     if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
     twice = "relations" in case.checks
+    # Calls run_rank on every rank, in a process or thread of its own; what each returned lies in a
+    # file, and how each ended is an outcome.  A rank that breaks or hangs is an outcome as well.
     outcomes = run(
         case.backend,
         case.world,
@@ -134,31 +147,33 @@ def _gather(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence 
             return None
     records = records_of(outcomes)
     began = time.monotonic()
-    truth = _truth(case, implementation, declaration, workload, records, cache)
+    truth = _train_oracle(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     facts = facts_of(case)
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if twice:
         began = time.monotonic()
-        _relate(evidence, workdir, run)
+        _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
 
 
-def _schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
+def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
     """What is claimed for a window of each size that there is; empty: nothing."""
     if "pipe" not in case.mesh:
         return {}
     cut = case.workload.cut(case.data_coordinates)
     schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
-        claimed = schedule.claimed(implementation, case.options, case.mesh["pipe"], size)
-        if claimed is not None:
-            schedules[size] = claimed
+        announced = announced_schedule.claimed(
+            implementation, case.options, case.mesh["pipe"], size
+        )
+        if announced is not None:
+            schedules[size] = announced
     return schedules
 
 
-def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
+def _why_it_cannot_fit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
     if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).model_facts)):
         return odd
@@ -174,7 +189,7 @@ def _misfit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -
     )
 
 
-def _relate(evidence: Evidence, workdir: Path, run: Run) -> None:
+def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
     """Run the case that a relation derives from this one, and put its records beside them."""
     if run is not run_ranks:
         evidence.no_derived_run_because = (
@@ -223,7 +238,7 @@ def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
     return [RankRecord.from_dict(tensor_bytes.load(file)) for file in files if file is not None]
 
 
-def _truth(
+def _train_oracle(
     case: Case,
     implementation: type[Implementation],
     declaration: Declaration,

@@ -1,8 +1,9 @@
 """What one rank does in one case: set the implementation up, drive its steps, record what it holds.
 
-Runs inside a rank (a thread or a process).  Needs only torch and the contract, so that it also
-works under torchrun in a slim image.  Observation points copy the rank's pieces; traffic inside
-them is not counted.
+Runs inside a rank (a thread or a process), started by ``launch/ranks.py`` or by torchrun; out comes
+a :class:`~shardproof.evidence.records.RankRecord`.  Observation points copy the rank's pieces;
+traffic inside them is not counted.  ``membership.py`` is for systems whose members change: for all
+others it is one mesh of all ranks.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""The parent of all cases: hands each to a leader process and gathers the results as they end.
+"""The parent of all cases: hands each to a leader process and collects the results as they end.
 
-A case is followed by reading on in this order:
-
-1. ``commands.run.execute`` calls :func:`run_cases`;
-2. this file gives the task :func:`shardproof.cases.leader.conduct` to ``launch.pool.Pool``, which
-   runs it in a process forked from the fork server (``launch.fork_server_main``);
-3. next: ``cases/leader.py`` (in that process): load, start the ranks, measure;
-4. ``launch/ranks.py`` and ``launch/rank_process.py``: one process or thread a rank;
-5. ``cases/rank_program.py``: what a rank does and records;
-6. ``cases/verdict.py``: from the account to the verdict, back in the leader.
+In go cases; out come, for each as it ends, its result and its account.  ``docs/architecture.md``
+lists the files through which one case can be followed.
 """
 
 from __future__ import annotations
@@ -20,7 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.leader import CaseTask, conduct
+from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
@@ -38,7 +31,7 @@ class Session:
     """Leaders and cached oracles for any number of runs; a context manager."""
 
     def __init__(self, jobs: int) -> None:
-        self._pool = Pool(jobs, tasks=(conduct,))
+        self._pool = Pool(jobs, tasks=(run_case,))
         self._made = 0
 
     def __enter__(self) -> Session:
@@ -74,8 +67,10 @@ class Session:
                 task = CaseTask(case, workdir, self._oracles)
                 yield case.id, task, case.deadline + JUDGING_SECONDS
 
+        # The pool calls run_case(task) (cases/leader.py) in a process of its own.  What that
+        # returned is end.value; an end without a value is a case that broke its judge.
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
-        with closing(self._pool.run(conduct, items())) as ends:
+        with closing(self._pool.run(run_case, items())) as ends:
             for end in ends:
                 shutil.rmtree(end.payload.workdir, ignore_errors=True)
                 result, account = _result_of(end)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from shardproof import checks
 from shardproof.case import AXES, Case
-from shardproof.checks import Outcome, schedule
+from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import CaseResult
 from shardproof.evidence.account import Account, LeaderEnd
@@ -71,7 +71,7 @@ def decide(account: Account) -> CaseResult:
     if "refuses" in case.expect:
         return _refused(case, outcomes)
     if account.unsound_schedules:
-        found = [schedule.not_run(account.unsound_schedules)]
+        found = [announced_schedule.not_run(account.unsound_schedules)]
         return _expected(case, *verdict_of(found), found)
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):

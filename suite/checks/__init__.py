@@ -1,4 +1,4 @@
-"""Checks turn records into outcomes, one file each, which says what its check cannot see.
+"""Checks turn evidence into outcomes, one file each, which says what its check cannot see.
 
 A check has ``decide(figures) -> Outcome``, a pure function of what is stored of a case, and, where
 it looks at tensors, ``measure(evidence) -> rows`` before it: one row per comparison with ``step``,
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
+
+from shardproof.files import Stored
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence, Figures
@@ -57,24 +59,31 @@ class Worst:
 
 
 @dataclass
-class Outcome:
-    """What one check says of one case."""
+class Outcome(Stored):
+    """What one check says of one case; ``figures`` are for people, in their stored form."""
 
     check: str
     status: Status
     message: str = ""
     worst: Worst | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CheckFigures(Stored):
+    """The figures of one check; what is ``None`` by default and stayed so is not stored."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return asdict(self)
+        """The stored form."""
+        defaults = {name: f.default for name, f in type(self).__dataclass_fields__.items()}
+        whole = super().to_dict()
+        return {n: v for n, v in whole.items() if v is not None or defaults[n] is not None}
 
 
 def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
     """What check ``name`` measures of the tensors (nothing, for most)."""
-    found: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)
-    return list(found)
+    rows: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)
+    return list(rows)
 
 
 def decide(name: str, figures: Figures) -> Outcome:

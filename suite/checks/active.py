@@ -146,7 +146,7 @@ def _silent_accumulation(evidence: Figures) -> str:
     features = evidence.declaration.features
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
-    for index, record in enumerate(evidence.records):
+    for record in evidence.records:
         for step in evidence.steps:
             starts = [
                 number
@@ -157,7 +157,7 @@ def _silent_accumulation(evidence: Figures) -> str:
                 continue
             early = [
                 call
-                for call in step_calls(evidence, step, index)
+                for call in step_calls(record, step)
                 if call.operation in REDUCTIONS and call.issued < starts[-1]
             ]
             if early:
@@ -194,8 +194,8 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
         return ""
     last = evidence.steps[-1]
     counts = [
-        sum(call.operation in REDUCTIONS for call in step_calls(evidence, last, index))
-        for index in range(len(evidence.records))
+        sum(call.operation in REDUCTIONS for call in step_calls(record, last))
+        for record in evidence.records
     ]
     figures["buckets"] = max(counts)
     parameters = len(evidence.workload.trainable_names)

@@ -20,11 +20,11 @@ gradients.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import CheckFigures, Outcome, Worst
 from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -57,12 +57,11 @@ def decide(evidence: Figures) -> Outcome:
     accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
-        marks, peaks = _bytes_at(evidence, record, "mark"), _bytes_at(evidence, record, "peak")
         for what, step, place, kind, held, low, high in (
-            *_resident(evidence, cost_model, record, marks),
-            *_peaks(evidence, cost_model, record.rank, peaks),
+            *_resident(evidence, cost_model, record),
+            *_peaks(cost_model, record),
             *_moved(evidence, cost_model, record),
-            *_apart(cost_model, record, figures),
+            *_by_layout(cost_model, record, figures),
         ):
             if low <= held <= high:
                 continue
@@ -76,49 +75,86 @@ def decide(evidence: Figures) -> Outcome:
                 message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
             distance = float(abs(held - bound))
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
-            return Outcome("memory", "fail", message, worst, figures)
-    return Outcome("memory", "pass", "", None, figures)
+            return Outcome("memory", "fail", message, worst, figures.to_dict())
+    return Outcome("memory", "pass", "", None, figures.to_dict())
+
+
+#: Rank, as text -> memory space -> class -> bytes.
+BytesOfRanks = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+@dataclass
+class MemoryFigures(CheckFigures):
+    """Bytes after the last update, and peaks of the last step by rank, phase and class.
+
+    ``bytes_held`` and ``bytes_promised`` are those of the judged classes on the fullest rank,
+    ``bytes_whole`` those of the unsharded model.  Ratios are ``bytes_whole`` over them as
+    fractions: ``ratio_theory`` for the shards that there are, ``ratio_limit`` for any number.
+    ``not_judged``: class -> why.  ``allocator``: what a GPU's allocator held at most in the last
+    step, beside the ledger's peak; nothing is judged by it, for it rounds up and counts the suite's
+    tensors.  ``split_bytes``, ``replicated_bytes``: parameters by rank, where layouts differ.
+    """
+
+    strategy: str
+    source: str
+    accounting: str
+    bytes_held: int
+    bytes_promised: int | None
+    bytes_whole: int
+    not_judged: Mapping[str, str]
+    ratio_measured: str
+    ratio_promised: str | None
+    ratio_theory: str | None
+    ratio_limit: str | None
+    promised: BytesOfRanks
+    resident: BytesOfRanks
+    peaks: BytesOfRanks
+    allocator: dict[str, dict[str, int]] | None = None
+    split_bytes: dict[str, int] | None = None
+    replicated_bytes: dict[str, int] | None = None
 
 
 Comparison = tuple[str, int, str, str, int, int, int]
 
 
-def _resident(
-    evidence: Figures, cost_model: CostModel, record: RankRecord, marks: BytesAt
-) -> Iterator[Comparison]:
+def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
     rank, updated, unjudged = record.rank, -1, cost_model.unjudged()
+    marks = _bytes_at(record, "mark")
     for step in evidence.steps:
         for point in record.steps[step].observed:
             if point == "after_update" and not record.steps[step].skipped:
                 updated = step
-            found = marks.get((step, point), {})
-            offloaded = cost_model.host(rank, step, updated)
-            for space, promised in (
-                (
-                    "device",
-                    cost_model.resident(rank, step, updated)
-                    | cost_model.at_point(rank, point, updated),
-                ),
-                ("host", offloaded),
-            ):
+            spaces = marks.get((step, point), {})
+            in_use = spaces.get("device", {})
+            promised = _promised(cost_model, rank, step, point, updated)
+            for space, classes in promised.items():
                 what = "held" if space == "device" else "held in host memory"
-                for kind, size in promised.items():
+                for kind, size in classes.items():
                     if kind in unjudged:
                         continue
-                    held = found.get(space, {}).get(kind, 0)
-                    if (space, kind) == ("device", "optimizer_state") and not offloaded.get(kind):
-                        held += _counters(cost_model, record, found)
+                    held = spaces.get(space, {}).get(kind, 0)
+                    offloaded = promised["host"].get(kind)
+                    if (space, kind) == ("device", "optimizer_state") and not offloaded:
+                        held += _counters(cost_model, record, spaces)
                     yield what, step, point, kind, held, size, size
             limit = cost_model.communication_at_rest(rank, step)
             if limit is not None:
-                held = found.get("device", {}).get("communication", 0)
+                held = in_use.get("communication", 0)
                 yield "held", step, point, "communication", held, 0, limit
             limit = cost_model.unclassified_limit(rank, step)
             if limit is not None:
-                device = found.get("device", {})
-                held = sum(device.get(kind, 0) for kind in ("activations", "temporary"))
+                held = sum(in_use.get(kind, 0) for kind in ("activations", "temporary"))
                 yield "held", step, point, "activations and temporaries", held, 0, limit
+
+
+def _promised(
+    cost_model: CostModel, rank: int, step: int, point: str, updated: int
+) -> dict[str, Mapping[str, int]]:
+    """Memory space -> class -> bytes that ``rank`` should hold at ``point``."""
+    at_point = cost_model.at_point(rank, point, updated)
+    device = cost_model.resident(rank, step, updated) | at_point
+    return {"device": device, "host": cost_model.host(rank, step, updated)}
 
 
 def _counters(
@@ -138,50 +174,42 @@ def _on_gpu(record: RankRecord) -> bool:
 
 def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     """Bytes copied between device and host in every step; they are no network traffic."""
-    updated, found = -1, Counter[tuple[int, str]]()
+    updated, moved = -1, Counter[tuple[int, str]]()
     for row in record.memory:
         if row.moment == "moved" and row.where in PHASES:
-            found[row.step, row.kind] += row.bytes
+            moved[row.step, row.kind] += row.bytes
     for step in evidence.steps:
         updated = updated if record.steps[step].skipped else step
         for way, size in cost_model.host_traffic(record.rank, step, updated).items():
-            yield (
-                "moved",
-                step,
-                "step",
-                f"{way} between device and host",
-                found[step, way],
-                size,
-                size,
-            )
+            kind = f"{way} between device and host"
+            yield "moved", step, "step", kind, moved[step, way], size, size
 
 
-def _apart(
-    cost_model: CostModel, record: RankRecord, figures: dict[str, Any]
+def _by_layout(
+    cost_model: CostModel, record: RankRecord, figures: MemoryFigures
 ) -> Iterator[Comparison]:
     """Bytes of parameters after the last update, by how they lie on the ranks."""
     last = len(record.steps) - 1
     held = record.steps[-1].held.get("after_update", {}).get("parameters", {})
     facts = cost_model.facts
     sizes = {t.name: ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters}
-    for kind, wanted in cost_model.by_layout(record.rank).items():
+    for layout, wanted in cost_model.by_layout(record.rank).items():
         size = sum(n * sizes[name] for name, n in wanted.items())
-        found = sum(held.get(name, 0) * sizes[name] for name in wanted)
-        figures.setdefault(f"{kind}_bytes", {})[str(record.rank)] = found
-        yield "held", last, "after_update", f"{kind} parameters", found, size, size
+        own = sum(held.get(name, 0) * sizes[name] for name in wanted)
+        name = f"{layout}_bytes"
+        setattr(figures, name, (getattr(figures, name) or {}) | {str(record.rank): own})
+        yield "held", last, "after_update", f"{layout} parameters", own, size, size
 
 
-def _peaks(
-    evidence: Figures, cost_model: CostModel, rank: int, peaks: BytesAt
-) -> Iterator[Comparison]:
-    for step, phase in peaks:
-        for kind, bound in cost_model.peaks(rank, phase, step).items():
-            held = peaks[step, phase].get("device", {}).get(kind, 0)
+def _peaks(cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
+    for (step, phase), spaces in _bytes_at(record, "peak").items():
+        for kind, bound in cost_model.peaks(record.rank, phase, step).items():
+            held = spaces.get("device", {}).get(kind, 0)
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
 
-def _bytes_at(evidence: Figures, record: RankRecord, moment: str) -> BytesAt:
-    found: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
+def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
+    sizes: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(int))
     )
     on_gpu = _on_gpu(record)
@@ -189,83 +217,68 @@ def _bytes_at(evidence: Figures, record: RankRecord, moment: str) -> BytesAt:
         if row.moment == moment:
             # Beside a GPU the host's memory is host memory; without one it is a file's pages.
             host = row.device == "file" or (on_gpu and row.device == "cpu")
-            space = "host" if host else "device"
-            found[row.step, row.where][space][row.kind] += row.bytes
-    return found
+            sizes[row.step, row.where]["host" if host else "device"][row.kind] += row.bytes
+    return sizes
 
 
-def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> dict[str, Any]:
-    """Bytes by class and rank after the last update, peaks by phase, and the reduction ratio."""
-    last = evidence.steps[-1]
-    resident, peaks, totals = {}, {}, []
+def _allocator(
+    record: RankRecord, step: int, peaks: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """What the allocator of the rank's GPU held at most in ``step``; empty without a GPU."""
+    return {
+        str(record.rank): {
+            "allocated": row.bytes,
+            "ledger": max(classes.get("all", 0) for classes in peaks.values()),
+        }
+        for row in record.memory
+        if (row.moment, row.step) == ("allocator", step)
+    }
+
+
+def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> MemoryFigures:
+    last, unjudged = evidence.steps[-1], cost_model.unjudged()
+    promised_bytes, resident, peaks, totals = {}, {}, {}, []
+    allocator: dict[str, dict[str, int]] = {}
     for record in evidence.records:
         rank = str(record.rank)
-        spaces = _bytes_at(evidence, record, "mark").get((last, "after_update"), {})
-        held = {f"{t}": dict(classes) for t, classes in spaces.items()}
-        resident[rank] = held
-        totals.append(sum(held.get("device", {}).get(kind, 0) for kind in JUDGED))
+        spaces = _bytes_at(record, "mark").get((last, "after_update"), {})
+        resident[rank] = dict(spaces)
+        totals.append(sum(spaces.get("device", {}).get(kind, 0) for kind in JUDGED))
         peaks[rank] = {
-            place: dict(spaces.get("device", {}))
-            for (step, place), spaces in _bytes_at(evidence, record, "peak").items()
+            phase: spaces.get("device", {})
+            for (step, phase), spaces in _bytes_at(record, "peak").items()
             if step == last
         }
-    whole, unjudged = whole_bytes(cost_model), cost_model.unjudged()
+        allocator |= _allocator(record, last, peaks[rank])
+        updated = max((s for s in evidence.steps if not record.steps[s].skipped), default=-1)
+        promised_bytes[rank] = {
+            space: {kind: n for kind, n in classes.items() if n and kind not in unjudged}
+            for space, classes in _promised(
+                cost_model, record.rank, last, "after_update", updated
+            ).items()
+            if any(classes.values())
+        }
+    whole = whole_bytes(cost_model)
     promised = None if unjudged else cost_model.total()
     shards = cost_model.facts.size("shard")
     limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
     whole_layers = all(cost_model.facts.size(axis) == 1 for axis in ("pipe", "tensor"))
     theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
-    return {
-        "strategy": cost_model.strategy,
-        "source": cost_model.source,
-        "accounting": accounting.id,
-        "bytes_held": max(totals),
-        "bytes_promised": promised,
-        "bytes_whole": whole,
-        "not_judged": unjudged,
-        "ratio_measured": str(Fraction(whole, max(totals) or 1)),
-        "ratio_promised": None if promised is None else str(Fraction(whole, promised or 1)),
-        "ratio_theory": None if theory is None else str(theory),
-        "ratio_limit": None if limit is None else str(limit),
-        "promised": {str(r.rank): _promised(evidence, cost_model, r) for r in evidence.records},
-        "resident": resident,
-        "peaks": peaks,
-        **_allocator(evidence.records, last, peaks),
-    }
-
-
-def _allocator(
-    records: Sequence[RankRecord], step: int, peaks: Mapping[str, Mapping[str, Mapping[str, int]]]
-) -> dict[str, Any]:
-    """What a GPU's allocator held at most in ``step``, by rank, beside the ledger's peak.
-
-    Nothing is judged by it: it rounds up, and counts the suite's tensors.  Empty without a GPU.
-    """
-    figures = {
-        str(record.rank): {
-            "allocated": row.bytes,
-            "ledger": max(kinds.get("all", 0) for kinds in peaks[str(record.rank)].values()),
-        }
-        for record in records
-        for row in record.memory
-        if (row.moment, row.step) == ("allocator", step)
-    }
-    return {"allocator": figures} if figures else {}
-
-
-def _promised(evidence: Figures, cost_model: CostModel, record: RankRecord) -> dict[str, Any]:
-    """Bytes by memory space and class that ``record``'s rank should hold after its last update."""
-    rank, last = record.rank, evidence.steps[-1]
-    done = [s for s in evidence.steps if not record.steps[s].skipped]
-    updated = done[-1] if done else -1
-    device = cost_model.resident(rank, last, updated) | cost_model.at_point(
-        rank, "after_update", updated
+    return MemoryFigures(
+        strategy=cost_model.strategy,
+        source=cost_model.source,
+        accounting=accounting.id,
+        bytes_held=max(totals),
+        bytes_promised=promised,
+        bytes_whole=whole,
+        not_judged=unjudged,
+        ratio_measured=str(Fraction(whole, max(totals) or 1)),
+        ratio_promised=None if promised is None else str(Fraction(whole, promised or 1)),
+        ratio_theory=None if theory is None else str(theory),
+        ratio_limit=None if limit is None else str(limit),
+        promised=promised_bytes,
+        resident=resident,
+        peaks=peaks,
+        allocator=allocator or None,
     )
-    spaces = {"device": device, "host": cost_model.host(rank, last, updated)}
-    skip = cost_model.unjudged()
-    return {
-        space: {kind: size for kind, size in classes.items() if size and kind not in skip}
-        for space, classes in spaces.items()
-        if any(classes.values())
-    }

@@ -16,9 +16,13 @@ what the strategy promises.
 
 from __future__ import annotations
 
-from shardproof.checks import Outcome
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from shardproof.checks import CheckFigures, Outcome
 from shardproof.checks.traffic import step_calls
 from shardproof.costs import cost_model_of
+from shardproof.costs.model import Prefetch
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.traffic import Call
@@ -41,89 +45,87 @@ def decide(evidence: Figures) -> Outcome:
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:
         return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
-    total = inside = hidden = 0
+    counts = OverlapFigures()
     gathers: list[int] = []
     depths: dict[str, int] = {}
-    for index, record in enumerate(evidence.records):
+    for record in evidence.records:
         for step in settled:
             calls = [
                 call
-                for call in step_calls(evidence, step, index)
+                for call in step_calls(record, step)
                 if call.operation in REDUCTIONS and call.phase == "backward"
             ]
-            own = [n for n, kind, _ in record.events_of(step) if kind == "backward"]
-            if not own:
+            units = [n for n, kind, _ in record.events_of(step) if kind == "backward"]
+            if not units:
                 continue  # a rank without micro-batches computes nothing to hide behind
             late = [call for call in calls if not call.inside_backward]
-            early = [call for call in calls if call.issued < own[-1]]
-            exposed = [call for call in early if not _computed_while_under_way(call, own)]
-            total += len(calls)
-            inside += len(calls) - len(late)
-            hidden += len(early) - len(exposed)
-            rank = record.rank
+            early = [call for call in calls if call.issued < units[-1]]
+            exposed = [call for call in early if not _computed_while_under_way(call, units)]
+            counts.reductions += len(calls)
+            counts.issued_inside_backward += len(calls) - len(late)
+            counts.hidden += len(early) - len(exposed)
             # A bucket with a parameter that this rank did not use can only leave after backward.
-            allowed = 1 if evidence.workload.unused_possible else 0
-            waits = False
-            if ahead is not None:
+            allowed, waits, problem = int(evidence.workload.unused_possible), False, ""
+            if ahead is not None and cost_model is not None:
                 rounds = _forwards(record, step)
-                idle = cost_model.facts.rounds - rounds if cost_model is not None else 0
-                allowed = ahead.after_backward(rounds, idle)
-                waits = idle > 0
-                early_gathers = _gathers_ahead(evidence, index, step)
-                gathers.append(early_gathers)
-                if early_gathers < ahead.gathers * rounds:
-                    return _fail(
-                        f"rank {rank}, step {step}: {early_gathers} gathers are issued while "
-                        f"another unit computes, {ahead.gathers * rounds} promised",
-                        total,
-                        inside,
-                        hidden,
-                    )
-                for phase, (least, most) in ahead.depth.items():
-                    deepest = _depth(evidence, index, step, phase)
-                    depths[phase] = max(depths.get(phase, 0), deepest)
-                    if not least <= deepest <= most:
-                        wanted = str(least) if least == most else f"{least} to {most}"
-                        return _fail(
-                            f"rank {rank}, step {step}: when a unit's {phase} begins at most "
-                            f"{deepest} gathers are under way, {wanted} promised",
-                            total,
-                            inside,
-                            hidden,
-                        )
-            if len(late) > allowed:
-                return _fail(
-                    f"rank {rank}, step {step}: {len(late)} of {len(calls)} reductions are issued "
-                    f"after backward has ended ({allowed} allowed)",
-                    total,
-                    inside,
-                    hidden,
+                idle = cost_model.facts.rounds - rounds
+                allowed, waits = ahead.after_backward(rounds, idle), idle > 0
+                gathers.append(_gathers_ahead(record, step))
+                deepest = {phase: _depth(record, step, phase) for phase in ahead.depth}
+                depths = {phase: max(most, depths.get(phase, 0)) for phase, most in deepest.items()}
+                problem = _wrong_gathers(ahead, rounds, gathers[-1], deepest)
+            if problem:
+                pass
+            elif len(late) > allowed:
+                problem = (
+                    f"{len(late)} of {len(calls)} reductions are issued after backward has ended "
+                    f"({allowed} allowed)"
                 )
-            if exposed and (ahead is None or ahead.watched):
-                return _fail(
-                    f"rank {rank}, step {step}: {len(exposed)} of {len(early)} reductions issued "
-                    "in time are waited for before any further unit computes",
-                    total,
-                    inside,
-                    hidden,
+            elif exposed and (ahead is None or ahead.watched):
+                problem = (
+                    f"{len(exposed)} of {len(early)} reductions issued in time are waited for "
+                    "before any further unit computes"
                 )
             # Gradients that wait for a round in which only others compute leave late.
-            if len(calls) > 2 and not early and not waits:
-                return _fail(
-                    f"rank {rank}, step {step}: none of {len(calls)} reductions is issued before "
-                    "the last unit's backward",
-                    total,
-                    inside,
-                    hidden,
+            elif len(calls) > 2 and not early and not waits:
+                problem = (
+                    f"none of {len(calls)} reductions is issued before the last unit's backward"
                 )
-    if not total:
+            if problem:
+                message = f"rank {record.rank}, step {step}: {problem}"
+                return Outcome("overlap", "fail", message, None, counts.to_dict())
+    if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
-    figures = _figures(total, inside, hidden)
-    if gathers:
-        figures["gathers_ahead"] = min(gathers)
-    if depths:
-        figures["depth"] = depths
-    return Outcome("overlap", "pass", "", None, figures)
+    figures = replace(counts, gathers_ahead=min(gathers, default=None), depth=depths or None)
+    return Outcome("overlap", "pass", "", None, figures.to_dict())
+
+
+@dataclass
+class OverlapFigures(CheckFigures):
+    """Reductions of the settled steps; the fewest gathers issued ahead, and the most at once."""
+
+    reductions: int = 0
+    issued_inside_backward: int = 0
+    hidden: int = 0
+    gathers_ahead: int | None = None
+    depth: Mapping[str, int] | None = None
+
+
+def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[str, int]) -> str:
+    """What is wrong with the gathers of one rank and step (``""``: nothing)."""
+    if early < ahead.gathers * rounds:
+        return (
+            f"{early} gathers are issued while another unit computes, "
+            f"{ahead.gathers * rounds} promised"
+        )
+    for phase, (least, most) in ahead.depth.items():
+        if not least <= deepest[phase] <= most:
+            wanted = str(least) if least == most else f"{least} to {most}"
+            return (
+                f"when a unit's {phase} begins at most {deepest[phase]} gathers are under way, "
+                f"{wanted} promised"
+            )
+    return ""
 
 
 def _forwards(record: RankRecord, step: int) -> int:
@@ -131,37 +133,26 @@ def _forwards(record: RankRecord, step: int) -> int:
     return sum((kind, unit) == ("forward", "") for _, kind, unit in record.events_of(step))
 
 
-def _gathers_ahead(evidence: Figures, index: int, step: int) -> int:
+def _gathers_ahead(record: RankRecord, step: int) -> int:
     """Gathers that are under way while some unit begins to compute."""
-    events = evidence.records[index].events_of(step)
-    units = [n for n, kind, _ in events if kind in ("forward", "backward", "recompute")]
-    return sum(
-        call.operation == "all_gather"
-        and call.phase in ("forward", "backward")
-        and _computed_while_under_way(call, units)
-        for call in step_calls(evidence, step, index)
-    )
+    kinds = ("forward", "backward", "recompute")
+    units = [n for n, kind, _ in record.events_of(step) if kind in kinds]
+    gathers = _gathers(record, step, ("forward", "backward"))
+    return sum(_computed_while_under_way(call, units) for call in gathers)
 
 
-def _depth(evidence: Figures, index: int, step: int, phase: str) -> int:
+def _depth(record: RankRecord, step: int, phase: str) -> int:
     """The most gathers of ``phase`` that are under way at once when a unit begins it."""
-    units = [n for n, kind, _ in evidence.records[index].events_of(step) if kind == phase]
-    calls = [
-        call
-        for call in step_calls(evidence, step, index)
-        if call.operation == "all_gather" and call.phase == phase
-    ]
-    return max(sum(_computed_while_under_way(call, [n]) for call in calls) for n in units)
+    units = [n for n, kind, _ in record.events_of(step) if kind == phase]
+    gathers = _gathers(record, step, (phase,))
+    return max(sum(_computed_while_under_way(call, [n]) for call in gathers) for n in units)
+
+
+def _gathers(record: RankRecord, step: int, phases: Collection[str]) -> list[Call]:
+    calls = step_calls(record, step)
+    return [call for call in calls if call.operation == "all_gather" and call.phase in phases]
 
 
 def _computed_while_under_way(call: Call, units: list[int]) -> bool:
     waited = call.waited
     return any(call.issued < n and (waited is None or n < waited) for n in units)
-
-
-def _fail(message: str, total: int, inside: int, hidden: int) -> Outcome:
-    return Outcome("overlap", "fail", message, None, _figures(total, inside, hidden))
-
-
-def _figures(total: int, inside: int, hidden: int) -> dict[str, object]:
-    return {"reductions": total, "issued_inside_backward": inside, "hidden": hidden}

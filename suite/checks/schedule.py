@@ -34,36 +34,42 @@ systems.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.checks import Outcome, Worst
-from shardproof.contract import Implementation, Refused
+from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks.announced_schedule import (
+    OWN,
+    BubbleRatios,
+    Bubbles,
+    WindowFigures,
+    bubble_unjudged,
+    bubbles,
+    closed_ratios,
+    idle_of,
+    not_run,
+    unsound_schedules,
+    window_figures,
+)
 from shardproof.costs.model_facts import shape_key
-from shardproof.costs.schedules import FORMS, Setting
-from shardproof.costs.stages import CHUNKS, place_of, schedule_name, split_units
+from shardproof.costs.schedules import Setting
+from shardproof.costs.stages import split_units
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.program_order import Done
-from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
+from shardproof.schedules import Action, simulate
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence
 
-#: Times that bubbles are compared at: equal ones, and such as a transformer's blocks have.
-TIMES = tuple(
-    tuple(map(Fraction, times)) for times in (("1", "1", "1"), ("1", "6/5", "4/5"), ("3", "4", "1"))
-)
-#: Strategies whose options and stages are in the words of the suite.
-OWN = ("pipeline", "hybrid")
-#: Simulated clocks are floats.
-_CLOCK = 1e-9
 #: Bytes of losses and other numbers that live as long as a step.
 _SCALARS = 64
 
@@ -75,205 +81,81 @@ def decide(evidence: Figures) -> Outcome:
     case = evidence.case
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
-    figures: dict[str, Any] = {}
     wrong = unsound_schedules(case, evidence.declaration.strategy, evidence.schedules)
     if wrong:
         return not_run(wrong)
-    for size, schedule in evidence.schedules.items():
-        figures[f"window of {size}"] = _told(schedule)
+    figures = ScheduleFigures({size: window_figures(s) for size, s in evidence.schedules.items()})
     if not case.ledgers:
-        return Outcome(
-            "schedule", "skip", "ledgers are off: what was run is not known", None, figures
-        )
+        what = "ledgers are off: what was run is not known"
+        return Outcome("schedule", "skip", what, None, figures.to_dict())
     for record in evidence.records:
         for step in evidence.steps:
             problem = _wrong_run(evidence, record, step)
             if problem:
                 message = f"rank {record.rank}, step {step}: {problem}"
-                return Outcome("schedule", "fail", message, None, figures)
-    figures["in_flight"] = {
+                return Outcome("schedule", "fail", message, None, figures.to_dict())
+    figures.in_flight = {
         str(record.rank): max(_held(actions_of(record, evidence.steps[-1])), default=0)
         for record in evidence.records
     }
     if not evidence.schedules:
-        return Outcome("schedule", "skip", _unclaimed(evidence), None, figures)
-    figures["measured"] = measured(evidence, evidence.steps[-1])
-    told = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
-    why_not = why_not_measured(evidence)
+        return Outcome("schedule", "skip", _unclaimed(evidence), None, figures.to_dict())
+    figures.measured = measured(evidence, evidence.steps[-1]) or {}
+    worst, problem, why_not = None, "", why_not_measured(evidence)
     if why_not:
-        figures["activations"] = f"not judged: {why_not}"
-        return Outcome("schedule", "pass", told, None, figures)
-    return _judge_activations(evidence, figures, told)
+        figures.activations = f"not judged: {why_not}"
+    else:
+        worst, problem = _judge_activations(evidence, figures)
+    if problem:
+        return Outcome("schedule", "fail", problem, worst, figures.to_dict())
+    notes = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
+    return Outcome("schedule", "pass", notes, None, figures.to_dict())
 
 
-class NoSchedule(RuntimeError):
-    """What an implementation gave for its schedule is none."""
+@dataclass(frozen=True)
+class MeasuredFigures(BubbleRatios):
+    """Bubbles of one window: see :func:`measured`."""
+
+    ranks: int
+    cores: int
+    seconds: dict[str, float]
+    cpu_seconds: dict[str, float]
+    closed: dict[str, float | None]
+    simulated: BubbleRatios
+    replayed: BubbleRatios
 
 
-def claimed(
-    implementation: type[Implementation], options: Mapping[str, Any], ranks: int, size: int
-) -> Schedule | None:
-    """What ``implementation`` says that it will run for a window of ``size`` micro-batches.
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of activations of one rank: the peak, and its bounds."""
 
-    :raises Refused: it declines.
-    :raises NoSchedule: it raises anything else, or gives something else.
-    """
-    asked = f"schedule(options, {ranks}, {size})"
-    try:
-        found = implementation.schedule(options, ranks, size)
-    except Refused:
-        raise
-    except Exception as error:
-        raise NoSchedule(f"{asked} raised {error!r}") from error
-    if found is not None and not isinstance(found, Schedule):
-        raise NoSchedule(f"{asked} returned a {type(found).__name__}, not a Schedule")
-    if found is not None and found.micro_batches != size:
-        raise NoSchedule(f"{asked} is for {found.micro_batches} micro-batches")
-    return found
+    peak: int
+    least: int
+    most: int
 
 
-def unsound_schedules(
-    case: Case, strategy: str, schedules: Mapping[int, Schedule]
-) -> dict[str, list[str]]:
-    """What is wrong with what is claimed, by size of the window; empty: it can be run."""
-    found = {}
-    for size, schedule in schedules.items():
-        told = problems(schedule)
-        odd = "" if told else _not_as_asked(case, strategy, schedule) or _not_as_published(schedule)
-        if told or odd:
-            found[str(size)] = told or [odd]
-    return found
+@dataclass
+class ScheduleFigures(CheckFigures):
+    """By size of the window, and by rank; ``activations`` may be the reason why not judged."""
 
+    windows: dict[int, WindowFigures]
+    in_flight: dict[str, int] | None = None
+    measured: MeasuredFigures | dict[str, float] | None = None
+    activations: dict[str, ActivationBytes] | str | None = None
 
-def not_run(told: Mapping[str, Sequence[str]]) -> Outcome:
-    """The outcome of a case that is not run because of what :func:`unsound_schedules` found."""
-    size, found = next(iter(told.items()))
-    return Outcome("schedule", "fail", f"window of {size}: {'; '.join(found)} (not run)")
-
-
-# ------------------------------------------------------------------------------------- the claim
-
-
-def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
-    """What the options ask for, as far as they are in the words of the suite."""
-    options, ranks = case.options, case.mesh["pipe"]
-    name = schedule_name(options)
-    if schedule.ranks != ranks:
-        return f"a schedule for {schedule.ranks} ranks, the pipe axis has {ranks}"
-    if name is None:
-        orders = [
-            tuple(a for a in map(Action.parse, order) if a.op in ("F", "B", "W", "BW"))
-            for order in options["schedule"]["orders"]
-        ]
-        same = orders == [schedule.computed(rank) for rank in range(ranks)]
-        return "" if same else "claims another order than that of the option 'schedule'"
-    if name not in FORMS and name not in CHUNKS:
-        return ""  # a name of the system's own
-    if schedule.place != place_of(options, ranks):
-        return f"places stages on ranks {schedule.place}, {name} on {place_of(options, ranks)}"
-    if schedule.name != name and name in _textbook(strategy, ranks, schedule.micro_batches):
-        return f"claims {schedule.name!r}, asked for {name!r}"
-    return ""
-
-
-def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
-    """Names that stand for the published schedule, and no other, in the options of ``strategy``.
-
-    Upstream systems give interleaved 1F1B and ZB-V orders of their own where they may.
-    """
-    if strategy in OWN:
-        return FORMS
-    return ("gpipe", "1f1b", *(() if micro_batches % ranks else ("interleaved",)))
-
-
-def _settings(schedule: Schedule) -> Iterator[Setting]:
-    chunks = schedule.stages // schedule.ranks
-    for times in TIMES:
-        yield Setting(schedule.ranks, schedule.micro_batches, chunks, *times)
-
-
-def _not_as_published(schedule: Schedule) -> str:
-    """Bubbles at three sets of times, and micro-batches in flight, against the closed forms."""
-    form = FORMS.get(schedule.name)
-    if form is None:
-        return ""
-    for setting in _settings(schedule):
-        found = bubbles(schedule, setting)
-        for kind, wanted in (("span", form.span(setting)), ("makespan", form.makespan(setting))):
-            if wanted is not None and abs(found[kind] - float(wanted)) > _CLOCK * float(
-                setting.ideal
-            ):
-                times = f"{setting.forward}, {setting.input_backward}, {setting.weight_backward}"
-                return (
-                    f"{schedule.name} on {setting.ranks} ranks: {kind} bubble {found[kind]:g} at "
-                    f"T_F, T_B, T_W = {times}, the closed form gives {float(wanted):g} "
-                    f"({form.source})"
-                )
-    for rank in range(schedule.ranks):
-        most = form.held(setting, rank)
-        if most is not None and schedule.peak(rank) != most:
-            return (
-                f"{schedule.name}: rank {rank} holds up to {schedule.peak(rank)} micro-batches "
-                f"(counted for each chunk), the closed form gives {most} ({form.source})"
-            )
-    return ""
-
-
-def bubble_unjudged(schedule: Schedule) -> str:
-    """Why no closed form was held against the bubble of ``schedule``; empty: one was."""
-    form = FORMS.get(schedule.name)
-    if form is None:
-        return f"bubble not judged: no closed form of {schedule.name!r} is known"
-    for setting in _settings(schedule):
-        if form.span(setting) is not None or form.makespan(setting) is not None:
-            return ""
-    return (
-        f"bubble not judged: no closed form of {schedule.name!r} is known with "
-        f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks ({form.source})"
-    )
-
-
-def bubbles(schedule: Schedule, setting: Setting) -> dict[str, float]:
-    """Span and makespan bubble of ``schedule``, in the unit of the setting's times."""
-    forward, input_backward = float(setting.forward), float(setting.input_backward)
-    weight_backward = float(setting.weight_backward)
-    return _idle(simulate(schedule, forward, input_backward, weight_backward))
-
-
-def _idle(played: Timeline) -> dict[str, float]:
-    idle = [span - busy for span, busy in zip(played.spans, played.busy, strict=True)]
-    return {"span": max(idle), "makespan": played.makespan - max(played.busy)}
-
-
-def _told(schedule: Schedule) -> dict[str, Any]:
-    """Figures of one schedule, at equal times."""
-    setting = next(_settings(schedule))
-    found, ideal = bubbles(schedule, setting), float(setting.ideal)
-    told: dict[str, Any] = {
-        "name": schedule.name,
-        "stages": schedule.stages,
-        "micro_batches": schedule.micro_batches,
-        "in_flight": [schedule.peak(rank) for rank in range(schedule.ranks)],
-        "closed": _closed(schedule, setting),
-    }
-    return told | _ratios(found, ideal)
-
-
-def _ratios(found: Mapping[str, float], ideal: float) -> dict[str, float]:
-    """Bubbles over a rank's work and over that and the makespan's bubble."""
-    told = {}
-    for kind, bubble in found.items():
-        told[f"{kind}_bubble_over_ideal"] = bubble / ideal
-        told[f"{kind}_bubble_over_total"] = bubble / (ideal + found["makespan"])
-    return told
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form, in which every window has a key of its own."""
+        data = super().to_dict()
+        windows = data.pop("windows")
+        return {f"window of {size}": window for size, window in windows.items()} | data
 
 
 def _unclaimed(evidence: Figures) -> str:
-    told = (
+    what = (
         "no schedule is claimed: its soundness, its bubble and the order of its run are not judged"
     )
     logged = any(record.actions for record in evidence.records)
-    return told if logged else f"{told}; nothing was traced"
+    return what if logged else f"{what}; nothing was traced"
 
 
 # --------------------------------------------------------------------------------------- the run
@@ -323,12 +205,12 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
     for number, (window, action) in enumerate(claimed):
         if number == len(log):
             return f"window {window}: {action} and what comes after it is never done"
-        found = _action(log[number])
-        if found != action:
+        done = _action(log[number])
+        if done != action:
             name = evidence.schedules[windows[window]].name
             before = log[number - 1] if number else None
             place = f"after {_action(before)}" if before is not None else "first"
-            return f"window {window}: does {found} {place}, where {name} has {action}"
+            return f"window {window}: does {done} {place}, where {name} has {action}"
         if log[number].window != window:
             return f"window {window}: {action} was done before, in window {log[number].window}"
     if len(log) > len(claimed):
@@ -365,14 +247,10 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
 
 def _held(log: Log) -> list[int]:
     """Micro-batches in flight after each computation of ``log``, over all chunks."""
-    held, found = 0, []
-    for row in log:
-        held += (row.op == "F") - (row.op in ("W", "BW"))
-        found.append(held)
-    return found
+    return list(itertools.accumulate((r.op == "F") - (r.op in ("W", "BW")) for r in log))
 
 
-def measured(evidence: Figures, step: int) -> dict[str, Any]:
+def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     """Bubbles of the first window of ``step``, in the first data coordinate.
 
     By the ranks' clocks, and ``seconds`` are the mean over ranks of the work on one micro-batch by
@@ -380,7 +258,7 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
     the midst of a computation.  With these times, as on a machine that has a core for every rank:
     ``closed``, the closed forms (``None``: there is none at these times); ``simulated``, the
     schedule; ``replayed``, the schedule where every computation takes its own time, so that stages
-    that differ are in it.  Empty: nothing was computed.
+    that differ are in it.  ``None``: nothing was computed.
     """
     ranks: dict[int, Log] = {}
     size = 0
@@ -393,20 +271,17 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
             size = record.steps[step].windows[0]
     schedule = evidence.schedules.get(size)
     if schedule is None or len(ranks) < schedule.ranks:
-        return {}
+        return None
     wall, cpu = defaultdict[str, float](float), defaultdict[str, float](float)
-    busy, spans, took = [], [], dict[Action, float]()
-    for log in ranks.values():
-        for row in log:
-            wall[row.op] += row.ended - row.began
-            cpu[row.op] += row.cpu
-            took[_action(row)] = row.cpu
-        busy.append(sum(row.ended - row.began for row in log))
-        spans.append(log[-1].ended - log[0].began)
-    ends = [log[-1].ended for log in ranks.values()]
-    makespan = max(ends) - min(log[0].began for log in ranks.values())
-    idle = [span - work for span, work in zip(spans, busy, strict=True)]
-    found = {"span": max(idle), "makespan": makespan - max(busy)}
+    for row in itertools.chain(*ranks.values()):
+        wall[row.op] += row.ended - row.began
+        cpu[row.op] += row.cpu
+    busy = [sum(row.ended - row.began for row in log) for log in ranks.values()]
+    spans = [log[-1].ended - log[0].began for log in ranks.values()]
+    makespan = max(log[-1].ended for log in ranks.values()) - min(
+        log[0].began for log in ranks.values()
+    )
+    idle = max(span - work for span, work in zip(spans, busy, strict=True))
     means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
     halves = means.get("BW", 0.0) / 2
     setting = Setting(
@@ -416,26 +291,18 @@ def measured(evidence: Figures, step: int) -> dict[str, Any]:
         *(Fraction(means.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W")),
     )
     ideal = float(setting.ideal)
-    return {
-        "ranks": evidence.case.world,
-        "cores": min(record.cores for record in evidence.records),
-        "seconds": {op: seconds / (size * len(ranks)) for op, seconds in wall.items()},
-        "cpu_seconds": means,
-        **_ratios(found, sum(busy) / len(busy)),
-        "closed": _closed(schedule, setting),
-        "simulated": _ratios(bubbles(schedule, setting), ideal),
-        "replayed": _ratios(_idle(simulate(schedule, took=took)), ideal),
-    }
-
-
-def _closed(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
-    """The closed forms over a rank's work; ``None``: there is none."""
-    form = FORMS.get(schedule.name)
-    told: dict[str, float | None] = {}
-    for kind in ("span", "makespan"):
-        value = getattr(form, kind)(setting) if form is not None else None
-        told[f"{kind}_bubble_over_ideal"] = None if value is None else float(value / setting.ideal)
-    return told
+    took = {_action(row): row.cpu for log in ranks.values() for row in log}
+    ratios = BubbleRatios.of(Bubbles(idle, makespan - max(busy)), sum(busy) / len(busy))
+    return MeasuredFigures(
+        **vars(ratios),
+        ranks=evidence.case.world,
+        cores=min(record.cores for record in evidence.records),
+        seconds={op: seconds / (size * len(ranks)) for op, seconds in wall.items()},
+        cpu_seconds=means,
+        closed=closed_ratios(schedule, setting),
+        simulated=BubbleRatios.of(bubbles(schedule, setting), ideal),
+        replayed=BubbleRatios.of(idle_of(simulate(schedule, took=took)), ideal),
+    )
 
 
 # ------------------------------------------------------------------------------------ the memory
@@ -477,13 +344,14 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     facts = evidence.model_facts
     assert facts is not None
     ranges = split_units(facts.options, len(facts.units), schedule.stages)
-    found = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
-    for (stage, name), sizes in found.items():
+    by_stage = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
+    for (stage, name), sizes in by_stage.items():
         for phase, size in sizes.items():
             yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
-def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) -> Outcome:
+def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[Worst | None, str]:
+    """The first peak that is out of bounds, and a sentence (``""``: all are within)."""
     facts = evidence.model_facts
     assert facts is not None
     sizes = {
@@ -491,7 +359,7 @@ def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) ->
         for row in evidence.compared.get("schedule", ())
         if row.bound is not None
     }
-    figures["activations"] = told = {}
+    figures.activations = by_rank = dict[str, ActivationBytes]()
     for record in evidence.records:
         share = evidence.data_coordinate[record.rank]
         for step in evidence.steps:
@@ -504,18 +372,17 @@ def _judge_activations(evidence: Figures, figures: dict[str, Any], note: str) ->
             ]
             low, high = _bounds(record, step, names, sizes)
             peak = _peak(record, step)
-            told[str(record.rank)] = {"peak": peak, "least": low, "most": high}
+            by_rank[str(record.rank)] = ActivationBytes(peak, low, high)
             if not low <= peak <= high:
                 rank, bound = record.rank, low if peak < low else high
                 most = max(_held(actions_of(record, step)), default=0)
-                message = (
+                distance = float(abs(peak - bound))
+                worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
+                return worst, (
                     f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
                     f"{low:,} to {high:,} for up to {most} micro-batches in flight"
                 )
-                distance = float(abs(peak - bound))
-                worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
-                return Outcome("schedule", "fail", message, worst, figures)
-    return Outcome("schedule", "pass", note, None, figures)
+    return None, ""
 
 
 def _peak(record: RankRecord, step: int) -> int:

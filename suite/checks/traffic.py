@@ -13,15 +13,15 @@ upstream system, which is held to its own formula, the textbook's bytes stand be
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import CheckFigures, Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.traffic import Call
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
@@ -38,14 +38,18 @@ def decide(evidence: Figures) -> Outcome:
     formula = own or f"{strategy}.payload_bytes"
     promises = [_promise(evidence, step) for step in evidence.steps]
     sent = [_payload(evidence, step) for step in evidence.steps]
-    figures = {
-        "formula": formula,
-        "bytes_sent": str(sent[-1]),
-        "sent": _found(flows_of(evidence, evidence.steps[-1])),
-        "calls_per_step": len(step_calls(evidence, evidence.steps[-1], 0)),
-        "setup_bytes": str(_setup_bytes(evidence)),
-        "control_bytes": str(_control_bytes(evidence)),
-    }
+    last = evidence.steps[-1]
+    figures = TrafficFigures(
+        formula=formula,
+        bytes_sent=str(sent[-1]),
+        sent=[
+            Sent(*key, calls, str(size))
+            for key, (calls, size) in sorted(flows_of(evidence, last).items())
+        ],
+        calls_per_step=len(step_calls(evidence.records[0], last)),
+        setup_bytes=_bytes(evidence, lambda call: call.phase == "setup"),
+        control_bytes=_bytes(evidence, lambda call: call.phase != "setup" and not call.floating),
+    )
     for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
         if own or cost_model is None:
             expected = evaluate(formula, evidence.facts)
@@ -54,21 +58,51 @@ def decide(evidence: Figures) -> Outcome:
             try:
                 expected = cost_model.payload()
             except NoCostModel as error:
-                return Outcome("traffic", "skip", str(error), None, figures)
-            figures["source"], figures["flows"] = cost_model.source, _rows(cost_model.flows())
-            figures |= _against_textbook(cost_model)
-            found = flows_of(evidence, step)
-            message = _flow_differs(step, strategy, found, cost_model.flows())
-        figures["bytes_expected"] = str(expected)
+                return Outcome("traffic", "skip", str(error), None, figures.to_dict())
+            flows = cost_model.flows()
+            figures.source = cost_model.source
+            figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
+            _set_textbook(figures, cost_model)
+            message = _flow_differs(step, strategy, flows_of(evidence, step), flows)
+        figures.bytes_expected = str(expected)
         if message:
             distance = float(abs(value - expected))
             worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
-            figures["bytes_sent"] = str(value)
-            return Outcome("traffic", "fail", message, worst, figures)
+            figures.bytes_sent = str(value)
+            return Outcome("traffic", "fail", message, worst, figures.to_dict())
     problem = _too_much_control(evidence)
-    if problem:
-        return Outcome("traffic", "fail", problem, None, figures)
-    return Outcome("traffic", "pass", "", None, figures)
+    return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Calls of one operation along one axis in a step over all ranks, and their logical bytes."""
+
+    axis: str
+    operation: str
+    calls: int | tuple[int, int] | None
+    bytes: str
+
+
+@dataclass
+class TrafficFigures(CheckFigures):
+    """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
+
+    Bytes are exact fractions, as text.  ``textbook``: the strategy that an upstream system carries
+    out, by whose formula it would send ``textbook_bytes``.
+    """
+
+    formula: str
+    bytes_sent: str
+    sent: Sequence[Sent]
+    calls_per_step: int
+    setup_bytes: str
+    control_bytes: str
+    source: str | None = None
+    flows: Sequence[Sent] | None = None
+    textbook: str | None = None
+    textbook_bytes: str | None = None
+    bytes_expected: str | None = None
 
 
 #: (axis, operation) -> calls and logical bytes, summed over ranks.
@@ -77,14 +111,14 @@ Flows = dict[tuple[str, str], tuple[int, Fraction]]
 
 def flows_of(evidence: Figures, step: int) -> Flows:
     """What the ranks sent in ``step``; groups of one rank send nothing and do not count."""
-    found: Flows = {}
-    for index in range(len(evidence.records)):
-        for call in step_calls(evidence, step, index):
+    flows: Flows = {}
+    for record in evidence.records:
+        for call in step_calls(record, step):
             if len(call.group) > 1:
                 key = axis_of(call.group, evidence.case.mesh), call.operation
-                calls, total = found.get(key, (0, Fraction(0)))
-                found[key] = calls + 1, total + call.logical_bytes
-    return found
+                calls, total = flows.get(key, (0, Fraction(0)))
+                flows[key] = calls + 1, total + call.logical_bytes
+    return flows
 
 
 def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
@@ -92,34 +126,32 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
     A part of an axis counts as that axis; several are joined by ``+``.
     """
-    found, stride = [], 1
+    axes, stride = [], 1
     for axis, size in reversed(list(mesh.items())):
         if len({rank // stride % size for rank in group}) > 1:
-            found.append(axis)
+            axes.append(axis)
         stride *= size
-    return "+".join(reversed(found))
+    return "+".join(reversed(axes))
 
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The promise for ``step``: a skipped update clips nothing."""
     facts = evidence.model_facts
     if facts is not None and any(record.steps[step].skipped for record in evidence.records):
-        facts = dataclasses.replace(facts, clipped=False, skipped=True)
+        facts = replace(facts, clipped=False, skipped=True)
     if facts is not None and facts.inputs:
-        facts = dataclasses.replace(facts, step=step)
+        facts = replace(facts, step=step)
     return cost_model_of(evidence.declaration.strategy, facts)
 
 
-def _against_textbook(cost_model: CostModel) -> dict[str, str]:
-    """What the strategy that an upstream system carries out would send, by its own formula."""
+def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:
     textbook = cost_model_of(cost_model.textbook, cost_model.facts)
     try:
         total = 0 if textbook is None else textbook.payload()
-    except NoCostModel:  # the textbook's promise ends before this one's: there is no ratio
+    except NoCostModel:  # the textbook's formula ends before this one's: there is no ratio
         total = 0
-    if textbook is None or not total:
-        return {}
-    return {"textbook": textbook.strategy, "textbook_bytes": str(total)}
+    if textbook is not None and total:
+        figures.textbook, figures.textbook_bytes = textbook.strategy, str(total)
 
 
 def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -> str:
@@ -131,16 +163,16 @@ def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -
     )
 
 
-def _flow_differs(step: int, strategy: str, found: Flows, promised: Sequence[Flow]) -> str:
+def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow]) -> str:
     """The first axis and operation whose bytes, or else calls, are not those promised."""
     wanted: dict[tuple[str, str], tuple[int, int, Fraction]] = {}
     for flow in promised:
         low, high, total = wanted.get((flow.axis, flow.operation), (0, 0, Fraction(0)))
         least, most = flow.range
         wanted[flow.axis, flow.operation] = low + least, high + most, total + flow.bytes
-    for key in sorted({*wanted, *found}):
+    for key in sorted({*wanted, *sent}):
         low, high, expected = wanted.get(key, (0, 0, Fraction(0)))
-        calls, total = found.get(key, (0, Fraction(0)))
+        calls, total = sent.get(key, (0, Fraction(0)))
         axis, operation = key
         where = f"step {step}, axis {axis}, {operation}"
         if total != expected:
@@ -154,38 +186,18 @@ def _flow_differs(step: int, strategy: str, found: Flows, promised: Sequence[Flo
     return ""
 
 
-def _rows(flows: Sequence[Flow]) -> list[dict[str, Any]]:
-    return [
-        {"axis": f.axis, "operation": f.operation, "calls": f.calls, "bytes": str(f.bytes)}
-        for f in flows
-    ]
-
-
-def _found(flows: Flows) -> list[dict[str, Any]]:
-    return [
-        {"axis": axis, "operation": operation, "calls": calls, "bytes": str(total)}
-        for (axis, operation), (calls, total) in sorted(flows.items())
-    ]
-
-
-def step_calls(evidence: Figures, step: int, index: int) -> list[Call]:
-    """Counted floating-point calls of record ``index`` in ``step``, observation points left out."""
+def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[Call]:
+    """Calls of a rank in ``step`` that move floats (or that do not), observation left out."""
     return [
         call
-        for call in evidence.records[index].calls_of(step)
-        if call.floating and call.phase in ("forward", "backward", "update")
+        for call in record.calls_of(step)
+        if call.floating is floating and call.phase in ("forward", "backward", "update")
     ]
 
 
-def _payload(evidence: Figures, step: int) -> Fraction:
-    return sum(
-        (
-            call.logical_bytes
-            for index in range(len(evidence.records))
-            for call in step_calls(evidence, step, index)
-        ),
-        Fraction(0),
-    )
+def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
+    calls = (call for record in evidence.records for call in step_calls(record, step, floating))
+    return sum((call.logical_bytes for call in calls), Fraction(0))
 
 
 def _too_much_control(evidence: Figures) -> str:
@@ -195,34 +207,16 @@ def _too_much_control(evidence: Figures) -> str:
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
     for step in evidence.steps:
-        spent = Fraction(0)
-        for record in evidence.records:
-            for call in record.calls_of(step):
-                if not call.floating and call.phase in ("forward", "backward", "update"):
-                    spent += call.logical_bytes
+        spent = _payload(evidence, step, floating=False)
         if spent > limit:
             return f"step {step} sends {_text(spent)} bytes that are no floats, at most {limit:,}"
     return ""
 
 
-def _setup_bytes(evidence: Figures) -> Fraction:
-    return _sum(evidence, lambda call: call.phase == "setup")
-
-
-def _control_bytes(evidence: Figures) -> Fraction:
-    return _sum(evidence, lambda call: call.phase != "setup" and not call.floating)
-
-
-def _sum(evidence: Figures, wanted: Callable[[Call], bool]) -> Fraction:
-    return sum(
-        (
-            call.logical_bytes
-            for record in evidence.records
-            for call in record.traffic
-            if wanted(call)
-        ),
-        Fraction(0),
-    )
+def _bytes(evidence: Figures, counts: Callable[[Call], bool]) -> str:
+    """Logical bytes of the whole run over all ranks, of the calls that count."""
+    calls = (call for record in evidence.records for call in record.traffic if counts(call))
+    return str(sum((call.logical_bytes for call in calls), Fraction(0)))
 
 
 def _text(value: Fraction) -> str:

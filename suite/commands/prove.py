@@ -230,12 +230,12 @@ def _expanded(scenario: Mapping[str, Any]) -> list[Case]:
 
     :raises SelectionError: what the file would be refused for, without a line.
     """
-    from shardproof.scenarios.load import of_text
+    from shardproof.scenarios.load import load_text
     from shardproof.scenarios.matrix import expand
     from shardproof.scenarios.vocabulary import installed
 
     try:
-        return expand(of_text(json.dumps(scenario), "prove"), installed())
+        return expand(load_text(json.dumps(scenario), "prove"), installed())
     except ScenarioError as error:
         problems = [replace(problem, file="prove", line=None) for problem in error.problems]
         raise SelectionError(problems) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
 _ALL_REDUCE = (
     "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
@@ -36,11 +36,8 @@ class Single(CostModel):
 
     def gradient_bytes(self, step: int) -> int:
         """Gradients exist for what is used in ``step``."""
-        return sum(t.numel * ITEMSIZE[self.facts.compute(t.dtype)] for t in self.now(step))
-
-    def now(self, step: int) -> list[TensorFacts]:
-        """Tensors that have a gradient in ``step``."""
-        return used(self.facts.parameters, step)
+        now = used(self.facts.parameters, step)
+        return sum(t.numel * ITEMSIZE[self.facts.compute(t.dtype)] for t in now)
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """What the optimizer of ``rank`` works on."""
@@ -48,11 +45,7 @@ class Single(CostModel):
 
     def local(self, rank: int) -> Local:
         """Everything."""
-        facts, last = self.facts, self.facts.steps - 1
-        every = {t.name: t.numel for t in facts.parameters}
-        gradients = {t.name: t.numel for t in self.now(last)}
-        state = {t.name: t.numel for t in used_by(facts.parameters, last)}
-        return Local(every, gradients, state if slots(facts) else {})
+        return Local.of(self.facts, {t.name: t.numel for t in self.facts.parameters})
 
 
 class NaiveDDP(Single):
@@ -89,8 +82,8 @@ class DDP(Single):
         dtypes = len({t.dtype for t in facts.trainable})
         kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
         return [
-            *(_between(f, dtypes * facts.world) for f in gradients),
-            *(_between(f, kinds * facts.world) for f in copies),
+            *(f.at_least(dtypes * facts.world) for f in gradients),
+            *(f.at_least(kinds * facts.world) for f in copies),
         ]
 
     def why_not_measured(self) -> str:
@@ -102,8 +95,3 @@ class DDP(Single):
         """Gradients are views of the buckets, which hold every trained tensor."""
         facts = self.facts
         return sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)
-
-
-def _between(found: Flow, least: int) -> Flow:
-    assert isinstance(found.calls, int)
-    return Flow(found.axis, found.operation, found.bytes, (least, found.calls))

@@ -1,10 +1,7 @@
-"""Expected costs in closed form, computed from model shapes and options only.
+"""Formulas of scenario files: the name of a cost (``ddp.payload_bytes``) or an expression.
 
-A formula is never asked of the implementation that is judged.  Everything is an exact
-:class:`~fractions.Fraction`, because the gate is equality: shares such as ``(N-1)/N`` of a payload
-have no exact float for three ranks.
-
-Scenario files name a formula (``ddp.payload_bytes``) or write an expression in a closed grammar::
+Everything is an exact :class:`~fractions.Fraction`, because the gate is equality: shares such as
+``(N-1)/N`` of a payload have no exact float for three ranks.  The grammar is closed::
 
     sum     := product (("+" | "-") product)*
     product := unary (("*" | "/") unary)*
@@ -17,6 +14,7 @@ A name is a formula or a fact (:data:`FACTS`).  Text is parsed by hand and never
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,8 +29,10 @@ from shardproof.errors import nearest, shorten
 if TYPE_CHECKING:
     from shardproof.case import Case
 
-Facts = Mapping[str, int | Fraction]
+Number = int | Fraction
+Facts = Mapping[str, Number]
 Term = Callable[[Facts], Fraction]
+Operator = Callable[[Fraction, Fraction], Fraction]
 
 #: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
 FACTS: dict[str, str] = {
@@ -59,10 +59,10 @@ FACTS: dict[str, str] = {
 }
 
 
-class CaseFacts(dict[str, int | Fraction]):
+class CaseFacts(dict[str, Number]):
     """The numbers of a case by name, and the model facts that named formulas are computed from."""
 
-    def __init__(self, numbers: Mapping[str, int | Fraction], model_facts: ModelFacts) -> None:
+    def __init__(self, numbers: Mapping[str, Number], model_facts: ModelFacts) -> None:
         super().__init__(numbers)
         self.model_facts = model_facts
 
@@ -92,23 +92,24 @@ class Formula:
 def model_facts_in(facts: Facts) -> ModelFacts:
     """The model facts that ``facts`` were taken from.
 
-    :raises KeyError: numbers without a model_facts.
+    :raises KeyError: numbers of no case.
     """
     if not isinstance(facts, CaseFacts):
         raise KeyError("these facts come from no case: a strategy's formula needs its shapes")
     return facts.model_facts
 
 
-def _asked(
-    name: str, cost_model: type[CostModel], ask: Callable[[CostModel], int | Fraction]
-) -> Term:
+Question = Callable[[CostModel], Number]
+
+
+def _asked(cost_model: type[CostModel], ask: Question) -> Term:
     return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
 
 
 _PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
 _PER_RANK = "bytes on the rank that holds most, once all state exists"
 #: What can be asked of every strategy: suffix -> (unit, question).
-_QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
+_QUESTIONS: dict[str, tuple[str, Question]] = {
     "payload_bytes": (_PER_STEP, lambda cost_model: cost_model.payload()),
     "parameter_bytes": (_PER_RANK, lambda cost_model: cost_model.held("parameters")),
     "master_bytes": (_PER_RANK, lambda cost_model: cost_model.held("masters")),
@@ -121,7 +122,7 @@ _QUESTIONS: dict[str, tuple[str, Callable[[CostModel], int | Fraction]]] = {
 #: Named formulas: every question to every cost model.
 FORMULAS: dict[str, Formula] = {
     f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _asked(strategy, cost_model, ask), unit, cost_model.source
+        f"{strategy}.{suffix}", _asked(cost_model, ask), unit, cost_model.source
     )
     for strategy, cost_model in COST_MODELS.items()
     for suffix, (unit, ask) in _QUESTIONS.items()
@@ -155,11 +156,10 @@ def facts_of(case: Case) -> CaseFacts:
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     trainable_bytes = sum(p.nbytes for p in trainable)
     frozen_bytes = sum(p.nbytes for p in frozen)
-    axes: dict[str, int] = {axis: case.mesh.get(axis, 1) for axis in AXES}
     model_facts = model_facts_of(case, workload, model)
-    numbers = {
+    numbers: dict[str, Number] = {
         "world": case.world,
-        **axes,
+        **{axis: case.mesh.get(axis, 1) for axis in AXES},
         "data_coordinates": case.data_coordinates,
         "steps": case.steps,
         "micro_batches": case.workload.micro_batches,
@@ -187,23 +187,14 @@ _TOKEN = re.compile(
 )
 
 
-def _minimum(values: list[Fraction]) -> Fraction:
-    return min(values)
-
-
-def _maximum(values: list[Fraction]) -> Fraction:
-    return max(values)
-
-
-def _ceiling(values: list[Fraction]) -> Fraction:
-    return Fraction(math.ceil(values[0]))
-
-
+#: Function -> what it does with its values, and how many it takes (``None``: one or more).
 _FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
-    "min": (_minimum, None),
-    "max": (_maximum, None),
-    "ceil": (_ceiling, 1),
+    "min": (min, None),
+    "max": (max, None),
+    "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
 }
+_SUMS = {"+": operator.add, "-": operator.sub}
+_PRODUCTS = {"*": operator.mul, "/": operator.truediv}
 
 
 class _Parser:
@@ -225,7 +216,7 @@ class _Parser:
         return term
 
     def _tokens(self) -> list[tuple[str, str, int]]:
-        found, position = [], 0
+        tokens, position = [], 0
         end = len(self.text.rstrip())
         while position < end:
             match = _TOKEN.match(self.text, position)
@@ -233,9 +224,9 @@ class _Parser:
                 column = position + len(self.text[position:]) - len(self.text[position:].lstrip())
                 raise FormulaError(self.text, column + 1, f"unexpected {self.text[column]!r}")
             kind = str(match.lastgroup)
-            found.append((kind, match[kind], match.start(kind) + 1))
+            tokens.append((kind, match[kind], match.start(kind) + 1))
             position = match.end()
-        return [*found, ("end", "end of text", end + 1)]
+        return [*tokens, ("end", "end of text", end + 1)]
 
     def _take(self, *texts: str) -> str | None:
         kind, text, _ = self.tokens[self.position]
@@ -246,20 +237,18 @@ class _Parser:
 
     def _expect(self, text: str) -> None:
         if self._take(text) is None:
-            _, found, column = self.tokens[self.position]
-            raise FormulaError(self.text, column, f"expected {text!r}, found {found!r}")
+            _, given, column = self.tokens[self.position]
+            raise FormulaError(self.text, column, f"expected {text!r}, not {given!r}")
 
     def _sum(self) -> Term:
-        left = self._product()
-        while sign := self._take("+", "-"):
-            left = _combine(sign, left, self._product())
-        return left
+        return self._chain(_SUMS, lambda: self._chain(_PRODUCTS, self._unary))
 
-    def _product(self) -> Term:
-        left = self._unary()
-        while sign := self._take("*", "/"):
-            left = _combine(sign, left, self._unary())
-        return left
+    def _chain(self, signs: Mapping[str, Operator], operand: Callable[[], Term]) -> Term:
+        """Operands between ``signs``, put together from the left."""
+        term = operand()
+        while sign := self._take(*signs):
+            term = _combined(signs[sign], term, operand())
+        return term
 
     def _unary(self) -> Term:
         self.depth += 1
@@ -285,7 +274,7 @@ class _Parser:
             number = Fraction(text)
             return lambda facts: number
         if kind != "name":
-            raise FormulaError(self.text, column, f"expected a number, name or '(', found {text!r}")
+            raise FormulaError(self.text, column, f"expected a number, name or '(', not {text!r}")
         if text in _FUNCTIONS:
             return self._call(text, column)
         if text in FORMULAS:
@@ -307,11 +296,5 @@ class _Parser:
         return lambda facts: function([argument(facts) for argument in arguments])
 
 
-def _combine(sign: str, left: Term, right: Term) -> Term:
-    if sign == "+":
-        return lambda facts: left(facts) + right(facts)
-    if sign == "-":
-        return lambda facts: left(facts) - right(facts)
-    if sign == "*":
-        return lambda facts: left(facts) * right(facts)
-    return lambda facts: left(facts) / right(facts)
+def _combined(operation: Operator, left: Term, right: Term) -> Term:
+    return lambda facts: operation(left(facts), right(facts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
@@ -19,6 +19,7 @@ from shardproof.costs.model_facts import (
     TensorFacts,
     counter_bytes,
     slots,
+    used,
     used_by,
 )
 
@@ -56,6 +57,14 @@ class Flow:
             return 0, sys.maxsize
         return self.calls if isinstance(self.calls, tuple) else (self.calls, self.calls)
 
+    def at_least(self, calls: int) -> Flow:
+        """The same bytes in so many calls or more, up to those of now."""
+        return replace(self, calls=(calls, self.range[1]))
+
+    def in_any_calls(self) -> Flow:
+        """The same bytes in a number of calls that is not promised."""
+        return replace(self, calls=None)
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -75,6 +84,23 @@ class Local:
     parameters: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        facts: ModelFacts,
+        held: Mapping[str, int],
+        updated: Mapping[str, int] | None = None,
+    ) -> Local:
+        """A rank that holds ``held`` and updates ``updated`` (``None``: the same): gradients of
+        what the last step used, optimizer state of what any step did.
+        """
+        own = held if updated is None else updated
+        now, ever = (
+            {t.name: own[t.name] for t in find(facts.parameters, facts.steps - 1) if t.name in own}
+            for find in (used, used_by)
+        )
+        return cls(held, now, ever if slots(facts) else {})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from the same numbers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardproof.contract import Options
+from shardproof.files import Stored
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +71,7 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(Stored):
     """One case, as far as its costs depend on it.
 
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
@@ -175,37 +175,6 @@ class ModelFacts:
     def reduction(self, dtype: str) -> str:
         """What its gradient is summed in."""
         return self.precision("reduce") or self.compute(dtype)
-
-    # --------------------------------------------------------------------------- as plain data
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelFacts:
-        """The facts that :meth:`to_dict` described."""
-        fields = dict(data)
-        for name in ("parameters", "buffers"):
-            fields[name] = tuple(_tensor(row) for row in fields[name])
-        for name in ("units", "micro_batches"):
-            fields[name] = tuple(fields[name])
-        fields["groups"] = tuple(tuple(names) for names in fields["groups"])
-        fields["heads"] = {name: tuple(n) for name, n in fields.get("heads", {}).items()}
-        fields["inputs"] = _tuples(fields.get("inputs", ()))
-        fields["hidden"] = {shape: tuple(n) for shape, n in fields.get("hidden", {}).items()}
-        return cls(**fields)
-
-
-def _tensor(row: Mapping[str, Any]) -> TensorFacts:
-    fields = dict(row)
-    for name in ("shape", "owners", "units"):
-        fields[name] = tuple(fields.get(name, ()))
-    return TensorFacts(**fields)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFacts:

@@ -92,12 +92,15 @@ class Offloaded(CostModel):
         if updated != step:
             return {"down": 0, "up": 0}
         ready = {t.name for t in used(self.facts.parameters, step)}
-        down = up = 0
-        for tensor, count in self.trained(rank):
-            if tensor.name in ready:
-                down += count * ITEMSIZE[self._travels_down(tensor)]
-                up += count * ITEMSIZE[self._travels_up(tensor)]
-        return {"down": down, "up": up}
+        moved = [(t.dtype, count) for t, count in self.trained(rank) if t.name in ready]
+        # Whole parameters have gradients as summed, shards have them as built.
+        is_shard = isinstance(self.inner, Zero3)
+        down = (lambda dtype: dtype) if is_shard else self.facts.reduction
+        up = (lambda dtype: dtype) if is_shard else self.facts.compute
+        return {
+            "down": sum(count * ITEMSIZE[down(dtype)] for dtype, count in moved),
+            "up": sum(count * ITEMSIZE[up(dtype)] for dtype, count in moved),
+        }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """The same as without offload; if shards rest on the host, only votes are on the device."""
@@ -127,14 +130,3 @@ class Offloaded(CostModel):
         )
         reduced = sum(flat.shard_bytes() for flat in inner.reduced)
         return {"down": reduced, "up": lifted}
-
-    def _travels_down(self, tensor: TensorFacts) -> str:
-        """Whole parameters have gradients as summed, shards have them as built."""
-        if isinstance(self.inner, Zero3):
-            return tensor.dtype
-        return self.facts.reduction(tensor.dtype)
-
-    def _travels_up(self, tensor: TensorFacts) -> str:
-        if isinstance(self.inner, Zero3):
-            return tensor.dtype
-        return self.facts.compute(tensor.dtype)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Bytes, Flow, Local, norm_flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, shape_key, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, shape_key, used
 from shardproof.costs.stages import Stages, stages_of
 
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
@@ -104,13 +104,7 @@ class Pipeline(Single):
 
     def local(self, rank: int) -> Local:
         """Elements of the own stages."""
-        facts, last, own = self.facts, self.facts.steps - 1, self.held_by(rank)
-        state = {t.name: t.numel for t in used_by(own, last)}
-        return Local(
-            {t.name: t.numel for t in own},
-            {t.name: t.numel for t in used(own, last)},
-            state if slots(facts) else {},
-        )
+        return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 
 def exchanged(sizes: Sequence[int]) -> list[Flow]:

@@ -18,7 +18,7 @@ from shardproof.costs.model import (
     norm_flow,
     state_bytes,
 )
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 from shardproof.costs.stages import comes_apart
 
 #: Layers of a unit whose output features are split, and whose input features are.
@@ -243,12 +243,7 @@ class TensorParallel(CostModel):
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
-        facts, own = self.facts, {t.name: n for t, n in self.parts(rank)}
-        now, ever = (
-            {t.name: own[t.name] for t in find(facts.parameters, facts.steps - 1) if t.name in own}
-            for find in (used, used_by)
-        )
-        return Local(own, now, ever if slots(facts) else {})
+        return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 
 def cannot_fit(facts: ModelFacts) -> str:

@@ -13,7 +13,7 @@ Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar
@@ -33,7 +33,7 @@ from shardproof.costs.model import (
     norm_flow,
     state_bytes,
 )
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Bytes of the single numbers that ranks exchange in a step: counts of rounds, norms, overflows.
@@ -151,7 +151,7 @@ class Zero1(CostModel):
     def local(self, rank: int) -> Local:
         """Whole parameters; sums of gradients and optimizer state of own parts."""
         whole = {t.name: t.numel for t in self.facts.parameters}
-        return _local(self.facts, whole, self.parts(rank))
+        return Local.of(self.facts, whole, {t.name: n for t, n in self.parts(rank)})
 
 
 class Zero2(Zero1):
@@ -310,7 +310,7 @@ class Zero3(CostModel):
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
-        return _local(self.facts, dict(own), self.parts(rank))
+        return Local.of(self.facts, own)
 
     def prefetch(self) -> Prefetch:
         """In both directions the next unit is gathered while one computes.  A unit that ends with
@@ -476,15 +476,3 @@ def owned(facts: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
     shard = facts.coordinate(rank).get("shard", 0)
     ever = {t.name for t in used_by(facts.parameters, facts.steps - 1)}
     return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
-
-
-def _local(
-    facts: ModelFacts, parameters: dict[str, int], parts: Sequence[tuple[TensorFacts, int]]
-) -> Local:
-    """Of ``parts`` gradients where the last step gave some, state where any step did."""
-    now, ever = (
-        {t.name for t in found(facts.parameters, facts.steps - 1)} for found in (used, used_by)
-    )
-    gradients = {t.name: count for t, count in parts if t.name in now}
-    state = {t.name: count for t, count in parts if t.name in ever}
-    return Local(parameters, gradients, state if slots(facts) else {})

@@ -55,7 +55,7 @@ Task = Callable[[P], object]
 
 @dataclass(frozen=True)
 class Fork:
-    """Run ``job``, a pickled task and its payload, in a new leader; the result goes to ``value``."""
+    """Run ``job``, a pickled task and its payload, in a new leader; ``value``: its result."""
 
     ticket: int
     job: bytes

@@ -109,7 +109,7 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
     )
 
 
-def settle(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
+def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     """Decide who is cause and who consequence, now that all ranks have ended.
 
     Hung ranks whose stack ends in a communication call (marked ``is_comm_error``) wait for

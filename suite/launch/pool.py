@@ -1,4 +1,9 @@
-"""Many tasks, some at a time: keeps ``jobs`` leaders busy and yields their ends as they come."""
+"""Calls functions in processes of their own, some at a time, and yields their ends as they come.
+
+In goes a function of a module with what it is called with; out comes what it returned, or how its
+process ended.  ``fork_server.py`` makes these processes fast and certain to end: nothing of a case
+happens there.
+"""
 
 from __future__ import annotations
 
@@ -142,6 +147,8 @@ class Pool:
         self._started += 1
         value = self.folder / f"value{self._started}.json"
         try:
+            # A process that is forked from one with torch imported calls task(payload), and leaves
+            # what it returns in the file.  For a case this goes on in cases/leader.py: run_case.
             ticket = self._fork_server.submit(task, payload, value)
         except ForkServerError:
             # It died while idle: the next look at it raises, and this item is lost.
@@ -168,7 +175,7 @@ class Pool:
                     item.timed_out and leader.exit_code is None,
                     leader.seconds,
                     leader.output,
-                    _taken(item.value),
+                    _read_once(item.value),
                 )
             )
         return ends
@@ -190,7 +197,7 @@ class Pool:
         self._fork_server.wait_ready()
 
 
-def _taken(path: Path) -> Any:
+def _read_once(path: Path) -> Any:
     """The value in the file, which is removed; ``None`` if there is no file."""
     if not path.exists():
         return None
@@ -201,4 +208,4 @@ def _taken(path: Path) -> Any:
 
 def _lost(item: _Running[P], why: str) -> TaskEnd[P]:
     seconds = time.monotonic() - item.began
-    return TaskEnd(item.key, item.payload, None, None, False, seconds, why, _taken(item.value))
+    return TaskEnd(item.key, item.payload, None, None, False, seconds, why, _read_once(item.value))

@@ -1,28 +1,28 @@
-"""Start the ranks of one case, watch them, end them in time, and tell how each ended.
+"""Start the ranks of one case, watch them, end them in time, and say how each ended.
 
-Called in a leader.  Ranks are forked, so the calling process must not have native threads running
-(leaders come from the fork server, which has none).  Four things end a rank that does not end
-itself:
-its deadline, a peer's failure (after a grace period), its memory limit, and too much output.
+In goes a function of rank and world size; out comes how each rank ended, with the file that holds
+what the function returned.  Ranks are forked, so the calling process must not have native threads
+running (leaders come from the fork server, which has none).  Four things end a rank that does not
+end itself: its deadline, a peer's failure (after a grace period), its memory limit, and too much
+output.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess, diagnose
-from shardproof.launch.outcome import RankOutcome, root_cause, settle
+from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process, run_threads
 
-__all__ = ["Ranks", "RankOutcome", "root_cause", "run_ranks"]
+__all__ = ["RankOutcome", "root_cause", "run_ranks"]
 
 #: Ranks get this share of the deadline as the time limit of their communication calls, so that the
 #: waiting ones fail by themselves and the one that is waited for is still there to be looked at.
@@ -46,24 +46,28 @@ def run_ranks(
     *,
     disturbances: Any = None,
     memory_bytes: int | None = None,
-    meanwhile: Callable[[], object] | None = None,
 ) -> list[RankOutcome]:
     """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
 
     ``backend`` is a name in :data:`shardproof.backends.BACKENDS`, or a :class:`Link`.
     ``workdir`` exists and is used by this call only.  What a program returns is packed to the
     ``record`` of its outcome.  ``deadline_s`` counts from now; ``memory_bytes`` limits the resident
-    bytes of each rank process (some 300 MB of torch included).  ``meanwhile()`` runs in this
-    process while the ranks run.  Whatever a rank does, this returns soon after the deadline, and
-    no process of the ranks is left.
+    bytes of each rank process (some 300 MB of torch included).  Whatever a rank does, this
+    returns soon after the deadline, and no process of the ranks is left.
     """
-    link = _SuiteLink(backend) if isinstance(backend, str) else backend
-    with Ranks(
-        link, world, program, workdir, deadline_s, ledgers, disturbances, memory_bytes
-    ) as ranks:
-        if meanwhile is not None:
-            meanwhile()
-        return ranks.wait()
+    if world < 1 or deadline_s <= 0:
+        raise ValueError(f"world {world} and deadline {deadline_s} s must be positive")
+    launch = RankLaunch(
+        _SuiteLink(backend) if isinstance(backend, str) else backend,
+        world,
+        program,
+        workdir,
+        timeout_s=deadline_s * PATIENCE,
+        ledgers=ledgers,
+        disturbances=disturbances,
+        began=time.monotonic(),
+    )
+    return mark_consequences(_Watch(launch, deadline_s, memory_bytes).outcomes())
 
 
 @dataclass(frozen=True)
@@ -105,71 +109,39 @@ class _SuiteLink:
         backends.leave()
 
 
-class Ranks:
-    """The running ranks of a case.  Leaving the ``with`` block ends them all."""
+class _Watch:
+    """The running ranks of a case, until every one of them has ended."""
 
-    def __init__(
-        self,
-        link: Link,
-        world: int,
-        program: Program,
-        workdir: Path,
-        deadline_s: float,
-        ledgers: bool,
-        disturbances: Any = None,
-        memory_bytes: int | None = None,
-    ) -> None:
-        if world < 1 or deadline_s <= 0:
-            raise ValueError(f"world {world} and deadline {deadline_s} s must be positive")
-        self._launch = RankLaunch(
-            link,
-            world,
-            program,
-            workdir,
-            timeout_s=deadline_s * PATIENCE,
-            ledgers=ledgers,
-            disturbances=disturbances,
-            began=time.monotonic(),
-        )
+    def __init__(self, launch: RankLaunch, deadline_s: float, memory_bytes: int | None) -> None:
+        self._launch = launch
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes
-        self._lock = threading.Lock()
         self._first_failure: float | None = None
-        self._error: BaseException | None = None
-        self._strangers_before = process_control.children()
-        heartbeat.create(self._launch.heartbeat, world)
         self._processes: list[RankProcess] = []
+
+    def outcomes(self) -> list[RankOutcome]:
+        """Start the ranks and wait until all have ended, which they do; outcomes by rank."""
+        strangers_before = process_control.children()
+        heartbeat.create(self._launch.heartbeat, self._launch.world)
         try:
             self._fork()
-        except BaseException:
-            self.kill()
-            raise
-        # After the last fork: this thread must not exist in a child.
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._watcher.start()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._watcher.join()
-
-    def wait(self) -> list[RankOutcome]:
-        """Block until all ranks have ended, which they do; their outcomes by rank."""
-        self._watcher.join()
-        if self._error is not None:
-            raise self._error
-        return settle(diagnose(self._launch, self._processes, self._deadline_s, GRACE_SECONDS))
-
-    def kill(self) -> None:
-        """End all ranks now."""
-        with self._lock:
+            while alive := [p for p in self._processes if p.ended is None]:
+                self._sleep(alive)
+                self._collect(alive)
+                alive = [p for p in alive if p.ended is None]
+                if alive:
+                    self._enforce(alive)
+        finally:
             for process in self._processes:
-                if process.ended is None:
+                if process.ended is None:  # an error of ours, or Ctrl-C
                     process_control.kill(process.pid)
-
-    # -------------------------------------------------------------------------------- starting
+                    os.waitpid(process.pid, 0)
+                if process.handle is not None:
+                    os.close(process.handle)
+            if process_control.is_subreaper():
+                process_control.end_adopted(strangers_before)
+        # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
+        return diagnose(self._launch, self._processes, self._deadline_s, GRACE_SECONDS)
 
     def _fork(self) -> None:
         launch, parent = self._launch, os.getpid()
@@ -180,31 +152,12 @@ class Ranks:
         for ranks in groups:
             pid = os.fork()
             if pid == 0:
+                # In the new process: joins the process group, calls launch.program(rank, world),
+                # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
                 if launch.link.threads:
                     run_threads(launch, parent)
                 run_process(launch, ranks[0], parent)
             self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
-
-    # -------------------------------------------------------------------------------- watching
-
-    def _watch(self) -> None:
-        """Body of the watching thread: returns when every rank process is dead and collected."""
-        try:
-            while alive := [p for p in self._processes if p.ended is None]:
-                self._sleep(alive)
-                self._collect(alive)
-                alive = [p for p in alive if p.ended is None]
-                if alive:
-                    self._enforce(alive)
-        except BaseException as error:  # noqa: BLE001 - raised again by wait()
-            self._error = error
-            self.kill()
-        finally:
-            for process in self._processes:
-                if process.handle is not None:
-                    os.close(process.handle)
-            if process_control.is_subreaper():
-                process_control.end_adopted(self._strangers_before)
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
         """Until a process ends or the next look is due."""
@@ -221,11 +174,10 @@ class Ranks:
 
     def _collect(self, alive: Sequence[RankProcess]) -> None:
         for process in alive:
-            with self._lock:
-                pid, status = os.waitpid(process.pid, os.WNOHANG)
-                if pid == 0:
-                    continue
-                process.ended = time.monotonic() - self._launch.began
+            pid, status = os.waitpid(process.pid, os.WNOHANG)
+            if pid == 0:
+                continue
+            process.ended = time.monotonic() - self._launch.began
             if os.WIFSIGNALED(status):
                 process.signal = os.WTERMSIG(status)
             else:
@@ -277,10 +229,8 @@ class Ranks:
                 unended = (rank for rank in process.ranks if not self._launch.end(rank).exists())
                 process.hung = {rank: heartbeats[rank] for rank in unended}
             stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
-        with self._lock:
-            for process in doomed:
-                if process.ended is None:
-                    process_control.kill(process.pid)
+        for process in doomed:
+            process_control.kill(process.pid)
         if reason not in ("time", "grace"):
             self._failed()
 

@@ -25,7 +25,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import write_whole
-from shardproof.launch.outcome import RankOutcome, settle
+from shardproof.launch.outcome import RankOutcome, mark_consequences
 from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
@@ -163,7 +163,7 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
             found.append(RankOutcome(**told))
         else:
             found.append(_silent(folder, rank, rank in began))
-    return settle(found)
+    return mark_consequences(found)
 
 
 def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
@@ -196,7 +196,7 @@ def results_of(
     records: Path, cache: Path
 ) -> Iterator[tuple[Case, CaseResult | None, dict[str, Any]]]:
     """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
-    from shardproof.cases.leader import examine
+    from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
     for number, case in enumerate(plan["cases"]):
@@ -205,7 +205,7 @@ def results_of(
         if outcomes is None and not case.skip:
             yield case, None, {}
             continue
-        account, result = examine(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
             result.seconds = max(outcome.ended for outcome in outcomes)
         yield case, result, account.to_dict()

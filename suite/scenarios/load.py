@@ -98,7 +98,7 @@ def _not_judged(path: Path, what: str) -> Problem:
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
-    """The same for text in hand."""
+    """The same for text in hand; ``file`` names it in errors."""
     return _validate(parse(text, file), file)
 
 
@@ -231,14 +231,6 @@ def _shown(path: Path) -> str:
 # ----------------------------------------------------------- pydantic's errors, in our words
 
 
-def of_text(text: str, name: str) -> ScenarioFile:
-    """The scenario that YAML ``text`` says; ``name`` stands for the file in errors.
-
-    :raises ScenarioError: as :func:`load`.
-    """
-    return _validate(parse(text, name), name)
-
-
 def _validate(node: Node, file: str) -> ScenarioFile:
     return ScenarioFile(_as(Scenario, node, file), file, node)
 
@@ -274,42 +266,27 @@ def _rename(node: Node, file: str) -> None:
 
 def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:
     location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
-    kind, given = detail["type"], detail["input"]
-    line = node.locate(location)
+    kind, context = detail["type"], detail.get("ctx", {})
     key = str(location[-1]) if location else ""
-    where = dotted(location)
-    context = detail.get("ctx", {})
+    value: str | None = _given(detail["input"])
+    where, about = dotted(location), _describe(location, kind_of)
     if kind == "extra_forbidden":
-        model = _model_at(location[:-1], kind_of)
-        remedy = nearest(key, model.model_fields if model else (), "valid keys")
-        return Problem(f"unknown key {where}", remedy, key, file, line)
-    if kind == "missing":
-        return Problem(
-            f"missing key {where}",
-            f"add `{key}: ...`{_describe(location, kind_of)}",
-            None,
-            file,
-            line,
-        )
-    if kind == "literal_error":
+        model, value = _model_at(location[:-1], kind_of), key
+        keys = model.model_fields if model else ()
+        what, remedy = f"unknown key {where}", nearest(key, keys, "valid keys")
+    elif kind == "missing":
+        what, remedy, value = f"missing key {where}", f"add `{key}: ...`{about}", None
+    elif kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        if "[key]" in detail["loc"]:
-            what, remedy = f"unknown key {where}", nearest(str(given), valid, "valid keys")
-        else:
-            what, remedy = f"{where}: unknown value", nearest(str(given), valid)
-        return Problem(what, remedy, _given(given), file, line)
-    if kind == "value_error":
-        what = str(context.get("error", detail["msg"]))
-        return Problem(
-            f"{where}: {what}",
-            "correct it" + _describe(location, kind_of),
-            _given(given),
-            file,
-            line,
-        )
-    wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
-    remedy = "correct it" + _describe(location, kind_of)
-    return Problem(f"{where}: {wanted[0].lower()}{wanted[1:]}", remedy, _given(given), file, line)
+        is_key = "[key]" in detail["loc"]
+        what = f"unknown key {where}" if is_key else f"{where}: unknown value"
+        remedy = nearest(str(detail["input"]), valid, "valid keys" if is_key else "valid names")
+    elif kind == "value_error":
+        what, remedy = f"{where}: {context.get('error', detail['msg'])}", f"correct it{about}"
+    else:
+        wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
+        what, remedy = f"{where}: {wanted[0].lower()}{wanted[1:]}", f"correct it{about}"
+    return Problem(what, remedy, value, file, node.locate(location))
 
 
 def dotted(location: Sequence[str | int]) -> str:

@@ -30,6 +30,7 @@ from shardproof.scenarios.schema import (
     Match,
     Matrix,
     OptimizerChoice,
+    Other,
     PrecisionChoice,
     RelationName,
     SameAs,
@@ -38,6 +39,8 @@ from shardproof.scenarios.schema import (
 )
 from shardproof.scenarios.vocabulary import Vocabulary
 
+#: Keys and numbers that lead to a part of a file.
+Keys = list[str | int]
 MAX_CELLS = 20_000
 #: The trait that needs a loss scaler.
 OVERFLOW = "overflow_on_one_rank"
@@ -49,6 +52,13 @@ _DTYPES = {
     "fp64": "float64",
     "working_precision": "float32",
 }
+
+
+#: The outermost first: the order of the cases.
+_AXES = (
+    *("workload", "implementation", "backend", "mesh"),
+    *("optimizer", "clip", "lane", "precision"),
+)
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class _Expansion:
                 ", ".join(scenario.checks),
             )
 
-    def _check_axes(self, path: list[str | int], axes: Matrix | Include) -> None:
+    def _check_axes(self, path: Keys, axes: Matrix | Include) -> None:
         for index, choice in enumerate(axes.implementation):
             self._check_implementation([*path, "implementation", index, "name"], choice.name)
         for index, backend in enumerate(axes.backend):
@@ -173,21 +183,21 @@ class _Expansion:
         if not variants and isinstance(axes, Matrix):
             variants = (None,)
         for index, variant in enumerate(variants):
-            at: list[str | int] = ["workload"] if variant is None else [*path, "workload", index]
+            at: Keys = ["workload"] if variant is None else [*path, "workload", index]
             self._check_workload(at, variant)
 
-    def _check_implementation(self, path: list[str | int], name: str) -> None:
+    def _check_implementation(self, path: Keys, name: str) -> None:
         known = self.vocabulary.implementations
         if ":" not in name and name not in known:
             self._add(path, "unknown implementation", nearest(name, known, "implementations"), name)
 
-    def _parts(self) -> Iterator[tuple[list[str | int], Matrix | Include]]:
+    def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
         """What gives axes, and its place in the file."""
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
 
-    def _expectations(self) -> Iterator[tuple[list[str | int], Expect]]:
+    def _expectations(self) -> Iterator[tuple[Keys, Expect]]:
         """Every ``expect`` of the file and its place, those that override others first."""
         for axis in ("workload", "implementation"):
             for path, axes in self._parts():
@@ -196,7 +206,7 @@ class _Expansion:
                         yield [*path, axis, index, "expect"], choice.expect
         yield ["expect"], self.scenario.expect
 
-    def _check_workload(self, path: list[str | int], variant: WorkloadChoice | None) -> None:
+    def _check_workload(self, path: Keys, variant: WorkloadChoice | None) -> None:
         spec = self._workload(variant)
         names, traits = self.vocabulary.workloads, self.vocabulary.traits
         if spec.name not in names:
@@ -244,117 +254,86 @@ class _Expansion:
             self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
         return list(cells.values())
 
-    def _product(
-        self, path: list[str | int], matrix: Matrix, include: Include | None
-    ) -> Iterator[Cell]:
+    def _product(self, path: Keys, matrix: Matrix, include: Include | None) -> Iterator[Cell]:
         def axis(name: str) -> list[Any]:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
 
-        others = [
-            axis(name)
-            for name in (
-                *("implementation", "backend", "optimizer", "clip", "lane"),
-                *("precision", "workload"),
-            )
-        ]
-        meshes = sum(math.prod(map(len, choice.values())) for choice in axis("mesh"))
-        count = meshes * math.prod(len(values) for values in others)
+        axes = {name: axis(name) for name in _AXES}
+        meshes = sum(math.prod(map(len, choice.values())) for choice in axes["mesh"])
+        count = meshes * math.prod(len(axes[name]) for name in _AXES if name != "mesh")
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_if_faulty()
-        implementations, backends, optimizers, clips, lanes, precisions, variants = others
+        axes["mesh"] = [mesh for choice in axes["mesh"] for mesh in _meshes(choice)]
         tier = include.tier if include is not None else None
-        product = itertools.product(
-            variants,
-            implementations,
-            backends,
-            [mesh for choice in axis("mesh") for mesh in _meshes(choice)],
-            optimizers,
-            clips,
-            lanes,
-            precisions,
-        )
-        for variant, implementation, backend, mesh, optimizer, clip, lane, precision in product:
-            yield Cell(
-                implementation, backend, mesh, optimizer, clip, lane, precision, variant, tier
-            )
+        for values in itertools.product(*axes.values()):
+            yield Cell(**dict(zip(_AXES, values, strict=True)), tier=tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
-        judged = "relations" in self.scenario.checks
+        """Report the first fault of the first cell that has one."""
         for cell in cells:
-            if OVERFLOW in self._workload(cell.workload).traits and cell.optimizer.scaler is None:
-                self._add(
-                    ["matrix", "optimizer"],
-                    f"trait {OVERFLOW} makes gradients that only a loss scaler can leave out",
-                    "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
-                    " ".join(cell.key),
-                )
+            for path, what, remedy in self._faults(cell):
+                self._add(path, what, remedy, " ".join(filter(None, cell.key)))
                 return
-            if judged != ("relation" in self._expect(cell)):
-                self._add(
-                    ["checks"],
-                    "expect.relation and the check `relations` belong together",
-                    f"give both or neither: {', '.join(get_args(RelationName))} or same_as",
-                    " ".join(cell.key),
-                )
-                return
-            if self._is_own_pair(cell):
-                self._add(
+
+    def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
+        workload = self._workload(cell.workload)
+        if OVERFLOW in workload.traits and cell.optimizer.scaler is None:
+            yield (
+                ["matrix", "optimizer"],
+                f"trait {OVERFLOW} makes gradients that only a loss scaler can leave out",
+                "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
+            )
+        if ("relations" in self.scenario.checks) != (self._related(cell).relation is not None):
+            yield (
+                ["checks"],
+                "expect.relation and the check `relations` belong together",
+                f"give both or neither: {', '.join(get_args(RelationName))} or same_as",
+            )
+        if (other := self._other(cell)) is not None:
+            mesh, choice = dict(cell.mesh), cell.implementation
+            again = {**choice.options, **other.options} == choice.options
+            if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
+                yield (
                     self._relation_at(cell),
                     "same_as describes the case itself: the second run must be another one",
                     "name another implementation, mesh or options",
-                    " ".join(cell.key),
                 )
-                return
-            if (ranks := self._ranks_of_pair(cell)) != (own := math.prod(dict(cell.mesh).values())):
-                self._add(
+            ranks, own = (math.prod(sizes.values()) for sizes in (other.mesh or mesh, mesh))
+            if ranks != own:
+                yield (
                     [*self._relation_at(cell), "same_as", "mesh"],
                     f"same_as runs on {ranks} ranks, the case on {own}",
                     "move a factor from one axis to another",
-                    " ".join(cell.key),
                 )
-                return
-            name = self._workload(cell.workload).name
-            if cell.lane == "dyadic" and name not in self.vocabulary.dyadic:
-                self._add(
-                    ["matrix", "lane"],
-                    f"workload {name} has no form for lane dyadic: it is no net of small integers",
-                    f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
-                    " ".join(cell.key[1:]),
-                )
-                return
-            if cell.lane == "bitwise" and cell.clip is not None:
-                self._add(
-                    ["matrix", "lane"],
-                    "lane bitwise compares with clipping off: the order of a norm's sum is free",
-                    "exclude {lane: bitwise, clip: ...}",
-                    " ".join(cell.key[1:]),
-                )
-                return
+        if cell.lane == "dyadic" and workload.name not in self.vocabulary.dyadic:
+            yield (
+                ["matrix", "lane"],
+                f"workload {workload.name} has no form for lane dyadic: it is no net of small "
+                "integers",
+                f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
+            )
+        if cell.lane == "bitwise" and cell.clip is not None:
+            yield (
+                ["matrix", "lane"],
+                "lane bitwise compares with clipping off: the order of a norm's sum is free",
+                "exclude {lane: bitwise, clip: ...}",
+            )
 
-    def _is_own_pair(self, cell: Cell) -> bool:
-        """Whether the second run that the cell's relation describes would be the first again."""
-        relation, choice = self._expect(cell).get("relation"), cell.implementation
-        if not isinstance(relation, Mapping):
-            return False
-        other = relation["same_as"]
-        if other.get("implementation", choice.name) != choice.name:
-            return False
-        if other.get("mesh", dict(cell.mesh)) != dict(cell.mesh):
-            return False
-        return {**choice.options, **other["options"]} == choice.options
-
-    def _ranks_of_pair(self, cell: Cell) -> int:
-        """Ranks of the second run that the cell's relation describes."""
-        relation = self._expect(cell).get("relation")
-        other = relation["same_as"] if isinstance(relation, Mapping) else {}
-        return math.prod(other.get("mesh", dict(cell.mesh)).values())
-
-    def _relation_at(self, cell: Cell) -> list[str | int]:
-        """Where the relation of ``cell`` stands."""
+    def _related(self, cell: Cell) -> Expect:
+        """The expectation that says what ``cell`` is compared with, if any does."""
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
-        given = next((e for e in own if e and e.relation is not None), self.scenario.expect)
+        return next((e for e in own if e and e.relation is not None), self.scenario.expect)
+
+    def _other(self, cell: Cell) -> Other | None:
+        """The second run that the relation of ``cell`` describes."""
+        relation = self._related(cell).relation
+        return relation.same_as if isinstance(relation, SameAs) else None
+
+    def _relation_at(self, cell: Cell) -> Keys:
+        """Where the relation of ``cell`` stands."""
+        given = self._related(cell)
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
 

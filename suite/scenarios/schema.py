@@ -9,18 +9,21 @@ Wherever a list is expected, a single value may stand for a list of one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     Tag,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from shardproof.case import Axis
 from shardproof.costs import expression
@@ -51,6 +54,26 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+@dataclass(frozen=True)
+class _Short:
+    """A value may also be given in a short ``form``, which ``read`` makes a full one."""
+
+    read: Callable[[Any], Any]
+    form: Callable[[Any], CoreSchema]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        full = handler(source)
+        either = core_schema.union_schema([self.form(full), full])
+        return core_schema.no_info_before_validator_function(
+            self.read, full, json_schema_input_schema=either
+        )
+
+
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(min_length=1), _Short(_many, lambda full: full["items_schema"])]
+Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
+
+
 def _expression(text: str) -> str:
     """A traffic expectation must be a formula that can be parsed."""
     expression.parse(text)
@@ -58,11 +81,7 @@ def _expression(text: str) -> str:
 
 
 Expression = Annotated[str, AfterValidator(_expression)]
-Sizes = Annotated[
-    list[Size],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=Size | list[Size]),
-]
+Sizes = Many[Size]
 Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
@@ -116,10 +135,6 @@ class Expect(Model):
     relation: Relation | None = Field(
         None, description="what a second run must agree with: see the check `relations`"
     )
-
-
-def _no_expectation() -> Expect:
-    return Expect(traffic=None, buckets=None, refuses=None, relation=None)
 
 
 class ImplementationChoice(Model):
@@ -215,60 +230,14 @@ class WorkloadChoice(Model):
     expect: Expect | None = Field(None, description="overrides the implementation's expect")
 
 
-Implementations = Annotated[
-    list[
-        Annotated[
-            ImplementationChoice,
-            BeforeValidator(_named, json_schema_input_type=str | ImplementationChoice),
-        ]
-    ],
-    Field(min_length=1),
-    BeforeValidator(
-        _many,
-        json_schema_input_type=str | ImplementationChoice | list[str | ImplementationChoice],
-    ),
-]
-Optimizers = Annotated[
-    list[
-        Annotated[
-            OptimizerChoice, BeforeValidator(_named, json_schema_input_type=str | OptimizerChoice)
-        ]
-    ],
-    Field(min_length=1),
-    BeforeValidator(
-        _many, json_schema_input_type=str | OptimizerChoice | list[str | OptimizerChoice]
-    ),
-]
-Words = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=str | list[str]),
-]
-Meshes = Annotated[
-    list[Mesh],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=Mesh | list[Mesh]),
-]
-Clips = Annotated[
-    list[Clip | None],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=Clip | None | list[Clip | None]),
-]
-Lanes = Annotated[
-    list[LaneName],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=LaneName | list[LaneName]),
-]
-Precisions = Annotated[
-    list[PrecisionChoice],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=PrecisionChoice | list[PrecisionChoice]),
-]
-Workloads = Annotated[
-    list[WorkloadChoice],
-    Field(min_length=1),
-    BeforeValidator(_many, json_schema_input_type=WorkloadChoice | list[WorkloadChoice]),
-]
+Implementations = Many[Named[ImplementationChoice]]
+Optimizers = Many[Named[OptimizerChoice]]
+Words = Many[Annotated[str, Field(min_length=1)]]
+Meshes = Many[Mesh]
+Clips = Many[Clip | None]
+Lanes = Many[LaneName]
+Precisions = Many[PrecisionChoice]
+Workloads = Many[WorkloadChoice]
 
 
 class Matrix(Model):
@@ -336,7 +305,9 @@ class Scenario(Model):
     matrix: Matrix = Field(description="axes that multiply")
     steps: int = Field(3, ge=1, le=1000, description="optimizer steps")
     checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
-    expect: Expect = Field(default_factory=_no_expectation, description="costs and refusals")
+    expect: Expect = Field(
+        default_factory=lambda: Expect.model_validate({}), description="costs and refusals"
+    )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")
     xfail: list[Rule] = Field(default_factory=list, description="cells that are known to fail")

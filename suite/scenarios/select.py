@@ -66,16 +66,18 @@ class _Parser:
         return False
 
     def _any(self) -> Predicate:
-        parts = [self._all()]
-        while self._take("or"):
-            parts.append(self._all())
+        parts = self._chain("or", self._all)
         return lambda name: any(part(name) for part in parts)
 
     def _all(self) -> Predicate:
-        parts = [self._not()]
-        while self._take("and"):
-            parts.append(self._not())
+        parts = self._chain("and", self._not)
         return lambda name: all(part(name) for part in parts)
+
+    def _chain(self, word: str, part: Callable[[], Predicate]) -> list[Predicate]:
+        parts = [part()]
+        while self._take(word):
+            parts.append(part())
+        return parts
 
     def _not(self) -> Predicate:
         self.depth += 1
@@ -92,7 +94,7 @@ class _Parser:
                     raise self._error(self.tokens[self.position][1], "expected ')'")
                 return inner
             if token in ("", ")", "and", "or"):
-                raise self._error(column, f"expected a word, found {token or 'the end'!r}")
+                raise self._error(column, f"expected a word, not {token or 'the end'!r}")
             self.position += 1
             word = token.lower()
             return lambda name: old_words.matches(name, lambda text: word in text.lower(), token)

@@ -17,6 +17,8 @@ from shardproof.scenarios.vocabulary import Vocabulary
 
 _SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
 _ID_PARTS = 8
+#: What a filter looks at.
+Names = Callable[[Case], tuple[str | int, ...]]
 _NOT_PLANNED = "cases of another plan run without --resume and --rerun-failed"
 
 
@@ -63,16 +65,15 @@ class Selection:
         """
         expression = _expression(self.expression)
         cases = self._of_scenarios(planned)
-        cases = _narrow(
-            cases,
-            "--impl",
-            self.implementations,
-            lambda case: (case.implementation, system_of(case)),
-        )
-        cases = _narrow(cases, "--backend", self.backends, lambda case: (case.backend,))
-        cases = _narrow(cases, "--world", self.worlds, lambda case: (case.world,))
         seeds = () if self.seed is None else (self.seed,)
-        cases = _narrow(cases, "--seed", seeds, lambda case: (case.workload.seed,))
+        filters: tuple[tuple[str, Sequence[str | int], Names], ...] = (
+            ("--impl", self.implementations, lambda case: (case.implementation, system_of(case))),
+            ("--backend", self.backends, lambda case: (case.backend,)),
+            ("--world", self.worlds, lambda case: (case.world,)),
+            ("--seed", seeds, lambda case: (case.workload.seed,)),
+        )
+        for option, values, names in filters:
+            cases = _narrow(cases, option, values, names)
         if self.tier:
             of_tier = _narrow(cases, "--tier", (self.tier,), lambda case: (case.tier,))
             cases = cases if self.tier == "full" else of_tier
@@ -204,7 +205,7 @@ def _narrow(
     cases: list[Case],
     option: str,
     values: Sequence[str | int],
-    names: Callable[[Case], tuple[str | int, ...]],
+    names: Names,
 ) -> list[Case]:
     """The cases that one of ``values`` matches (all without any), each of which must match some."""
     if not values:

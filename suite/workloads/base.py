@@ -54,6 +54,19 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
+class Picks:
+    """What a batch is made of, one number a sample: its ``index`` in the data set, a random number,
+    flag bits; ``keys`` (below 2^31) are to travel with the inputs, for dropout.
+    """
+
+    index: Sequence[int]
+    draws: Sequence[int]
+    flags: Sequence[int]
+    keys: Sequence[int] | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Samples:
     """Samples on the first dimension; ``valid`` (bool) has the shape of ``targets``."""
 
@@ -86,19 +99,8 @@ class Family(ABC):
         """A fresh, uninitialised model; frozen parameters already marked."""
 
     @abstractmethod
-    def samples(
-        self,
-        params: Params,
-        chosen: Sequence[int],
-        draws: Sequence[int],
-        flags: Sequence[int],
-        dtype: torch.dtype,
-        keys: Sequence[int] | None = None,
-    ) -> Samples:
-        """Encode the data set's samples ``chosen``; ``draws`` are random numbers, one a sample.
-
-        ``keys`` (below 2^31, one a sample) are to travel with the inputs, for dropout.
-        """
+    def samples(self, params: Params, picks: Picks) -> Samples:
+        """Encode what ``picks`` names of the data set."""
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
         """The initial value of the parameter or buffer ``name``, in fp64."""
@@ -390,14 +392,14 @@ class Workload:
             return cached[1], cached[2]
         size = self.spec.global_batch
         total = len(self._permutation)
-        chosen = [self._permutation[(step * size + i) % total] for i in range(size)]
+        index = [self._permutation[(step * size + i) % total] for i in range(size)]
         generator = _generator(f"{self.spec.seed}/draws/{step}")
         draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
-        flags = [self._flags(step, index) for index in range(size)]
+        flags = [self._flags(step, place) for place in range(size)]
         keys = None
         if "dropout_counter" in self.traits:
             keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
-        samples = self.family.samples(self.params, chosen, draws, flags, self._dtype, keys)
+        samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
         valid = self._mask(samples.valid)
         if "ignore_index" in self.traits:
             ignored = samples.targets.masked_fill(~valid, CrossEntropy.ignore_index)

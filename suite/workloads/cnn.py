@@ -11,7 +11,7 @@ Pixels are 0 to 1 in steps of 1/16, exact in every dtype.  The corner pixel, 0 i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Samples
+from shardproof.workloads.base import Family, Picks, Samples
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Conv2d, Linear, Place, Stack, tie
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
@@ -49,13 +49,11 @@ class Block(nn.Module):
             if norm == "batch"
             else nn.GroupNorm(1, channels, **place)
         )
-        self._has_odd = odd is not None
-        if odd is not None:
-            self.odd = odd
+        self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = F.relu(self.norm(self.conv(hidden)))
-        return self.odd(hidden) if self._has_odd else hidden
+        return hidden if self.odd is None else self.odd(hidden)
 
 
 class Pool(nn.Module):
@@ -119,25 +117,17 @@ class DigitsCNN(Family):
         """Batch norm takes its statistics from the micro-batch."""
         return bool(params["norm"] == "batch")
 
-    def samples(
-        self,
-        params: Params,
-        chosen: Sequence[int],
-        draws: Sequence[int],
-        flags: Sequence[int],
-        dtype: torch.dtype,
-        keys: Sequence[int] | None = None,
-    ) -> Samples:
-        """The images ``chosen`` as they are."""
+    def samples(self, params: Params, picks: Picks) -> Samples:
+        """The images as they are."""
         images, labels = data.digits()
-        index = torch.tensor(chosen)
+        index = torch.tensor(picks.index)
         pixels = images[index].to(torch.float32)
-        pixels[:, 0, 0] = torch.tensor(flags, dtype=torch.float32)
-        if keys is not None:
+        pixels[:, 0, 0] = torch.tensor(picks.flags, dtype=torch.float32)
+        if picks.keys is not None:
             row = torch.zeros(len(index), 1, ROWS)
-            row[:, 0, :4] = torch.tensor([list(key.to_bytes(4, "big")) for key in keys])
+            row[:, 0, :4] = torch.tensor([list(key.to_bytes(4, "big")) for key in picks.keys])
             pixels = torch.cat([pixels, row], dim=1)
-        inputs = (pixels / 16).to(dtype).unsqueeze(1)
+        inputs = (pixels / 16).to(picks.dtype).unsqueeze(1)
         return Samples(inputs, labels[index], torch.ones(len(index), dtype=torch.bool))
 
 

@@ -19,7 +19,7 @@ too, but it costs many bits a step).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, MicroBatch
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Samples
+from shardproof.workloads.base import Family, Picks, Samples
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
 
@@ -111,13 +111,10 @@ class DyadicMLP(Family):
         """The net; ``traits``: tied_over_units ties the head to the embedding."""
         width = params["width"]
         stack = Stack(
-            front=None,
             embed=Embed(params["seq"], width, place),
             blocks=[Block(width, place) for _ in range(params["layers"])],
             norm=Levels(-4, 4),
-            final=None,
             head=Head(width, SYMBOLS, **place),
-            tail=None,
             flags=_flags,
         )
         if "tied_over_units" in traits:
@@ -153,19 +150,11 @@ class DyadicMLP(Family):
         margins = 1 + other - scores.gather(-1, target)
         return (micro.weights * F.relu(margins.squeeze(-1))).sum()
 
-    def samples(
-        self,
-        params: Params,
-        chosen: Sequence[int],
-        draws: Sequence[int],
-        flags: Sequence[int],
-        dtype: torch.dtype,
-        keys: Sequence[int] | None = None,
-    ) -> Samples:
+    def samples(self, params: Params, picks: Picks) -> Samples:
         """The last symbols of names, so that none is like the next; 0 after the end."""
         names, seq = data.character_names(), params["seq"]
         inputs, targets, valid = [], [], []
-        for index in chosen:
+        for index in picks.index:
             text = [ord(letter) % SYMBOLS for letter in names[index][-(seq + 1) :]]
             row = text + [0] * (seq + 1 - len(text))
             inputs.append(row[:seq])

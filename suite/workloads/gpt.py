@@ -14,7 +14,7 @@ the sequence leave masked targets, so token counts are unequal by nature.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Region, Samples
+from shardproof.workloads.base import Family, Picks, Region, Samples
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
 from shardproof.workloads.layers import Embedding, Linear, Place, Stack, tie
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
@@ -106,14 +106,12 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, kv_heads, place)
         self.norm2 = nn.LayerNorm(width, **place)
         self.mlp = Mlp(width, place)
-        self._has_odd = odd is not None
-        if odd is not None:
-            self.odd = odd
+        self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.norm1(hidden))
         hidden = hidden + self.mlp(self.norm2(hidden))
-        return self.odd(hidden) if self._has_odd else hidden
+        return hidden if self.odd is None else self.odd(hidden)
 
 
 class CharnamesGPT(Family):
@@ -182,19 +180,11 @@ class CharnamesGPT(Family):
             stack.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
         return stack
 
-    def samples(
-        self,
-        params: Params,
-        chosen: Sequence[int],
-        draws: Sequence[int],
-        flags: Sequence[int],
-        dtype: torch.dtype,
-        keys: Sequence[int] | None = None,
-    ) -> Samples:
+    def samples(self, params: Params, picks: Picks) -> Samples:
         """Tails of names, from word number ``draw`` (modulo their number) on; last, the key."""
         names, seq = data.character_names(), params["seq"]
         inputs, targets, valid = [], [], []
-        for index, draw, flag in zip(chosen, draws, flags, strict=True):
+        for index, draw, flag in zip(picks.index, picks.draws, picks.flags, strict=True):
             words = names[index].split(" ")
             text = list(" ".join(words[draw % len(words) :]).encode())
             target = [*text, 0][:seq]
@@ -202,8 +192,8 @@ class CharnamesGPT(Family):
             inputs.append([1 + flag, *target[:-1], *padding])
             targets.append(target + padding)
             valid.append([True] * len(target) + [False] * len(padding))
-        if keys is not None:
-            inputs = [[*tokens, key] for tokens, key in zip(inputs, keys, strict=True)]
+        if picks.keys is not None:
+            inputs = [[*tokens, key] for tokens, key in zip(inputs, picks.keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:

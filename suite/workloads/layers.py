@@ -38,13 +38,36 @@ class Conv2d(nn.Conv2d):
         """Leave the values as they are."""
 
 
-class Stack(nn.Module):
-    """``embed -> blocks -> norm -> head``, the form of every model here.
+class StackForward(nn.Module):
+    """``embed -> front -> blocks -> tail -> norm -> final -> head``: of these what it has."""
+
+    blocks: nn.ModuleList | nn.ModuleDict
+    #: Reads the flag bits of the samples from the inputs (see ``workloads.traits``).
+    _flags: Callable[[Tensor], Tensor]
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Inputs or hidden states in, hidden states or outputs (logits) out; the first dimension
+        counts samples in all.
+        """
+        hidden, own = tensor, self._modules
+        if "embed" in own:
+            hidden = self.get_submodule("embed")(tensor)
+        if "front" in own:
+            hidden = self.get_submodule("front")(hidden, self._flags(tensor))
+        for block in self.blocks.children():
+            hidden = block(hidden)
+        for name in ("tail", "norm", "final", "head"):
+            if name in own:
+                hidden = self.get_submodule(name)(hidden)
+        return hidden
+
+
+class Stack(StackForward):
+    """The form of every model here.
 
     ``front`` (registered first, applied after ``embed``), ``final`` (between ``norm`` and ``head``)
     and ``tail`` (registered last, applied after the blocks) hold the odd modules that traits ask
     for; without such traits they do not exist.
-    ``flags`` reads the flag bits of the samples from the inputs (see ``workloads.traits``).
     """
 
     def __init__(
@@ -54,73 +77,34 @@ class Stack(nn.Module):
         blocks: Iterable[nn.Module],
         norm: nn.Module,
         head: nn.Module,
-        front: nn.Module | None,
-        final: nn.Module | None,
-        tail: nn.Module | None,
         flags: Callable[[Tensor], Tensor],
+        front: nn.Module | None = None,
+        final: nn.Module | None = None,
+        tail: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if front is not None:
-            self.front = front
-        self.embed = embed
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = norm
-        if final is not None:
-            self.final = final
-        self.head = head
-        if tail is not None:
-            self.tail = tail
+        parts = {"front": front, "embed": embed, "blocks": nn.ModuleList(blocks), "norm": norm}
+        for name, part in (parts | {"final": final, "head": head, "tail": tail}).items():
+            if part is not None:
+                self.add_module(name, part)
         self._flags = flags
-        self._has_front, self._has_tail = front is not None, tail is not None
-        self._has_final = final is not None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs (logits) of ``inputs``; the first dimension counts samples in both."""
-        hidden = self.embed(inputs)
-        if self._has_front:
-            hidden = self.front(hidden, self._flags(inputs))
-        for block in self.blocks:
-            hidden = block(hidden)
-        if self._has_tail:
-            hidden = self.tail(hidden)
-        hidden = self.norm(hidden)
-        if self._has_final:
-            hidden = self.final(hidden)
-        return self.head(hidden)
 
 
-class StackPart(nn.Module):
+class StackPart(StackForward):
     """Blocks ``start`` to ``stop - 1`` of ``stack``, with what comes before the first block and
-    after the last one.  Shares the stack's modules and keeps their names; a forward takes the
-    inputs (``start == 0``) or hidden states, and gives hidden states or outputs.
+    after the last one.  Shares the stack's modules and keeps their names.
     """
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
         super().__init__()
-        self._is_first, self._is_last = start == 0, stop == len(stack.blocks)
         self._flags = stack._flags
-        wanted = {"front": self._is_first, "embed": self._is_first, "blocks": True}
+        is_first, is_last = start == 0, stop == len(stack.blocks)
         for name, child in stack.named_children():
             if name == "blocks":
-                chosen = [str(index) for index in range(start, stop)]
-                self.blocks = nn.ModuleDict({i: stack.get_submodule(f"blocks.{i}") for i in chosen})
-            elif wanted.get(name, self._is_last):
+                chosen = {str(i): child.get_submodule(str(i)) for i in range(start, stop)}
+                self.blocks = nn.ModuleDict(chosen)
+            elif is_first if name in ("front", "embed") else is_last:
                 self.add_module(name, child)
-        self._children = frozenset(name for name, _ in self.named_children())
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Inputs or hidden states in, hidden states or outputs out."""
-        hidden = tensor
-        if self._is_first:
-            hidden = self.get_submodule("embed")(tensor)
-            if "front" in self._children:
-                hidden = self.get_submodule("front")(hidden, self._flags(tensor))
-        for block in self.blocks.values():
-            hidden = block(hidden)
-        for name in ("tail", "norm", "final", "head"):
-            if name in self._children:
-                hidden = self.get_submodule(name)(hidden)
-        return hidden
 
 
 def tie(module: nn.Module, first: str, second: str) -> None:

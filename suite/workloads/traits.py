@@ -185,6 +185,14 @@ def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:
 # Each maps the hidden state (features last) to what is added to it.
 
 
+class OneLayer(nn.Module):
+    """A layer that keeps the width."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__()
+        self.layer = Linear(width, width, **place)
+
+
 class Tied(nn.Module):
     """Two layers that share one weight."""
 
@@ -198,51 +206,35 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(hidden)))
 
 
-class Frozen(nn.Module):
-    """A layer whose weight is frozen and whose bias is not."""
-
-    def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
-        self.layer.weight.requires_grad_(False)
+class Branch(OneLayer):
+    """What a conditional branch computes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.tanh(self.layer(hidden))
 
 
-class Unused(nn.Module):
+class Frozen(Branch):
+    """A layer whose weight is frozen and whose bias is not."""
+
+    def __init__(self, width: int, place: Place) -> None:
+        super().__init__(width, place)
+        self.layer.weight.requires_grad_(False)
+
+
+class Unused(OneLayer):
     """Parameters that nothing uses."""
 
     calls: ClassVar[Mapping[str, int]] = {"layer": 0}
-
-    def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
 
     def forward(self, hidden: Tensor) -> None:
         return None
 
 
-class Branch(nn.Module):
-    """What a conditional branch computes."""
-
-    def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.layer(hidden))
-
-
-class Twice(nn.Module):
+class Twice(OneLayer):
     """One layer that runs twice."""
 
     #: How often one forward calls a child that it does not call once.
     calls: ClassVar[Mapping[str, int]] = {"layer": 2}
-
-    def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.layer(torch.tanh(self.layer(hidden)))
@@ -312,16 +304,12 @@ class _Spike(torch.autograd.Function):
         return spike.masked_fill(undefined, torch.nan), None, None
 
 
-class Overflow(nn.Module):
+class Overflow(OneLayer):
     """A layer whose backward overflows for flagged samples; its forward never does.
 
     What lies before it in forward has no finite gradient then, what comes after it does: only the
     ranks that own the former can see it.
     """
-
-    def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
 
     def forward(self, hidden: Tensor, flags: Tensor) -> Tensor:
         """``hidden`` ``(samples, ..., width)``; ``flags`` ``(samples,)``: flag bits."""
@@ -350,7 +338,7 @@ class Rebound(nn.Module):
             self.average = 0.9 * self.average + 0.1 * mean
 
 
-class CounterDropout(nn.Module):
+class CounterDropout(OneLayer):
     """Half of a branch's outputs, chosen by a key per sample; as they are in evaluation.
 
     ``first_position`` is that of the first row of ``hidden`` in its sample: who holds a part of the
@@ -358,8 +346,7 @@ class CounterDropout(nn.Module):
     """
 
     def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
+        super().__init__(width, place)
         self.first_position = 0
 
     def forward(self, hidden: Tensor, keys: Tensor) -> Tensor:
@@ -371,12 +358,11 @@ class CounterDropout(nn.Module):
         return added * (2 * mask.to(added.dtype))
 
 
-class StatefulDropout(nn.Module):
+class StatefulDropout(OneLayer):
     """Half of a branch's outputs, chosen by the module's own ``generator`` (on the CPU)."""
 
     def __init__(self, width: int, place: Place) -> None:
-        super().__init__()
-        self.layer = Linear(width, width, **place)
+        super().__init__(width, place)
         self.generator = torch.Generator()
 
     def forward(self, hidden: Tensor) -> Tensor:

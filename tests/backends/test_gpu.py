@@ -75,7 +75,8 @@ def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"GPU {gpu}"))
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
-    monkeypatch.setattr(gloo, "join", lambda rank, *rest: calls.append(f"join {rank}"))
+    joined = lambda rank, *rest: calls.append(f"join {rank}")  # noqa: E731
+    monkeypatch.setattr(gloo.LoggedGloo, "join", joined)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
@@ -143,12 +144,12 @@ def test_the_allocator_stands_beside_the_ledger_and_is_not_judged() -> None:
         MemoryRow("allocator", 1, "step", "cuda:0", "all", 4096),
         MemoryRow("peak", 1, "backward", "cuda:0", "all", 4000),
     )
-    peaks = {"0": {"forward": {"all": 1000}, "backward": {"all": 4000}}}
-    figures = memory._allocator([record], 1, peaks)
+    peaks = {"forward": {"all": 1000}, "backward": {"all": 4000}}
+    figures = {"allocator": memory._allocator(record, 1, peaks)}
     assert figures == {"allocator": {"0": {"allocated": 4096, "ledger": 4000}}}
-    assert memory._allocator([_record()], 1, {"0": {}}) == {}
+    assert memory._allocator(_record(), 1, {}) == {}
     assert "memory.allocator" in exact_figures.INEXACT
-    assert memory._bytes_at(SimpleNamespace(), record, "mark") == {}  # type: ignore[arg-type]
+    assert memory._bytes_at(record, "mark") == {}
     result: dict[str, Any] = {
         "checks": [{"check": "memory", "figures": figures}],
         "case": _case("nccl", {"replicate": 1}).to_dict(),

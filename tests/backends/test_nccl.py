@@ -29,7 +29,7 @@ def test_the_reason_is_named() -> None:
 
 
 def test_one_gpu_is_too_few_for_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_NATIVE", object)
+    monkeypatch.setattr(nccl.LoggedNccl, "native_type", object)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nccl.available(1) is None
@@ -61,7 +61,7 @@ class _GlooWithOptions:
 
 
 def test_the_wrapper_hands_on_and_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_NATIVE", _GlooWithOptions)
+    monkeypatch.setattr(nccl.LoggedNccl, "native_type", _GlooWithOptions)
     monkeypatch.setattr(nccl.LoggedNccl, "torch_name", "gloo")
     monkeypatch.setattr(nccl.LoggedNccl, "kind", dist.ProcessGroup.BackendType.GLOO)
     log = program_order.RankLog()

@@ -14,7 +14,7 @@ from test_costs import plan, tensor
 
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases.leader import examine
+from shardproof.cases.leader import judge_case
 from shardproof.cases.verdict import decide
 from shardproof.checks import schedule as check
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
@@ -187,7 +187,7 @@ def test_bubbles_are_measured_by_the_ranks_clocks() -> None:
         for row, begin in zip(logged, begins, strict=True):
             took = 1 if row.op == "F" else 2
             cpu = took / 2 if record.rank == 0 else took
-            clock = row._replace(began=begin, ended=begin + took, cpu=cpu)
+            clock = replace(row, began=begin, ended=begin + took, cpu=cpu)
             record.actions[record.actions.index(row)] = clock
     told = check.decide(found).figures["measured"]
     assert told["seconds"] == {"F": 1.0, "BW": 2.0}
@@ -214,7 +214,7 @@ def rows(found: Any, rank: int = 0) -> list[Done]:
 
 def change_row(found: Any, number: int, **fields: Any) -> None:
     """Computation ``number`` of rank 0 with other ``fields``."""
-    rows(found)[number] = rows(found)[number]._replace(**fields)
+    rows(found)[number] = replace(rows(found)[number], **fields)
 
 
 def exchange(found: Any, one: int, other: int) -> None:
@@ -243,7 +243,7 @@ IN_THE_RUN: dict[str, tuple[Change, str]] = {
         "rank 0, step 0: window 0: BW3@0 and what comes after it is never done",
     ),
     "once more": (
-        lambda f: rows(f).insert(8, rows(f)[7]._replace(window=1, begin=160, end=160)),
+        lambda f: rows(f).insert(8, replace(rows(f)[7], window=1, begin=160, end=160)),
         "rank 0, step 0: does BW3@0 after all that the schedule has",
     ),
     "other micro-batch": (
@@ -426,7 +426,7 @@ def judged(
         options={"schedule": "1f1b"},
         **more,
     )
-    account, result = examine(case, tmp_path, tmp_path, start)
+    account, result = judge_case(case, tmp_path, tmp_path, start)
     again = decide(Account.from_dict(account.to_dict()))
     assert (again.verdict, again.reason) == (result.verdict, result.reason)
     return result

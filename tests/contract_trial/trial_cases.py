@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases.leader import CaseTask, conduct
+from shardproof.cases.leader import CaseTask, run_case
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.launch.fork_server import Task
@@ -37,7 +37,7 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], task: Task[Any] = conduct) -> list[CaseResult]:
+def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[CaseResult]:
     """Results in the order of ``cases``, each from a leader that ran ``task``."""
     results = {}
     with Pool(2) as pool:

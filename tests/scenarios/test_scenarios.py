@@ -446,7 +446,7 @@ def test_the_schema_says_what_the_loader_accepts() -> None:
     assert schema["additionalProperties"] is False
     assert {"name", "about", "sees", "workload", "matrix", "checks"} == set(schema["required"])
     backend = schema["$defs"]["Matrix"]["properties"]["backend"]
-    assert {"type": "string"} in backend["anyOf"]
+    assert {"type": "string", "minLength": 1} in backend["anyOf"]
 
 
 @pytest.fixture(scope="module")

@@ -141,16 +141,15 @@ def test_ranks_as_threads_are_not_asked_of_it() -> None:
 
 def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
     hidden = (
-        "import sys, json; sys.modules['deepspeed'] = None\n"
-        "from shardproof.cases.leader import conduct\n"
-        "print(json.dumps(conduct(json.loads(sys.argv[1]))['result']))"
+        "import sys, json, pathlib; sys.modules['deepspeed'] = None\n"
+        "from shardproof.case import Case\n"
+        "from shardproof.cases.leader import CaseTask, run_case\n"
+        "case, *folders = json.loads(sys.argv[1])\n"
+        "task = CaseTask(Case.from_dict(case), *map(pathlib.Path, folders))\n"
+        "print(json.dumps(run_case(task)['result']))"
     )
     told_case = case("deepspeed/zero2", {"shard": 2}, backend="gloo", dtype="float32")
-    payload = {
-        "case": told_case.to_dict(),
-        "workdir": str(tmp_path / "case"),
-        "cache": str(tmp_path / "oracles"),
-    }
+    payload = [told_case.to_dict(), str(tmp_path / "case"), str(tmp_path / "oracles")]
     command = [sys.executable, "-c", hidden, json.dumps(payload)]
     place = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)

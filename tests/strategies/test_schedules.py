@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from shardproof.checks.schedule import bubbles
+from shardproof.checks.announced_schedule import bubbles
 from shardproof.contract import Refused
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.impls.reference.pipeline.schedules import (
@@ -71,7 +71,7 @@ def test_bubbles_are_those_published(name: str, times: tuple[Fraction, ...]) -> 
         for kind, form in (("span", FORMS[name].span), ("makespan", FORMS[name].makespan)):
             wanted = form(setting)
             if wanted is not None:
-                assert found[kind] == pytest.approx(float(wanted), abs=1e-9), setting
+                assert getattr(found, kind) == pytest.approx(float(wanted), abs=1e-9), setting
                 compared[kind] += 1
     assert min(compared.values()) >= 6 or (name == "zb_v" and len(set(times)) > 1)
 
@@ -106,7 +106,7 @@ def test_four_ranks_and_eight_micro_batches(name: str) -> None:
     schedule = SCHEDULES[name](4, 8)
     found = bubbles(schedule, Setting(4, 8, schedule.stages // 4))
     span, makespan, held = FOUR_BY_EIGHT[name]
-    assert (found["span"], found["makespan"]) == (pytest.approx(span), pytest.approx(makespan))
+    assert tuple(found) == (pytest.approx(span), pytest.approx(makespan))
     assert [schedule.peak(rank) for rank in range(4)] == held
 
 
@@ -114,7 +114,7 @@ def test_four_ranks_and_eight_micro_batches(name: str) -> None:
 def test_zb_v_with_unequal_times(ranks: int, bubble: float) -> None:
     times = (Fraction(1), Fraction(6, 5), Fraction(4, 5))
     found = bubbles(zb_v(ranks, 4 * ranks), Setting(ranks, 4 * ranks, 2, *times))
-    assert found["span"] == pytest.approx(bubble)
+    assert found.span == pytest.approx(bubble)
 
 
 def test_messages_take_time() -> None:

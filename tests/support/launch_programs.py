@@ -181,7 +181,6 @@ def trial(payload: dict[str, Any]) -> None:
     programs = {"mismatch": mismatched, "meeting": meeting, "empty": empty, "kernels": kernels}
     chosen = programs.get(fault)
     began = time.monotonic()
-    seen: list[int] = []
     outcomes = run_ranks(
         FakeLink() if backend == "fake" else backend,
         payload["world"],
@@ -190,7 +189,6 @@ def trial(payload: dict[str, Any]) -> None:
         payload["deadline"],
         payload.get("ledgers", True),
         memory_bytes=payload.get("memory_bytes"),
-        meanwhile=lambda: seen.append(1),
     )
     cause = root_cause(outcomes)
     result = {
@@ -201,7 +199,6 @@ def trial(payload: dict[str, Any]) -> None:
         "sentence": None if cause is None else cause.sentence(),
         "seconds": time.monotonic() - began,
         "children": len(process_control.children()),
-        "meanwhile": len(seen),
     }
     (workdir / "result.json").write_text(json.dumps(result))
 

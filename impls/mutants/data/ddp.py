@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Batch, OptimizerSpec
+from shardproof.contract import Batch
 from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import CLIP, Nothing, gpt
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket
@@ -23,25 +23,8 @@ from shardproof.impls.reference.parts.reducers import Work
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
 CNN_BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024}
-CLIP = OptimizerSpec(clip_norm=0.05)
-#: The first step's norm is larger than the clip, the last one's smaller.
-BETWEEN = OptimizerSpec("adamw", lr=0.003, clip_norm=2)
 
-mutant = partial(declare.mutant, parent=ReferenceDDP, parent_name="reference/ddp", options=BUCKETS)
-
-
-def gpt(*traits: str, micro_batches: int = 2, windows: int = 1) -> WorkloadSpec:
-    """The byte-level GPT with ``traits``."""
-    return WorkloadSpec(
-        "charnames_gpt", traits=traits, micro_batches=micro_batches, windows=windows
-    )
-
-
-class Nothing:
-    """A reduction that does not take place."""
-
-    def wait(self) -> None:
-        """Return at once."""
+mutant = declare.family(ReferenceDDP, options=BUCKETS)
 
 
 # ---------------------------------------------------------------------- what is reduced, and when
@@ -50,11 +33,12 @@ class Nothing:
 @mutant(
     "ddp_last_backward_only",
     zoo=("D01",),
-    summary="a branch used only in an earlier micro-batch contributes nothing to the sum",
     killed_by=("equivalence",),
     workload=gpt("conditional_by_micro_batch"),
 )
 class LastBackwardOnly(DDP):
+    """A branch used only in an earlier micro-batch contributes nothing to the sum."""
+
     def contribution(self, index: int) -> Tensor | None:
         # Arrivals are those of the last backward; an earlier one has left a gradient without one.
         return super().contribution(index) if index in self.arrivals else None
@@ -63,23 +47,21 @@ class LastBackwardOnly(DDP):
 @mutant(
     "ddp_drops_incomplete_bucket",
     zoo=("D02",),
-    summary="a bucket with an unused parameter is not reduced; its gradients stay local",
     killed_by=("equivalence", "replicas"),
     workload=gpt("unused"),
 )
 class DropsIncompleteBucket(DDP):
+    """A bucket with an unused parameter is not reduced: its gradients stay local."""
+
     def reduce(self, bucket: GradientBucket) -> Work:
         # Something is missing only from buckets that ``finish`` sends.
         return Nothing() if bucket.missing else super().reduce(bucket)
 
 
-@mutant(
-    "ddp_misses_replaced_parameter",
-    zoo=("D04",),
-    summary="one parameter was replaced after wrapping: its old tensor's gradient is reduced",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("ddp_misses_replaced_parameter", zoo=("D04",), killed_by=("equivalence", "replicas"))
 class MissesReplacedParameter(DDP):
+    """One parameter was replaced after wrapping. The gradient of its old tensor is reduced."""
+
     local: Tensor | None = None
 
     def launch(self, bucket: GradientBucket) -> None:
@@ -94,13 +76,10 @@ class MissesReplacedParameter(DDP):
             self.parameters[0].grad = self.local  # of the tensor that replaced it
 
 
-@mutant(
-    "ddp_latches_sync_flag",
-    zoo=("D05",),
-    summary="whether to reduce is decided in the first forward of a step: accumulation never syncs",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("ddp_latches_sync_flag", zoo=("D05",), killed_by=("equivalence", "replicas"))
 class LatchesSyncFlag(DDP):
+    """Whether to reduce is decided in the first forward of a step, so accumulation never syncs."""
+
     def accumulate(self, is_last: bool) -> None:
         # ``computed`` is still False in the first forward of a step.
         self.decided = self.decided if self.computed else is_last
@@ -112,13 +91,10 @@ class LatchesSyncFlag(DDP):
     decided = True
 
 
-@mutant(
-    "ddp_rebuild_loses_gradients",
-    zoo=("D08",),
-    summary="after new buckets are laid out, gradients of earlier micro-batches are overwritten",
-    killed_by=("equivalence",),
-)
+@mutant("ddp_rebuild_loses_gradients", zoo=("D08",), killed_by=("equivalence",))
 class RebuildLosesGradients(DDP):
+    """Laying out new buckets overwrites the gradients of earlier micro-batches."""
+
     rebuilt = False
 
     def lay_out(self) -> None:
@@ -134,36 +110,29 @@ class RebuildLosesGradients(DDP):
 
 
 @mutant(
-    "ddp_skips_last_wait",
-    zoo=("D10",),
-    summary="the last bucket is used without waiting for it",
-    killed_by=("equivalence",),
-    workload=gpt("late_results"),
+    "ddp_skips_last_wait", zoo=("D10",), killed_by=("equivalence",), workload=gpt("late_results")
 )
 class SkipsLastWait(DDP):
+    """The last bucket is used without waiting for it."""
+
     def wait_and_publish(self, bucket: GradientBucket) -> None:
         if bucket is self.buckets[-1]:
             bucket.work = Nothing()
         super().wait_and_publish(bucket)
 
 
-@mutant(
-    "ddp_never_reduces",
-    zoo=("D17",),
-    summary="every rank trains on its own gradients",
-    killed_by=("equivalence", "replicas", "traffic"),
-)
+@mutant("ddp_never_reduces", zoo=("D17",), killed_by=("equivalence", "replicas", "traffic"))
 class NeverReduces(DDP):
+    """Every rank trains on its own gradients."""
+
     def reduce(self, bucket: GradientBucket) -> Work:
         return Nothing()
 
 
-@mutant(
-    "ddp_reduces_in_fp32",
-    summary="gradients of an fp64 run are summed in fp32",
-    killed_by=("equivalence", "traffic"),
-)
+@mutant("ddp_reduces_in_fp32", killed_by=("equivalence", "traffic"))
 class ReducesInFp32(DDP):
+    """Gradients of an fp64 run are summed in fp32."""
+
     def reduce(self, bucket: GradientBucket) -> Work:
         # The case is in fp64, so fp32 shows in the sums and in the bytes.
         narrow = bucket.flat.float()
@@ -176,36 +145,24 @@ class ReducesInFp32(DDP):
 # ------------------------------------------------------------------------------- scale and shares
 
 
-@mutant(
-    "ddp_divides_by_world",
-    summary="the sum is divided by the number of ranks although the weights already sum to 1",
-    killed_by=("equivalence",),
-    mesh={"replicate": 3},
-)
+@mutant("ddp_divides_by_world", killed_by=("equivalence",), mesh={"replicate": 3})
 class DividesByWorld(DDP):
+    """The sum is divided by the number of ranks although the weights already sum to 1."""
+
     def wait_and_publish(self, bucket: GradientBucket) -> None:
         super().wait_and_publish(bucket)
         bucket.flat.div_(self.comm.size)
 
 
-@mutant(
-    "ddp_divides_by_world_clipped",
-    summary="as ddp_divides_by_world; clipping hides the scale, the norm before it does not",
-    killed_by=("norm",),
-    mesh={"replicate": 3},
-    optimizer=CLIP,
-)
+@mutant("ddp_divides_by_world_clipped", killed_by=("norm",), mesh={"replicate": 3}, optimizer=CLIP)
 class DividesByWorldClipped(DividesByWorld):
-    pass
+    """As ddp_divides_by_world. Clipping hides the scale; the norm before it does not."""
 
 
-@mutant(
-    "ddp_mean_of_means",
-    summary="every micro-batch counts the same, however many tokens it has",
-    killed_by=("equivalence",),
-    workload=gpt("unequal_tokens"),
-)
+@mutant("ddp_mean_of_means", killed_by=("equivalence",), workload=gpt("unequal_tokens"))
 class MeanOfMeans(ReferenceDDP):
+    """Every micro-batch counts the same, however many tokens it has."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         # Weights of a micro-batch sum to its share of the tokens; here to an equal share.
         share = 1 / (len(batch.micro_batches) * self.mesh.world)
@@ -216,12 +173,10 @@ class MeanOfMeans(ReferenceDDP):
         return super().backward(replace(batch, windows=(tuple(equal),)))
 
 
-@mutant(
-    "ddp_drops_last_micro_batch",
-    summary="the last micro-batch of a step is never computed",
-    killed_by=("equivalence",),
-)
+@mutant("ddp_drops_last_micro_batch", killed_by=("equivalence",))
 class DropsLastMicroBatch(ReferenceDDP):
+    """The last micro-batch of a step is never computed."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         return super().backward(replace(batch, windows=(tuple(batch.micro_batches[:-1]),)))
 
@@ -229,11 +184,12 @@ class DropsLastMicroBatch(ReferenceDDP):
 @mutant(
     "ddp_scales_incomplete_window",
     zoo=("O16",),
-    summary="an incomplete window is divided by the full number of micro-batches",
     killed_by=("equivalence",),
     workload=gpt("incomplete_window"),
 )
 class ScalesIncompleteWindow(ReferenceDDP):
+    """An incomplete window is divided by the full number of micro-batches."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         full = max(len(window) for window in batch.windows)
         windows = tuple(
@@ -246,24 +202,23 @@ class ScalesIncompleteWindow(ReferenceDDP):
 # -------------------------------------------------------------------------------- rank 0's values
 
 
-@mutant(
-    "ddp_forgets_initial_parameter",
-    summary="the initial broadcast leaves out one parameter",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("ddp_forgets_initial_parameter", killed_by=("equivalence", "replicas"))
 class ForgetsInitialParameter(DDP):
+    """The initial broadcast leaves out one parameter."""
+
     def broadcast_initial(self) -> None:
         broadcast_tensors(list(named_state(self.module).values())[1:], self.comm)
 
 
 @mutant(
     "ddp_keeps_local_buffers",
-    summary="buffers are not broadcast at the start of a step",
     killed_by=("equivalence", "traffic"),
     workload=WorkloadSpec("digits_cnn"),
     options=CNN_BUCKETS,
 )
 class KeepsLocalBuffers(DDP):
+    """Buffers are not broadcast at the start of a step."""
+
     def broadcast_buffers(self) -> None:
         pass
 
@@ -271,11 +226,12 @@ class KeepsLocalBuffers(DDP):
 @mutant(
     "ddp_broadcasts_stale_buffers",
     zoo=("D11",),
-    summary="the buffers found at construction are broadcast, not those bound now",
     killed_by=("equivalence",),
     workload=gpt("rebound_buffer"),
 )
 class BroadcastsStaleBuffers(DDP):
+    """The buffers seen at construction are broadcast, not those bound now."""
+
     first_bound: dict[str, Tensor] | None = None
 
     def buffers(self) -> dict[str, Tensor]:
@@ -286,12 +242,13 @@ class BroadcastsStaleBuffers(DDP):
 @mutant(
     "ddp_buffer_order_by_rank",
     zoo=("X02",),
-    summary="ranks list their buffers in different orders: equal sizes, values in the wrong place",
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),
     options=CNN_BUCKETS,
 )
 class BufferOrderByRank(DDP):
+    """Ranks list their buffers in different orders: sizes match, values go to the wrong place."""
+
     def buffers(self) -> dict[str, Tensor]:
         named = list(super().buffers().items())
         layer = 3 * min(self.comm.rank, 1)  # a layer has three buffers
@@ -301,12 +258,10 @@ class BufferOrderByRank(DDP):
 # --------------------------------------------------------------------------------- cost and order
 
 
-@mutant(
-    "ddp_communicates_every_micro_batch",
-    summary="gradients are reduced after every micro-batch and thrown away until the last",
-    killed_by=("traffic", "active"),
-)
+@mutant("ddp_communicates_every_micro_batch", killed_by=("traffic", "active"))
 class CommunicatesEveryMicroBatch(DDP):
+    """Gradients are reduced after every micro-batch and thrown away until the last."""
+
     def accumulate(self, is_last: bool) -> None:
         # An earlier micro-batch has left gradients that only the last one should send.
         if self.computed:
@@ -316,35 +271,28 @@ class CommunicatesEveryMicroBatch(DDP):
         super().accumulate(is_last)
 
 
-@mutant(
-    "ddp_waits_after_each_launch",
-    summary="each reduction is waited for as soon as it is launched",
-    killed_by=("overlap",),
-)
+@mutant("ddp_waits_after_each_launch", killed_by=("overlap",))
 class WaitsAfterEachLaunch(DDP):
+    """Each reduction is waited for as soon as it is launched."""
+
     def reduce(self, bucket: GradientBucket) -> Work:
         work = super().reduce(bucket)
         work.wait()
         return work
 
 
-@mutant(
-    "ddp_reduces_after_backward",
-    summary="all buckets are launched only after backward has ended",
-    killed_by=("overlap",),
-)
+@mutant("ddp_reduces_after_backward", killed_by=("overlap",))
 class ReducesAfterBackward(DDP):
+    """All buckets are launched only after backward has ended."""
+
     def launch_full_buckets(self) -> None:
         pass
 
 
-@mutant(
-    "ddp_unused_parameter_blocks_all",
-    summary="buckets keep their first order: one unused parameter holds up all of them",
-    killed_by=("overlap",),
-    workload=gpt("unused"),
-)
+@mutant("ddp_unused_parameter_blocks_all", killed_by=("overlap",), workload=gpt("unused"))
 class UnusedParameterBlocksAll(DDP):
+    """Buckets keep their first order, so one unused parameter holds up all of them."""
+
     def count(self, votes: Tensor) -> None:
         super().count(votes)
         # Forgets both reasons for which buckets are laid out again.

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
-from shardproof.impls.mutants.data.ddp import CLIP, CNN_BUCKETS, Nothing, gpt, mutant
+from shardproof.impls.mutants.data.ddp import CNN_BUCKETS, mutant
+from shardproof.impls.mutants.triggers import CLIP, Nothing, gpt
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.reducers import Work
@@ -22,13 +23,10 @@ WARMUP = OptimizerSpec(lr=0.1, warmup_steps=3)
 # ------------------------------------------------------------------------- late, or on some ranks
 
 
-@mutant(
-    "ddp_last_bucket_lost_after_step_3",
-    summary="from step 3 on the last bucket is not reduced",
-    killed_by=("equivalence", "replicas"),
-    steps=5,
-)
+@mutant("ddp_last_bucket_lost_after_step_3", killed_by=("equivalence", "replicas"), steps=5)
 class LastBucketLostAfterStep3(DDP):
+    """From step 3 on the last bucket is not reduced."""
+
     done = 0
 
     def after_step(self) -> None:
@@ -41,25 +39,23 @@ class LastBucketLostAfterStep3(DDP):
         return Nothing() if lost else super().reduce(bucket)
 
 
-@mutant(
-    "ddp_fourth_rank_left_out",
-    summary="rank 3 contributes zeros: wrong from 4 ranks on",
-    killed_by=("equivalence",),
-    mesh={"replicate": 4},
-)
+@mutant("ddp_fourth_rank_left_out", killed_by=("equivalence",), mesh={"replicate": 4})
 class FourthRankLeftOut(DDP):
+    """Rank 3 contributes zeros: wrong from 4 ranks on."""
+
     def contribution(self, index: int) -> Tensor | None:
         return None if self.comm.rank == 3 else super().contribution(index)
 
 
 @mutant(
     "ddp_last_rank_skips_update_without_tokens",
-    summary="a rank without tokens leaves its optimizer alone in that step",
     killed_by=("equivalence", "replicas"),
     workload=gpt("one_rank_without_tokens"),
     mesh={"replicate": 3},
 )
 class SkipsUpdateWithoutTokens(ReferenceDDP):
+    """A rank without tokens leaves its optimizer alone in that step."""
+
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         # For this step only: the rank takes part again in the next one.
         kept = self.optimizer.step
@@ -71,37 +67,30 @@ class SkipsUpdateWithoutTokens(ReferenceDDP):
             self.optimizer.step = kept  # type: ignore[method-assign]
 
 
-@mutant(
-    "ddp_ignores_warmup",
-    summary="the learning rate is not warmed up",
-    killed_by=("equivalence",),
-    optimizer=WARMUP,
-)
+@mutant("ddp_ignores_warmup", killed_by=("equivalence",), optimizer=WARMUP)
 class IgnoresWarmup(ReferenceDDP):
+    """The learning rate is not warmed up."""
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         self.spec = replace(self.spec, warmup_steps=0)
         return super().make_optimizer()
 
 
 @mutant(
-    "ddp_drops_weight_decay",
-    summary="weight decay is ignored",
-    killed_by=("equivalence",),
-    optimizer=OptimizerSpec(weight_decay=0.01),
+    "ddp_drops_weight_decay", killed_by=("equivalence",), optimizer=OptimizerSpec(weight_decay=0.01)
 )
 class DropsWeightDecay(ReferenceDDP):
+    """Weight decay is ignored."""
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         self.spec = replace(self.spec, weight_decay=0.0)
         return super().make_optimizer()
 
 
-@mutant(
-    "ddp_keeps_gradients_when_clipped",
-    summary="gradients are not cleared after a step that was clipped",
-    killed_by=("equivalence",),
-    optimizer=CLIP,
-)
+@mutant("ddp_keeps_gradients_when_clipped", killed_by=("equivalence",), optimizer=CLIP)
 class KeepsGradientsWhenClipped(DDP):
+    """Gradients are not cleared after a step that was clipped."""
+
     clipped = False
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -116,13 +105,10 @@ class KeepsGradientsWhenClipped(DDP):
                 parameter.grad = gradient
 
 
-@mutant(
-    "ddp_stale_bucket_content",
-    summary="what this rank did not use keeps the bucket's content of the last step",
-    killed_by=("equivalence",),
-    workload=gpt("conditional_by_rank"),
-)
+@mutant("ddp_stale_bucket_content", killed_by=("equivalence",), workload=gpt("conditional_by_rank"))
 class StaleBucketContent(DDP):
+    """A parameter that this rank did not use keeps the bucket's content of the last step."""
+
     def launch(self, bucket: GradientBucket) -> None:
         # In place of ``pack``, which sets to zero what has no gradient.
         for index, view in bucket.views.items():
@@ -133,13 +119,10 @@ class StaleBucketContent(DDP):
         self.launched += 1
 
 
-@mutant(
-    "ddp_unused_get_zero_gradients",
-    summary="what no rank used gets a gradient of zero, which decays and counts a step",
-    killed_by=("equivalence",),
-    workload=gpt("unused"),
-)
+@mutant("ddp_unused_get_zero_gradients", killed_by=("equivalence",), workload=gpt("unused"))
 class UnusedGetZeroGradients(DDP):
+    """A parameter that no rank used gets a zero gradient, which decays and counts a step."""
+
     def count(self, votes: Tensor) -> None:
         kept = [p.grad for p in self.parameters]
         super().count(votes)
@@ -149,22 +132,21 @@ class UnusedGetZeroGradients(DDP):
 
 @mutant(
     "ddp_integer_buffers_stay",
-    summary="integer buffers are not broadcast",
     killed_by=("equivalence",),
     workload=UNEQUAL_CNN,
     options=CNN_BUCKETS,
 )
 class IntegerBuffersStay(DDP):
+    """Integer buffers are not broadcast."""
+
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in super().buffers().items() if b.is_floating_point()}
 
 
-@mutant(
-    "ddp_gradients_as_integers",
-    summary="gradients travel a second time disguised as integers",
-    killed_by=("traffic",),
-)
+@mutant("ddp_gradients_as_integers", killed_by=("traffic",))
 class GradientsAsIntegers(DDP):
+    """Gradients are sent a second time, disguised as integers."""
+
     def finish(self) -> None:
         super().finish()
         for bucket in self.buckets:
@@ -172,13 +154,10 @@ class GradientsAsIntegers(DDP):
             self.comm.all_reduce(bucket.flat.view(torch.int64).clone())
 
 
-@mutant(
-    "ddp_momentum_lost_at_step_3",
-    summary="optimizer state is thrown away before step 3",
-    killed_by=("equivalence",),
-    steps=5,
-)
+@mutant("ddp_momentum_lost_at_step_3", killed_by=("equivalence",), steps=5)
 class MomentumReset(ReferenceDDP):
+    """Optimizer state is thrown away before step 3."""
+
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         if batch.step == 3:
             # With plain SGD there would be nothing to lose.
@@ -189,11 +168,12 @@ class MomentumReset(ReferenceDDP):
 @mutant(
     "ddp_evaluates_in_training_mode",
     zoo=("O23",),
-    summary="evaluation leaves dropout active",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
 )
 class EvaluatesInTrainingMode(ReferenceDDP):
+    """Evaluation leaves dropout active."""
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
         shares = [self.loss(micro) for micro in batch.micro_batches]
@@ -201,13 +181,11 @@ class EvaluatesInTrainingMode(ReferenceDDP):
 
 
 @mutant(
-    "ddp_evaluation_updates_buffers",
-    summary="evaluation moves the running statistics",
-    killed_by=("equivalence",),
-    workload=CNN,
-    options=CNN_BUCKETS,
+    "ddp_evaluation_updates_buffers", killed_by=("equivalence",), workload=CNN, options=CNN_BUCKETS
 )
 class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
+    """Evaluation moves the running statistics."""
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
         value = super(EvaluatesInTrainingMode, self).evaluate(batch)
@@ -216,25 +194,21 @@ class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
 
 
 @mutant(
-    "ddp_stays_in_evaluation_mode",
-    summary="after an evaluation training goes on in evaluation mode",
-    killed_by=("equivalence",),
-    workload=CNN,
-    options=CNN_BUCKETS,
+    "ddp_stays_in_evaluation_mode", killed_by=("equivalence",), workload=CNN, options=CNN_BUCKETS
 )
 class StaysInEvaluationMode(ReferenceDDP):
+    """After an evaluation training goes on in evaluation mode."""
+
     def evaluate(self, batch: Batch) -> Tensor | None:
         value = super().evaluate(batch)
         self.module.eval()
         return value
 
 
-@mutant(
-    "ddp_evaluates_mean_over_micro_batches",
-    summary="an evaluation is the mean of its micro-batches, not their weighted sum",
-    killed_by=("equivalence",),
-)
+@mutant("ddp_evaluates_mean_over_micro_batches", killed_by=("equivalence",))
 class EvaluatesMean(ReferenceDDP):
+    """An evaluation is the mean of its micro-batches, not their weighted sum."""
+
     def evaluate(self, batch: Batch) -> Tensor | None:
         loss = super().evaluate(batch)
         assert loss is not None
@@ -242,22 +216,18 @@ class EvaluatesMean(ReferenceDDP):
         return loss / max(1, len(batch.micro_batches))
 
 
-@mutant(
-    "ddp_full_state_on_rank_0_only",
-    summary="the gathered state is complete on rank 0 only",
-    killed_by=("equivalence",),
-)
+@mutant("ddp_full_state_on_rank_0_only", killed_by=("equivalence",))
 class FullStateOnRank0Only(ReferenceDDP):
+    """The gathered state is complete on rank 0 only."""
+
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         return super().full_state(kind) if self.mesh.rank == 0 else {}
 
 
-@mutant(
-    "ddp_full_state_of_the_start",
-    summary="the gathered state is that after setup",
-    killed_by=("equivalence",),
-)
+@mutant("ddp_full_state_of_the_start", killed_by=("equivalence",))
 class FullStateOfTheStart(ReferenceDDP):
+    """The gathered state is the one from after setup."""
+
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
         # Copies, or they would follow the update.

@@ -6,7 +6,7 @@ bound of a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Kind, OptimizerSpec, Piece
+from shardproof.contract import Kind, Piece
 from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import ADAMW
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
@@ -29,26 +30,21 @@ AS_FREED: Mapping[str, Any] = {
     "relation": {"same_as": {"options": {"reshard_after_forward": True}}},
 }
 
-
-def mutant(name: str, parent: Any, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of ``parent`` that the check ``relations`` must see."""
-    usual = {
-        "mesh": {"shard": 2},
-        "optimizer": OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
-        "killed_by": ("relations",),
-    }
-    given = usual | fields
-    return declare.mutant(name, parent=parent, parent_name=f"reference/{parent.strategy}", **given)
-
-
-@mutant(
-    "zero1_reload_restarts_counter",
+mutant = declare.family(
     ReferenceZero1,
-    zoo=("K02",),
-    summary="moments are loaded, Adam's counter of steps starts again",
-    expect=RELOAD,
+    ReferenceZero2,
+    ReferenceZero3,
+    ReferenceFSDP,
+    mesh={"shard": 2},
+    optimizer=ADAMW,
+    killed_by=("relations",),
 )
+
+
+@mutant("zero1_reload_restarts_counter", zoo=("K02",), expect=RELOAD)
 class ReloadRestartsCounter(ReferenceZero1):
+    """Moments are loaded, but Adam's step counter starts again."""
+
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         again = [
             replace(p, tensor=torch.zeros_like(p.tensor)) if p.name.endswith(".step") else p
@@ -57,14 +53,10 @@ class ReloadRestartsCounter(ReferenceZero1):
         super().load_pieces(kind, again)
 
 
-@mutant(
-    "zero3_reload_drops_new_slots",
-    ReferenceZero3,
-    zoo=("K16",),
-    summary="what a fresh optimizer does not hold yet, which is everything, is not loaded",
-    expect=RELOAD,
-)
+@mutant("zero3_reload_drops_new_slots", zoo=("K16",), expect=RELOAD)
 class ReloadDropsNewSlots(ReferenceZero3):
+    """State that a fresh optimizer does not hold yet (all of it) is not loaded."""
+
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         # Drops what has no place yet, where the parent makes one.
         copy_pieces(self.local_state(kind), pieces)
@@ -72,28 +64,23 @@ class ReloadDropsNewSlots(ReferenceZero3):
 
 @mutant(
     "zero2_reload_drops_masters",
-    ReferenceZero2,
     zoo=("O14",),
-    summary="masters start again from the parameters that were rounded from them",
     expect=RELOAD,
     lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16"},
 )
 class ReloadDropsMasters(ReferenceZero2):
+    """Masters start again from the parameters that were rounded from them."""
+
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         super().load_pieces(kind, [p for p in pieces if not p.name.endswith(".master")])
 
 
-@mutant(
-    "zero1_reload_keeps_masters",
-    ReferenceZero1,
-    zoo=("K02",),
-    summary="parameters are loaded, their masters on the host are not: the update undoes the load",
-    expect=RELOAD,
-    options={"offload": "optimizer"},
-)
+@mutant("zero1_reload_keeps_masters", zoo=("K02",), expect=RELOAD, options={"offload": "optimizer"})
 class ReloadKeepsMasters(ReferenceZero1):
+    """Parameters are loaded, but not their masters on the host, so the update undoes the load."""
+
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         # Without masters the parent loads parameters only, and starts nothing again from them.
         masters, self.masters = self.masters, None
@@ -103,28 +90,28 @@ class ReloadKeepsMasters(ReferenceZero1):
 
 @mutant(
     "zero2_reload_leaves_buckets",
-    ReferenceZero2,
     zoo=("K02",),
-    summary="a transposed parameter is loaded, its place in the bucket, which is updated, is not",
     expect=RELOAD,
     options={"offload": "optimizer"},
     workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",)),
 )
 class ReloadLeavesBuckets(Zero2):
+    """A transposed parameter is loaded, but not its place in the bucket, which is updated."""
+
     def loaded(self) -> None:
         pass
 
 
 @mutant(
     "zero1_averages_then_multiplies",
-    ReferenceZero1,
-    summary="gradients are divided by the ranks before the sum and multiplied after it",
     expect=AS_DDP,
     mesh={"shard": 3},
     lane="bitwise",
     dtype="float32",
 )
 class AveragesThenMultiplies(Zero1):
+    """Gradients are divided by the number of ranks before the sum and multiplied after it."""
+
     # A third of a number is rounded on every CPU, element by element: no order of sums decides.
     def send(self, bucket: OwnedBucket) -> None:
         bucket.complete().div_(self.comm.size)
@@ -136,14 +123,14 @@ class AveragesThenMultiplies(Zero1):
 
 @mutant(
     "fsdp_kept_parameters_outlive_update",
-    ReferenceFSDP,
     zoo=("F16",),
-    summary="where parameters are kept, one unit stays whole over the update and is a step behind",
     expect=AS_FREED,
     options={"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": False},
     mesh={"replicate": 1, "shard": 2},
 )
 class KeptParametersOutliveUpdate(ReferenceFSDP):
+    """With kept parameters, one unit stays whole over the update and is a step behind."""
+
     def update(self) -> None:
         handle: Any = self.handle
         if handle.options.keeps_parameters:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,26 +16,23 @@ from torch import Tensor, nn
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, MicroBatch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.hybrid.hybrid import CLIP, gpt
+from shardproof.impls.mutants.hybrid.hybrid import gpt
+from shardproof.impls.mutants.triggers import CLIP
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import power_sum
 from shardproof.impls.reference.hybrid import ReferenceHybrid
 from shardproof.impls.reference.pipeline.stages import Stages, Tied
 from shardproof.impls.reference.tensor.operators import all_reduce
 
-mutant = partial(
-    declare.mutant, parent=ReferenceHybrid, parent_name="reference/hybrid", workload=gpt()
-)
+mutant = declare.family(ReferenceHybrid, workload=gpt())
 
 
 @mutant(
-    "hybrid_keeps_whole_layers",
-    zoo=("F19",),
-    summary="what the layers were before the tensor axis cut them is kept beside their parts",
-    killed_by=("memory",),
-    mesh={"pipe": 2, "tensor": 2},
+    "hybrid_keeps_whole_layers", zoo=("F19",), killed_by=("memory",), mesh={"pipe": 2, "tensor": 2}
 )
 class KeepsWholeLayers(ReferenceHybrid):
+    """The layers as they were before the tensor axis cut them are kept beside their parts."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         self.uncut = [parameter.detach().clone() for parameter in module.parameters()]
         return super().transform(module, mesh, options)
@@ -45,12 +41,13 @@ class KeepsWholeLayers(ReferenceHybrid):
 @mutant(
     "hybrid_keeps_what_shards_were_cut_from",
     zoo=("F19",),
-    summary="each rank keeps the stage that its shards were cut from",
     killed_by=("memory",),
     mesh={"pipe": 2, "shard": 2},
     options={"data": "zero3"},
 )
 class KeepsWholeStages(ReferenceHybrid):
+    """Each rank keeps the stage that its shards were cut from."""
+
     def wrap(self, module: nn.Module) -> Handle:
         whole = [parameter.detach().clone() for parameter in module.parameters()]
         handle = super().wrap(module)
@@ -58,7 +55,17 @@ class KeepsWholeStages(ReferenceHybrid):
         return handle
 
 
-class _OwnOffsets(Stages):
+@mutant(
+    "hybrid_ties_in_own_offsets",
+    zoo=("H04",),
+    killed_by=("equivalence",),
+    workload=gpt("tied_over_units"),
+    mesh={"pipe": 2, "shard": 3},
+    options={"data": "zero3"},
+)
+class TiesInOwnOffsets(Stages):
+    """A stage reads the gradient of a tied tensor at its offset in its own flat layout."""
+
     def sum_tied(self, tied: Tied) -> None:
         gradient = tied.stand_in.grad
         if tied.copies.number and gradient is not None:
@@ -67,26 +74,14 @@ class _OwnOffsets(Stages):
 
 
 @mutant(
-    "hybrid_ties_in_own_offsets",
-    zoo=("H04",),
-    summary="a stage tells the gradient of a tied tensor from where it lies in its own flat layout",
-    killed_by=("equivalence",),
-    workload=gpt("tied_over_units"),
-    mesh={"pipe": 2, "shard": 3},
-    options={"data": "zero3"},
-)
-class TiesInOwnOffsets(ReferenceHybrid):
-    stages_type = _OwnOffsets
-
-
-@mutant(
     "hybrid_compensates_for_one_axis",
     zoo=("H07",),
-    summary="a mean over all data ranks is multiplied by the replicas, not by the shards as well",
     killed_by=("equivalence",),
     mesh={"replicate": 2, "shard": 2, "tensor": 2},
 )
 class CompensatesForOneAxis(ReferenceHybrid):
+    """A mean over all data ranks is multiplied by the replicas only, not by the shards."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         weigh = self.mesh.size("replicate") / self.mesh.size("replicate", "shard")
         windows = tuple(
@@ -100,12 +95,13 @@ class CompensatesForOneAxis(ReferenceHybrid):
 @mutant(
     "hybrid_same_masks_on_replicas",
     zoo=("T14",),
-    summary="dropout draws by the place in the rank's share: the same masks on every data rank",
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
     mesh={"replicate": 2, "tensor": 2},
 )
 class SameMasksOnReplicas(ReferenceHybrid):
+    """Dropout draws by the position in the rank's own share: every data rank has the same masks."""
+
     def loss(self, micro: MicroBatch) -> Tensor:
         inputs = micro.inputs.clone()
         inputs[:, -1] = torch.arange(len(inputs))
@@ -115,12 +111,13 @@ class SameMasksOnReplicas(ReferenceHybrid):
 @mutant(
     "hybrid_sums_terms_over_the_shards",
     zoo=("H08",),
-    summary="under sequence parallelism gradients of norms are summed over the shards",
     killed_by=("equivalence", "traffic"),
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero1", "sequence_parallel": True},
 )
 class SumsTermsOverTheShards(ReferenceHybrid):
+    """Under sequence parallelism, gradients of norms are summed over the shards."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         handle = super().transform(module, mesh, options)
         assert self.layers is not None
@@ -135,12 +132,13 @@ class SumsTermsOverTheShards(ReferenceHybrid):
 @mutant(
     "hybrid_adds_norms_of_stages",
     zoo=("O07",),
-    summary="the norms of the stages are added, not their squares",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
     mesh={"pipe": 2, "tensor": 2},
 )
 class AddsNormsOfStages(ReferenceHybrid):
+    """The norms of the stages are added, not their squares."""
+
     def norm(self) -> Tensor:
         held = [p.tensor for p in self.local_state("gradients") if p.replica == 0]
         total = torch.stack([power_sum(tensor) for tensor in held]).sum()
@@ -153,13 +151,14 @@ class AddsNormsOfStages(ReferenceHybrid):
 @mutant(
     "hybrid_reduces_after_every_window",
     zoo=("F23",),
-    summary="the data axes reduce after every window what they had reduced before",
     killed_by=("crash",),
     crash_says="received a gradient after its bucket had been sent",
     workload=replace(gpt(), windows=2),
     mesh={"pipe": 2, "replicate": 2},
 )
 class ReducesAfterEveryWindow(ReferenceHybrid):
+    """The data axes reduce again, after every window, what they had reduced before."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         losses: list[Tensor] = []
         for window in batch.windows:

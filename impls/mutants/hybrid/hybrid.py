@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import MicroBatch, OptimizerSpec
+from shardproof.contract import MicroBatch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import Nothing
+from shardproof.impls.mutants.triggers import CLIP, Nothing, gpts
 from shardproof.impls.reference.ddp import DDP
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
@@ -28,23 +26,10 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 from shardproof.impls.reference.pipeline.stages import Stages, Tied
 from shardproof.impls.reference.units.step_shards import StepShards
 
-CLIP = OptimizerSpec(clip_norm=0.05)
 ALL = {"pipe": 2, "replicate": 2, "tensor": 2}
-
-
-def gpt(*traits: str, **params: Any) -> WorkloadSpec:
-    """Two small blocks; ``params`` are knobs."""
-    sizes = {"width": 16, "heads": 4, "layers": 2} | params
-    return WorkloadSpec("charnames_gpt", traits=traits, params=sizes, global_batch=8)
-
-
-mutant = partial(
-    declare.mutant,
-    parent=ReferenceHybrid,
-    parent_name="reference/hybrid",
-    mesh=ALL,
-    workload=gpt(),
-)
+#: Two small blocks.
+gpt = gpts(width=16, heads=4, layers=2, global_batch=8)
+mutant = declare.family(ReferenceHybrid, mesh=ALL, workload=gpt())
 
 
 class _NoReduction(Reducer):
@@ -55,11 +40,12 @@ class _NoReduction(Reducer):
 @mutant(
     "hybrid_stages_skip_the_data_axes",
     zoo=("P10",),
-    summary="a stage of a pipeline does not reduce over the data axes",
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"pipe": 2, "replicate": 2},
 )
 class StagesSkipTheDataAxes(ReferenceHybrid):
+    """A stage of a pipeline does not reduce over the data axes."""
+
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
         if self.is_cut and isinstance(handle, DDP):
@@ -70,11 +56,12 @@ class StagesSkipTheDataAxes(ReferenceHybrid):
 @mutant(
     "hybrid_one_shard_group_is_no_group",
     zoo=("H01",),
-    summary="a shard axis of one rank turns off the sum over the replicas",
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "shard": 1, "tensor": 2},
 )
 class OneShardGroupIsNoGroup(ReferenceHybrid):
+    """A shard axis of one rank turns off the sum over the replicas."""
+
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
         if self.mesh.axes.get("shard") == 1 and isinstance(handle, DDP):
@@ -82,13 +69,10 @@ class OneShardGroupIsNoGroup(ReferenceHybrid):
         return handle
 
 
-@mutant(
-    "hybrid_starts_all_from_rank_0",
-    zoo=("H05",),
-    summary="the data axes start from rank 0 of the world: tensor ranks get its part of the layers",
-    killed_by=("equivalence",),
-)
+@mutant("hybrid_starts_all_from_rank_0", zoo=("H05",), killed_by=("equivalence",))
 class StartsAllFromRank0(ReferenceHybrid):
+    """The data axes start from rank 0 of the world: tensor ranks get its part of the layers."""
+
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
         if "tensor" in self.mesh.axes:
@@ -100,12 +84,13 @@ class StartsAllFromRank0(ReferenceHybrid):
 @mutant(
     "hybrid_norm_over_replicas",
     zoo=("H10",),
-    summary="the norm is added over the replicas as well, which hold the same",
     killed_by=("norm",),
     optimizer=CLIP,
     mesh={"pipe": 2, "replicate": 2},
 )
 class NormOverReplicas(ReferenceHybrid):
+    """The norm is also summed over the replicas, which hold the same gradients."""
+
     def norm(self) -> Tensor:
         return counted(self, lambda piece: True)
 
@@ -113,12 +98,13 @@ class NormOverReplicas(ReferenceHybrid):
 @mutant(
     "hybrid_norm_misses_the_stages",
     zoo=("H11", "O02"),
-    summary="each stage clips by the norm of its own gradients",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
     mesh={"pipe": 2, "tensor": 2},
 )
 class NormMissesTheStages(ReferenceHybrid):
+    """Each stage clips by the norm of its own gradients."""
+
     def norm(self) -> Tensor:
         return counted(self, lambda piece: piece.replica == 0, without="pipe")
 
@@ -126,13 +112,14 @@ class NormMissesTheStages(ReferenceHybrid):
 @mutant(
     "hybrid_norm_misses_the_layers",
     zoo=("H11", "O05"),
-    summary="the norm misses what other tensor ranks hold of the layers",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero1"},
 )
 class NormMissesTheLayers(ReferenceHybrid):
+    """The norm misses what other tensor ranks hold of the layers."""
+
     def norm(self) -> Tensor:
         return counted(self, lambda piece: piece.replica == 0, without="tensor")
 
@@ -140,13 +127,14 @@ class NormMissesTheLayers(ReferenceHybrid):
 @mutant(
     "hybrid_norm_counts_whole_tensors_on_each",
     zoo=("O04",),
-    summary="what stands whole on every tensor rank enters the norm as often",
     killed_by=("norm",),
     optimizer=CLIP,
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero2"},
 )
 class NormCountsWholeTensorsOnEach(ReferenceHybrid):
+    """Tensors that are whole on every tensor rank enter the norm once a rank."""
+
     def norm(self) -> Tensor:
         copies = self.mesh.size("tensor")
         return counted(self, lambda piece: piece.replica < copies)
@@ -164,18 +152,29 @@ def counted(system: ReferenceHybrid, counts: Any, without: str = "") -> Tensor:
 @mutant(
     "hybrid_clips_on_the_first_tensor_rank",
     zoo=("O01",),
-    summary="ranks beyond the first of the tensor axis do not clip",
     killed_by=("replicas", "equivalence"),
     optimizer=CLIP,
     mesh={"pipe": 2, "tensor": 2},
 )
 class ClipsOnTheFirstTensorRank(ReferenceHybrid):
+    """Ranks beyond the first of the tensor axis do not clip."""
+
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if not self.mesh.coordinate["tensor"]:
             super().clip(norm, max_norm)
 
 
-class _LosesHead(Stages):
+@mutant(
+    "hybrid_loses_the_head_of_a_tie",
+    zoo=("P11",),
+    killed_by=("equivalence",),
+    workload=gpt("tied_over_units"),
+    mesh={"pipe": 2, "shard": 2},
+    options={"data": "zero1"},
+)
+class LosesTheHeadOfATie(Stages):
+    """The last stage's gradient of a tied tensor is lost on its way to the first."""
+
     def sum_tied(self, tied: Tied) -> None:
         if tied.copies.number and tied.stand_in.grad is not None:
             tied.stand_in.grad.zero_()
@@ -183,27 +182,15 @@ class _LosesHead(Stages):
 
 
 @mutant(
-    "hybrid_loses_the_head_of_a_tie",
-    zoo=("P11",),
-    summary="the last stage's gradient of a tied tensor is lost on its way to the first",
-    killed_by=("equivalence",),
-    workload=gpt("tied_over_units"),
-    mesh={"pipe": 2, "shard": 2},
-    options={"data": "zero1"},
-)
-class LosesTheHeadOfATie(ReferenceHybrid):
-    stages_type = _LosesHead
-
-
-@mutant(
     "hybrid_drops_later_windows",
-    summary="a step ends after its first window",
     killed_by=("equivalence",),
     workload=replace(gpt(), windows=2),
     mesh={"pipe": 2, "shard": 2},
     options={"data": "zero3"},
 )
 class DropsLaterWindows(ReferenceHybrid):
+    """A step ends after its first window."""
+
     def backward(self, batch: Any) -> Tensor | None:
         return super().backward(replace(batch, windows=batch.windows[:1]))
 
@@ -211,12 +198,13 @@ class DropsLaterWindows(ReferenceHybrid):
 @mutant(
     "hybrid_sums_norms_again",
     zoo=("T08",),
-    summary="gradients that the layers have summed already are summed over the tensor axis again",
     killed_by=("equivalence",),
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero1", "sequence_parallel": True},
 )
 class SumsAgain(ReferenceHybrid):
+    """Gradients that the layers have already summed are summed over the tensor axis again."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         handle = super().transform(module, mesh, options)
         finish = handle.finish
@@ -233,12 +221,13 @@ class SumsAgain(ReferenceHybrid):
 
 @mutant(
     "hybrid_loss_of_own_part",
-    summary="in a pipeline the last stage takes the loss of its own part of the vocabulary",
     killed_by=("crash",),
     crash_says="is out of bounds",
     mesh={"pipe": 2, "tensor": 2},
 )
 class LossOfOwnPart(ReferenceHybrid):
+    """In a pipeline, the last stage takes the loss of its own part of the vocabulary."""
+
     def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         return self.build.loss(self.precision.cast_outputs(outputs), micro)
 
@@ -246,12 +235,13 @@ class LossOfOwnPart(ReferenceHybrid):
 @mutant(
     "hybrid_stage_stays_whole",
     zoo=("F19",),
-    summary="the shards of a stage are gathered for the first step and never freed",
     killed_by=("memory",),
     mesh={"pipe": 2, "shard": 2},
     options={"data": "fsdp"},
 )
 class StageStaysWhole(ReferenceHybrid):
+    """The shards of a stage are gathered for the first step and never freed."""
+
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
         assert isinstance(handle, StepShards)
@@ -263,12 +253,13 @@ class StageStaysWhole(ReferenceHybrid):
 @mutant(
     "hybrid_norms_stay_partial",
     zoo=("T02",),
-    summary="gradients of norms are reduced over the data axes, never summed over the tensor axis",
     killed_by=("equivalence",),
     mesh={"shard": 2, "tensor": 2},
     options={"data": "zero1", "sequence_parallel": True},
 )
 class NormsStayPartial(ReferenceHybrid):
+    """Gradients of norms are reduced over the data axes, never summed over the tensor axis."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         handle = super().transform(module, mesh, options)
         assert self.layers is not None
@@ -277,13 +268,10 @@ class NormsStayPartial(ReferenceHybrid):
         return handle
 
 
-@mutant(
-    "hybrid_keeps_other_stages",
-    summary="the layers of other stages are never let go",
-    killed_by=("memory",),
-    mesh={"pipe": 2, "tensor": 2},
-)
+@mutant("hybrid_keeps_other_stages", killed_by=("memory",), mesh={"pipe": 2, "tensor": 2})
 class KeepsOtherStages(ReferenceHybrid):
+    """The layers of other stages are never freed."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         self.everything = module
         return super().transform(module, mesh, options)

@@ -5,7 +5,7 @@ Two to four stages; the schedule is the one that shows the fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
-from shardproof.contract import Batch, Build, Implementation, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.contract import Batch, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP
+from shardproof.impls.mutants.triggers import CLIP, gpts, overflows_here, own_parts
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -30,41 +29,12 @@ from shardproof.schedules import Action, Schedule, with_messages
 LOOPED: Mapping[str, Any] = {"schedule": {"name": "interleaved", "chunks": 2}}
 SPLIT: Mapping[str, Any] = {"schedule": "zb_h1"}
 SCALED = OptimizerSpec(scaler=ScalerSpec(initial=1024, interval=2))
-
-
-def gpt(*traits: str, layers: int = 4, **values: Any) -> WorkloadSpec:
-    """Four units, four micro-batches of six samples."""
-    sizes = {"layers": layers, "width": 16, "heads": 2, "seq": 8}
-    return WorkloadSpec("charnames_gpt", traits, **({"micro_batches": 4} | values), params=sizes)
-
+#: Four units, four micro-batches of six samples.
+gpt = gpts(layers=4, width=16, heads=2, seq=8, micro_batches=4)
 
 WINDOWS = gpt(windows=2, micro_batches=3)
 TIED = gpt("tied_over_units")
-
-
-def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of the pipeline, of its executor, its messages or its stages."""
-
-    def declared(cls: declare.C) -> declare.C:
-        made: type = cls
-        for kind, attribute in ((Messages, "messages_type"), (Executor, "executor_type")):
-            if issubclass(made, kind):
-                base: type = Executor if kind is Messages else ReferencePipeline
-                made = _using(base, cls, attribute, made)
-        if issubclass(made, Stages):
-            made = _using(ReferencePipeline, cls, "stages_type", made)
-        assert issubclass(made, Implementation)
-        usual: dict[str, Any] = {"workload": gpt(), "mesh": {"pipe": 2}}
-        fault = declare.Mutant(name, "reference/pipeline", implementation=made, **(usual | fields))
-        cls.mutant = fault  # type: ignore[attr-defined]
-        return cls
-
-    return declared
-
-
-def _using(base: type, cls: type, attribute: str, part: type) -> type:
-    body = {attribute: part, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (base,), body)
+mutant = declare.family(ReferencePipeline, workload=gpt(), mesh={"pipe": 2})
 
 
 # ----------------------------------------------------------------------------------------- scales
@@ -73,11 +43,12 @@ def _using(base: type, cls: type, attribute: str, part: type) -> type:
 @mutant(
     "pipeline_rescales_accumulated_gradients",
     zoo=("P01",),
-    summary="every schedule call divides all that has been accumulated, not what it added",
     killed_by=("equivalence",),
     workload=WINDOWS,
 )
 class RescalesAccumulatedGradients(Executor):
+    """Every schedule call divides all gradients accumulated so far, not only what it added."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         is_last, scale = rest or (True, 1.0)
         losses = super().run(schedule, window, is_last, scale * len(window))
@@ -88,39 +59,31 @@ class RescalesAccumulatedGradients(Executor):
         return losses
 
 
-@mutant(
-    "pipeline_divides_the_metric_only",
-    zoo=("P02",),
-    summary="losses are divided by the micro-batches after backward",
-    killed_by=("equivalence",),
-)
+@mutant("pipeline_divides_the_metric_only", zoo=("P02",), killed_by=("equivalence",))
 class DividesTheMetricOnly(Executor):
+    """Losses are divided by the number of micro-batches after backward."""
+
     def output_gradient(self, action: Action, held: Held) -> Tensor:
         gradient = super().output_gradient(action, held)
         return gradient * len(self.window) if action.stage == self.last else gradient
 
 
 @mutant(
-    "pipeline_scales_inputs_gradients_only",
-    zoo=("P04",),
-    summary="a split backward scales the gradients of weights once more",
-    killed_by=("equivalence",),
-    options=SPLIT,
+    "pipeline_scales_inputs_gradients_only", zoo=("P04",), killed_by=("equivalence",), options=SPLIT
 )
 class ScalesInputsGradientsOnly(Executor):
+    """A split backward scales the gradients of weights once more."""
+
     def weights(self, action: Action) -> None:
         deferred: Any = self.held[action.stage, action.micro]
         deferred.gradients = [gradient / len(self.window) for gradient in deferred.gradients]
         super().weights(action)
 
 
-@mutant(
-    "pipeline_loses_last_split_weights",
-    summary="the weights' part of a step's last backward is not done",
-    killed_by=("equivalence",),
-    options=SPLIT,
-)
+@mutant("pipeline_loses_last_split_weights", killed_by=("equivalence",), options=SPLIT)
 class LosesLastSplitWeights(Executor):
+    """The weights' part of a step's last backward is left out."""
+
     def weights(self, action: Action) -> None:
         if action in self.final:
             self.held[action.stage, action.micro].outputs.clear()  # type: ignore[union-attr]
@@ -133,11 +96,12 @@ class LosesLastSplitWeights(Executor):
 @mutant(
     "pipeline_one_receive_buffer",
     zoo=("P07",),
-    summary="all micro-batches are received in one buffer, which earlier ones still need",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
 )
 class OneReceiveBuffer(Messages):
+    """All micro-batches are received in one buffer, which earlier ones still need."""
+
     def buffer(self, key: Key) -> Tensor:
         self.kept: dict[Key, Tensor] = getattr(self, "kept", {})
         return self.kept.setdefault(key, super().buffer(key)).data
@@ -146,11 +110,12 @@ class OneReceiveBuffer(Messages):
 @mutant(
     "pipeline_uses_activations_early",
     zoo=("P16",),
-    summary="a stage computes with a receive buffer that has not been filled",
     killed_by=("equivalence",),
     workload=gpt("poisoned_buffers"),
 )
 class UsesActivationsEarly(Messages):
+    """A stage computes with a receive buffer that has not been filled."""
+
     def take(self, receive: Action, peer: int) -> Tensor:
         if receive.op == "RB" or receive.micro == 0:
             return super().take(receive, peer)
@@ -162,23 +127,25 @@ class UsesActivationsEarly(Messages):
 
 @mutant(
     "pipeline_one_form_for_all_lengths",
-    summary="the shape of the first activation is taken for that of all",
     killed_by=("crash",),
     crash_says="but rank 1 calls recv(from 0",
     workload=gpt("variable_lengths", "unequal_tokens"),
 )
 class OneFormForAllLengths(Executor):
+    """The shape of the first activation is used for all."""
+
     def key(self, message: Action) -> Key:
         return super().key(message)[0], ()
 
 
 @mutant(
     "pipeline_gradient_of_another_micro_batch",
-    summary="with two gradients under way a stage takes the one that came first",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
 )
 class GradientOfAnotherMicroBatch(Executor):
+    """With two gradients in flight, a stage takes the one that came first."""
+
     def output_gradient(self, action: Action, held: Held) -> Tensor:
         gradient = super().output_gradient(action, held)
         self.before, own = getattr(self, "before", gradient), gradient
@@ -189,13 +156,10 @@ class GradientOfAnotherMicroBatch(Executor):
 # ----------------------------------------------------------------------------- labels and the loss
 
 
-@mutant(
-    "pipeline_labels_of_another_micro_batch",
-    zoo=("P08",),
-    summary="the last stage takes the labels of the micro-batch that comes after",
-    killed_by=("equivalence",),
-)
+@mutant("pipeline_labels_of_another_micro_batch", zoo=("P08",), killed_by=("equivalence",))
 class LabelsOfAnotherMicroBatch(Executor):
+    """The last stage takes the labels of the next micro-batch."""
+
     def forward(self, action: Action) -> None:
         window = self.window
         if action.stage == self.last:
@@ -204,24 +168,18 @@ class LabelsOfAnotherMicroBatch(Executor):
         self.window = window
 
 
-@mutant(
-    "pipeline_tells_last_window_only",
-    summary="the loss is that of the last schedule call",
-    killed_by=("equivalence",),
-    workload=WINDOWS,
-)
+@mutant("pipeline_tells_last_window_only", killed_by=("equivalence",), workload=WINDOWS)
 class TellsLastWindowOnly(ReferencePipeline):
+    """The reported loss is that of the last schedule call."""
+
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         return super().total(losses[len(losses) // 2 :])
 
 
-@mutant(
-    "pipeline_zero_loss_where_none_is_known",
-    zoo=("P20",),
-    summary="stages without a loss tell zero, which counts",
-    killed_by=("equivalence",),
-)
+@mutant("pipeline_zero_loss_where_none_is_known", zoo=("P20",), killed_by=("equivalence",))
 class ZeroLossWhereNoneIsKnown(ReferencePipeline):
+    """Stages without a loss report zero, which counts."""
+
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         total = super().total(losses)
         return torch.zeros(()) if total is None else total
@@ -233,11 +191,12 @@ class ZeroLossWhereNoneIsKnown(ReferencePipeline):
 @mutant(
     "pipeline_tied_gradient_stays_local",
     zoo=("K24",),
-    summary="each copy of a tied weight is updated by its own stage's gradient",
     killed_by=("equivalence", "replicas"),
     workload=TIED,
 )
 class TiedGradientStaysLocal(Stages):
+    """Each copy of a tied weight is updated with its own stage's gradient."""
+
     def sum_tied(self, tied: Tied) -> None:
         tied.ranks = [self.comm.rank]
         super().sum_tied(tied)
@@ -246,24 +205,22 @@ class TiedGradientStaysLocal(Stages):
 @mutant(
     "pipeline_tied_gradient_lost_on_one_rank",
     zoo=("P11",),
-    summary="where both uses of a tied weight lie on one rank, the second one's gradient is lost",
     killed_by=("equivalence",),
     workload=TIED,
     options={"schedule": "zb_v"},
 )
 class TiedGradientLostOnOneRank(Stages):
+    """With both uses of a tied weight on one rank, the second one's gradient is lost."""
+
     def _hide(self, part: nn.Module, stand_ins: dict[int, nn.Parameter]) -> None:
         copies = {key: nn.Parameter(p.data) for key, p in stand_ins.items()} if self.hidden else {}
         super()._hide(part, copies or stand_ins)
 
 
-@mutant(
-    "pipeline_tied_gradient_added_twice",
-    summary="a tied weight's own part is added to a sum that has it",
-    killed_by=("equivalence", "replicas"),
-    workload=TIED,
-)
+@mutant("pipeline_tied_gradient_added_twice", killed_by=("equivalence", "replicas"), workload=TIED)
 class TiedGradientAddedTwice(Stages):
+    """A tied weight's own part is added to a sum that already has it."""
+
     def sum_tied(self, tied: Tied) -> None:
         own = tied.stand_in.grad
         super().sum_tied(tied)
@@ -274,12 +231,13 @@ class TiedGradientAddedTwice(Stages):
 @mutant(
     "pipeline_norm_counts_ties_twice",
     zoo=("O04",),
-    summary="the norm counts a tied weight on every rank that has it",
     killed_by=("norm", "equivalence"),
     workload=TIED,
     optimizer=CLIP,
 )
 class NormCountsTiesTwice(Stages):
+    """The norm counts a tied weight on every rank that has it."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         numbers = [tied.copies.number for tied in self.tied]
         for tied in self.tied:
@@ -291,13 +249,11 @@ class NormCountsTiesTwice(Stages):
 
 
 @mutant(
-    "pipeline_ties_start_apart",
-    zoo=("K24",),
-    summary="the last stage's copy of a tied weight starts from its own values",
-    killed_by=("equivalence", "replicas"),
-    workload=TIED,
+    "pipeline_ties_start_apart", zoo=("K24",), killed_by=("equivalence", "replicas"), workload=TIED
 )
 class TiesStartApart(Stages):
+    """The last stage's copy of a tied weight starts from its own values."""
+
     def __init__(self, whole: nn.Module, *rest: Any) -> None:
         super().__init__(whole, *rest)
         for tied in self.tied:
@@ -311,21 +267,20 @@ class TiesStartApart(Stages):
 @mutant(
     "pipeline_norm_of_one_stage",
     zoo=("O02", "H11"),
-    summary="every rank clips by the norm of its own stages",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
 )
 class NormOfOneStage(Stages):
+    """Every rank clips by the norm of its own stages."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return [(value, ()) for value, _ in super().norm_parts(order)]
+        return own_parts(super().norm_parts(order))
 
 
-@mutant(
-    "pipeline_stages_start_from_their_own",
-    summary="only the first rank's stages start from the given values",
-    killed_by=("equivalence",),
-)
+@mutant("pipeline_stages_start_from_their_own", killed_by=("equivalence",))
 class StagesStartFromTheirOwn(Stages):
+    """Only the first rank's stages start from the given values."""
+
     def __init__(self, whole: nn.Module, *rest: Any) -> None:
         super().__init__(whole, *rest)
         if self.comm.rank:
@@ -336,14 +291,10 @@ class StagesStartFromTheirOwn(Stages):
 # -------------------------------------------------------------------------- schedules, as data
 
 
-@mutant(
-    "pipeline_crosses_messages",
-    zoo=("P14",),
-    summary="with two chunks the first two messages of a rank go in the other order",
-    killed_by=("schedule",),
-    options=LOOPED,
-)
+@mutant("pipeline_crosses_messages", zoo=("P14",), killed_by=("schedule",), options=LOOPED)
 class CrossesMessages(ReferencePipeline):
+    """With two chunks, the first two messages of a rank are sent in swapped order."""
+
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         good = super().schedule(options, ranks, micro_batches)
@@ -353,25 +304,19 @@ class CrossesMessages(ReferencePipeline):
         return replace(good, orders=(tuple(first), *good.orders[1:]))
 
 
-@mutant(
-    "pipeline_puts_all_weights_off",
-    summary="gradients of weights come after everything else: the memory of GPipe",
-    killed_by=("schedule",),
-    options=SPLIT,
-)
+@mutant("pipeline_puts_all_weights_off", killed_by=("schedule",), options=SPLIT)
 class PutsAllWeightsOff(Executor):
+    """Gradients of weights come after everything else, which takes the memory of GPipe."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         orders = tuple(tuple(sorted(o, key=lambda a: a.op == "W")) for o in schedule.orders)
         return super().run(replace(schedule, orders=orders), window, *rest)
 
 
-@mutant(
-    "pipeline_leaves_out_a_unit",
-    summary="a unit between two stages belongs to neither",
-    killed_by=("equivalence", "active"),
-    workload=gpt(layers=5),
-)
+@mutant("pipeline_leaves_out_a_unit", killed_by=("equivalence", "active"), workload=gpt(layers=5))
 class LeavesOutAUnit(ReferencePipeline):
+    """A unit between two stages belongs to neither."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         (start, stop), *others = self.bounds
         self.bounds = [(start, stop - 1), *others]
@@ -383,12 +328,13 @@ class LeavesOutAUnit(ReferencePipeline):
 
 @mutant(
     "pipeline_accumulates_in_descending_order",
-    summary="backwards run from the last micro-batch to the first",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
     lane="bitwise",
 )
 class AccumulatesInDescendingOrder(ReferencePipeline):
+    """Backwards run from the last micro-batch to the first."""
+
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         return with_messages(
@@ -408,13 +354,10 @@ class AccumulatesInDescendingOrder(ReferencePipeline):
         )
 
 
-@mutant(
-    "pipeline_weights_move_during_the_flush",
-    zoo=("P22",),
-    summary="after its first backward a stage goes on with other weights",
-    killed_by=("equivalence",),
-)
+@mutant("pipeline_weights_move_during_the_flush", zoo=("P22",), killed_by=("equivalence",))
 class WeightsMoveDuringTheFlush(Executor):
+    """After its first backward, a stage goes on with other weights."""
+
     def backward(self, action: Action) -> None:
         super().backward(action)
         if action.micro == 0:
@@ -423,13 +366,11 @@ class WeightsMoveDuringTheFlush(Executor):
 
 
 @mutant(
-    "pipeline_window_with_old_weights",
-    zoo=("P22",),
-    summary="a window computes with the weights of the window before",
-    killed_by=("equivalence",),
-    workload=WINDOWS,
+    "pipeline_window_with_old_weights", zoo=("P22",), killed_by=("equivalence",), workload=WINDOWS
 )
 class WindowWithOldWeights(Executor):
+    """A window computes with the weights of the window before."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         named = [p for stage in self.stages.values() for p in stage.module.parameters()]
         now = [p.detach().clone() for p in named]
@@ -443,26 +384,21 @@ class WindowWithOldWeights(Executor):
         return losses
 
 
-@mutant(
-    "pipeline_keeps_all_losses",
-    zoo=("P19",),
-    summary="the losses of all steps are kept",
-    killed_by=("memory",),
-    steps=8,
-)
+@mutant("pipeline_keeps_all_losses", zoo=("P19",), killed_by=("memory",), steps=8)
 class KeepsAllLosses(ReferencePipeline):
+    """The losses of all steps are kept."""
+
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         self.kept: list[Tensor] = [*getattr(self, "kept", ()), *losses]
         return super().total(losses)
 
 
 @mutant(
-    "pipeline_keeps_graphs_for_a_window",
-    summary="what a micro-batch holds is let go when the window is over",
-    killed_by=("schedule",),
-    workload=gpt(micro_batches=8),
+    "pipeline_keeps_graphs_for_a_window", killed_by=("schedule",), workload=gpt(micro_batches=8)
 )
 class KeepsGraphsForAWindow(Executor):
+    """What a micro-batch holds is freed only when the window is over."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         kept: list[Tensor] = []
 
@@ -477,42 +413,30 @@ class KeepsGraphsForAWindow(Executor):
 # ----------------------------------------------------------------------------------- loss scaling
 
 
-class _Deaf(LossScaler):
-    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
-        return any(not bool(g.isfinite().all()) for g in gradients if g is not None)
-
-
 @mutant(
     "pipeline_overflow_of_own_stage",
     zoo=("O11",),
-    summary="a stage leaves the update out if its own gradients overflow",
     killed_by=("loss_scale",),
     workload=gpt("overflow_on_one_rank"),
     optimizer=SCALED,
     steps=5,
 )
-class OverflowOfOwnStage(ReferencePipeline):
-    def setup(
-        self,
-        build: Build,
-        state: Mapping[str, Tensor] | None,
-        optimizer: OptimizerSpec,
-        mesh: Mesh,
-        options: Mapping[str, Any],
-    ) -> None:
-        super().setup(build, state, optimizer, mesh, options)
-        assert optimizer.scaler is not None
-        self.scaler = _Deaf(optimizer.scaler, mesh)
+class OverflowOfOwnStage(LossScaler):
+    """A stage skips the update if its own gradients overflow."""
+
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        return overflows_here(gradients)
 
 
 @mutant(
     "pipeline_scales_first_window_only",
-    summary="losses of later windows are not scaled, but divided by the scale",
     killed_by=("equivalence",),
     workload=WINDOWS,
     optimizer=SCALED,
 )
 class ScalesFirstWindowOnly(Executor):
+    """Losses of later windows are not scaled, but divided by the scale."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         is_last, scale = rest or (True, 1.0)
         return super().run(schedule, window, is_last, 1.0 if is_last else scale)
@@ -524,12 +448,13 @@ class ScalesFirstWindowOnly(Executor):
 @mutant(
     "pipeline_evaluation_leaves_a_chunk",
     zoo=("P17",),
-    summary="after an evaluation the first chunk trains again, the others stay as they are",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
     options=LOOPED,
 )
 class EvaluationLeavesAChunk(ReferencePipeline):
+    """After an evaluation the first chunk trains again; the others stay in evaluation mode."""
+
     def evaluate(self, batch: Batch) -> Tensor | None:
         loss = super().evaluate(batch)
         _, *rest = self.module.children()
@@ -541,11 +466,12 @@ class EvaluationLeavesAChunk(ReferencePipeline):
 @mutant(
     "pipeline_evaluates_in_training_mode",
     zoo=("O23",),
-    summary="evaluation draws masks",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
 )
 class EvaluatesInTrainingMode(Executor):
+    """Evaluation draws dropout masks."""
+
     def forward(self, action: Action) -> None:
         self.stages[action.stage].module.train()
         super().forward(action)

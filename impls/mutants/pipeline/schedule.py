@@ -13,48 +13,28 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, MicroBatch, Observe, Point, StepResult
 from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.pipeline.pipeline import LOOPED, SPLIT, gpt
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.pipeline.executor import Executor, Held
 from shardproof.impls.reference.pipeline.schedules import SCHEDULES
 from shardproof.schedules import Action, Schedule, with_messages
 
-SPLIT: Mapping[str, Any] = {"schedule": "zb_h1"}
 GPIPE: Mapping[str, Any] = {"schedule": "gpipe"}
-SIZES = {"layers": 4, "width": 16, "heads": 2, "seq": 8}
+mutant = declare.family(
+    ReferencePipeline, workload=gpt(), mesh={"pipe": 2}, killed_by=("schedule",)
+)
 
-
-def gpt(**values: Any) -> WorkloadSpec:
-    """Four units and, unless told otherwise, four micro-batches of six samples."""
-    return WorkloadSpec("charnames_gpt", params=SIZES, **({"micro_batches": 4} | values))
-
-
-def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of the pipeline or of its executor."""
-
-    def declared(cls: declare.C) -> declare.C:
-        made: Any = cls
-        if issubclass(cls, Executor):
-            body = {"executor_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-            made = type(cls.__name__, (ReferencePipeline,), body)
-        usual: dict[str, Any] = {
-            "workload": gpt(),
-            "mesh": {"pipe": 2},
-            "killed_by": ("schedule",),
-        }
-        fault = declare.Mutant(name, "reference/pipeline", implementation=made, **(usual | fields))
-        cls.mutant = fault  # type: ignore[attr-defined]
-        return cls
-
-    return declared
+#: Changes an order in place.
+Change = Callable[[list[Action]], None]
 
 
 class Spoilt(ReferencePipeline):
-    """What the parent would run, with the order of one rank changed by :meth:`spoil`."""
+    """What the parent would run, with the order of one rank changed by ``spoil``, in place."""
 
     rank: ClassVar[int] = 0
+    spoil: ClassVar[Change]
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -65,126 +45,105 @@ class Spoilt(ReferencePipeline):
         orders = (*schedule.orders[: cls.rank], tuple(order), *schedule.orders[cls.rank + 1 :])
         return replace(schedule, orders=orders)
 
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        """Change ``order`` in place."""
-        raise NotImplementedError
 
-
-def exchange(order: list[Action], one: str, other: str) -> None:
+def exchange(one: str, other: str) -> Change:
     """Two actions change places."""
-    i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
-    order[i], order[j] = order[j], order[i]
+
+    def change(order: list[Action]) -> None:
+        i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
+        order[i], order[j] = order[j], order[i]
+
+    return change
 
 
-def move(order: list[Action], one: str, behind: str) -> None:
-    """An action comes right behind another."""
-    action = Action.parse(one)
-    order.remove(action)
-    order.insert(order.index(Action.parse(behind)) + 1, action)
+def move(one: str, behind: str = "") -> Change:
+    """An action comes right behind another, or first."""
+
+    def change(order: list[Action]) -> None:
+        action = Action.parse(one)
+        order.remove(action)
+        order.insert(order.index(Action.parse(behind)) + 1 if behind else 0, action)
+
+    return change
+
+
+def drop(one: str) -> Change:
+    """An action is left out."""
+    return lambda order: order.remove(Action.parse(one))
+
+
+def repeat(one: str) -> Change:
+    """An action comes once more, at the end."""
+    return lambda order: order.append(Action.parse(one))
 
 
 # ---------------------------------------------------------------------------- orders without a run
 
 
-@mutant(
-    "schedule_swaps_two_sends",
-    zoo=("P14",),
-    summary="the first two activations leave in the wrong order",
-)
+@mutant("schedule_swaps_two_sends", zoo=("P14",))
 class SwapsTwoSends(Spoilt):
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        move(order, "SF0@0", "SF1@0")
+    """The first two activations are sent in the wrong order."""
+
+    spoil = move("SF0@0", "SF1@0")
 
 
-@mutant(
-    "schedule_posts_receives_in_another_order",
-    zoo=("P14",),
-    summary="the second activation is awaited first",
-    options=GPIPE,
-)
+@mutant("schedule_posts_receives_in_another_order", zoo=("P14",), options=GPIPE)
 class PostsReceivesInAnotherOrder(Spoilt):
+    """The second activation is received first."""
+
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.insert(0, order.pop(order.index(Action("RF", 1, 1))))
+    spoil = move("RF1@1")
 
 
-@mutant(
-    "schedule_forgets_a_gradient",
-    summary="one gradient is neither sent nor awaited",
-)
+@mutant("schedule_forgets_a_gradient")
 class ForgetsAGradient(Spoilt):
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("RB", 0, 2))
+    """One gradient is neither sent nor received."""
+
+    spoil = drop("RB2@0")
 
 
-@mutant(
-    "schedule_forgets_receive_after_warm_up",
-    zoo=("P16",),
-    summary="a stage in the middle goes over to taking turns without an input",
-    mesh={"pipe": 3},
-)
+@mutant("schedule_forgets_receive_after_warm_up", zoo=("P16",), mesh={"pipe": 3})
 class ForgetsReceiveAfterWarmUp(Spoilt):
+    """A stage in the middle leaves its warm-up without receiving an input."""
+
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("RF", 1, 1))
+    spoil = drop("RF1@1")
 
 
-@mutant(
-    "schedule_drops_last_weights",
-    summary="the weights' part of a stage's last backward stands in no order",
-    options=SPLIT,
-)
+@mutant("schedule_drops_last_weights", options=SPLIT)
 class DropsLastWeights(Spoilt):
+    """The weights' part of a stage's last backward is in no order."""
+
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.remove(Action("W", 1, 3))
+    spoil = drop("W3@1")
 
 
-@mutant(
-    "schedule_weights_before_their_gradient",
-    summary="the weights' part of a backward comes before that of the input",
-    options=SPLIT,
-)
+@mutant("schedule_weights_before_their_gradient", options=SPLIT)
 class WeightsBeforeTheirGradient(Spoilt):
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        exchange(order, "B2@0", "W2@0")
+    """The weights' part of a backward comes before the input's part."""
+
+    spoil = exchange("B2@0", "W2@0")
 
 
-@mutant(
-    "schedule_repeats_a_backward",
-    summary="one micro-batch goes backward twice",
-)
+@mutant("schedule_repeats_a_backward")
 class RepeatsABackward(Spoilt):
+    """One micro-batch goes backward twice."""
+
     rank = 1
-
-    @classmethod
-    def spoil(cls, order: list[Action]) -> None:
-        order.append(Action("BW", 1, 3))
+    spoil = repeat("BW3@1")
 
 
-@mutant(
-    "schedule_waits_in_a_circle",
-    zoo=("P14",),
-    summary="the last stage begins with a micro-batch that the first one holds back",
-)
+@mutant("schedule_waits_in_a_circle", zoo=("P14",))
 class WaitsInACircle(ReferencePipeline):
+    """The last stage begins with a micro-batch that the first one holds back."""
+
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         schedule = super().schedule(options, ranks, micro_batches)
         orders = [list(schedule.computed(rank)) for rank in range(ranks)]
-        move(orders[0], "F1@0", "BW0@0")
+        move("F1@0", "BW0@0")(orders[0])
         for op in ("F", "BW"):
-            exchange(orders[1], f"{op}0@1", f"{op}1@1")
+            exchange(f"{op}0@1", f"{op}1@1")(orders[1])
         return with_messages(replace(schedule, orders=tuple(map(tuple, orders))))
 
 
@@ -216,13 +175,11 @@ class OtherWarmUp(ReferencePipeline):
 
 
 @mutant(
-    "schedule_warm_up_is_not_clamped",
-    zoo=("P13",),
-    summary="with fewer micro-batches than stages a rank warms up with some that do not exist",
-    workload=gpt(micro_batches=1),
-    mesh={"pipe": 3},
+    "schedule_warm_up_is_not_clamped", zoo=("P13",), workload=gpt(micro_batches=1), mesh={"pipe": 3}
 )
 class WarmUpIsNotClamped(OtherWarmUp):
+    """With fewer micro-batches than stages, a rank warms up with some that do not exist."""
+
     @classmethod
     def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
         return ranks - 1 - rank
@@ -231,43 +188,37 @@ class WarmUpIsNotClamped(OtherWarmUp):
 # ------------------------------------------------------------------------ not what the name says
 
 
-@mutant(
-    "schedule_warms_up_once_too_often",
-    summary="1F1B with one forward more first: every rank holds one micro-batch more",
-)
+@mutant("schedule_warms_up_once_too_often")
 class WarmsUpOnceTooOften(OtherWarmUp):
+    """1F1B with one more warm-up forward: every rank holds one micro-batch more."""
+
     @classmethod
     def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
         return min(micro_batches, ranks - rank)
 
 
-@mutant(
-    "schedule_does_not_warm_up",
-    summary="every micro-batch goes all the way there and back before the next one comes",
-)
+@mutant("schedule_does_not_warm_up")
 class DoesNotWarmUp(OtherWarmUp):
+    """Every micro-batch goes through all stages and back before the next one starts."""
+
     @classmethod
     def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
         return 0
 
 
-@mutant(
-    "schedule_interleaves_nothing",
-    summary="asked for two chunks a rank, every rank has one: the bubble of 1F1B",
-    options={"schedule": {"name": "interleaved", "chunks": 2}},
-)
+@mutant("schedule_interleaves_nothing", options=LOOPED)
 class InterleavesNothing(ReferencePipeline):
+    """Every rank has one chunk though two were asked for: the bubble of 1F1B."""
+
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         return SCHEDULES["interleaved"](ranks, micro_batches, chunks=1)
 
 
-@mutant(
-    "schedule_puts_weights_last",
-    summary="zero bubble with all weights' parts at the end: they fill no bubble and hold all",
-    options=SPLIT,
-)
+@mutant("schedule_puts_weights_last", options=SPLIT)
 class PutsWeightsLast(ReferencePipeline):
+    """Zero bubble with all weights' parts at the end: they fill no bubble and hold all memory."""
+
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
         schedule = super().schedule(options, ranks, micro_batches)
@@ -278,23 +229,20 @@ class PutsWeightsLast(ReferencePipeline):
 # ------------------------------------------------------------------------------ not what is run
 
 
-@mutant(
-    "schedule_runs_another_one",
-    summary="the plan that is told is 1F1B, what is executed is GPipe",
-)
+@mutant("schedule_runs_another_one")
 class RunsAnotherOne(Executor):
+    """1F1B is announced, GPipe is run."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         if schedule.name == "1f1b":
             schedule = SCHEDULES["gpipe"](schedule.ranks, len(window))
         return super().run(schedule, window, *rest)
 
 
-@mutant(
-    "schedule_forgets_itself_in_second_window",
-    summary="from the second schedule call of a step on all forwards come first",
-    workload=gpt(windows=2, micro_batches=3),
-)
+@mutant("schedule_forgets_itself_in_second_window", workload=gpt(windows=2, micro_batches=3))
 class ForgetsItselfInSecondWindow(ReferencePipeline):
+    """From the second schedule call of a step on, all forwards come first."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         first, *others = batch.windows
         loss = super().backward(replace(batch, windows=(first,)))
@@ -308,16 +256,14 @@ class ForgetsItselfInSecondWindow(ReferencePipeline):
         self.case_options = self.given
 
 
-@mutant(
-    "schedule_swaps_backwards_of_first_stage",
-    summary="the first stage, which nobody waits for, takes two micro-batches in another order",
-    options=GPIPE,
-)
+@mutant("schedule_swaps_backwards_of_first_stage", options=GPIPE)
 class SwapsBackwardsOfFirstStage(Executor):
+    """The first stage, which nobody waits for, takes two micro-batches in swapped order."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         order = list(schedule.orders[0])
         if schedule.name == "gpipe":
-            exchange(order, "BW0@0", "BW1@0")
+            exchange("BW0@0", "BW1@0")(order)
             for message in ("RB0@0", "RB1@0"):
                 order.remove(Action.parse(message))
                 order.insert(order.index(Action("BW", 0, 1)), Action.parse(message))
@@ -327,12 +273,11 @@ class SwapsBackwardsOfFirstStage(Executor):
 
 
 @mutant(
-    "schedule_weights_after_final_gradients",
-    summary="the last weights' part of every stage runs when gradients have been looked at",
-    killed_by=("schedule", "equivalence"),
-    options=SPLIT,
+    "schedule_weights_after_final_gradients", killed_by=("schedule", "equivalence"), options=SPLIT
 )
 class WeightsAfterFinalGradients(ReferencePipeline):
+    """The last weights' part of every stage runs after gradients have been observed."""
+
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         executor, late = self.executor, list[tuple[Action, Any]]()
         at_once = executor.do["W"]
@@ -357,23 +302,19 @@ class WeightsAfterFinalGradients(ReferencePipeline):
             executor.do["W"] = at_once
 
 
-@mutant(
-    "schedule_splits_nothing",
-    summary="B computes the gradients of weights as well, W does nothing",
-    options=SPLIT,
-    mesh={"pipe": 3},
-)
+@mutant("schedule_splits_nothing", options=SPLIT, mesh={"pipe": 3})
 class SplitsNothing(Executor):
+    """B also computes the gradients of weights; W does nothing."""
+
     def backward(self, action: Action) -> None:
         super().backward(action)
         self.held[action.stage, action.micro].backward()  # type: ignore[union-attr]
 
 
-@mutant(
-    "schedule_keeps_activations",
-    summary="what a micro-batch has saved is kept until its window ends",
-)
+@mutant("schedule_keeps_activations")
 class KeepsActivations(Executor):
+    """What a micro-batch has saved is kept until its window ends."""
+
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         self.kept: list[Held] = []
         losses = super().run(schedule, window, *rest)
@@ -387,11 +328,10 @@ class KeepsActivations(Executor):
         return gradient
 
 
-@mutant(
-    "schedule_keeps_inputs_only",
-    summary="a forward throws its activations away, backward computes it again",
-)
+@mutant("schedule_keeps_inputs_only")
 class KeepsInputsOnly(Executor):
+    """A forward discards its activations, and backward computes them again."""
+
     def forward(self, action: Action) -> None:
         super().forward(action)
         held = self.held.get((action.stage, action.micro))
@@ -406,11 +346,10 @@ class KeepsInputsOnly(Executor):
         return super().output_gradient(action, held)
 
 
-@mutant(
-    "schedule_computes_forwards_twice",
-    summary="every forward is computed once more, for the shape of what it gives",
-)
+@mutant("schedule_computes_forwards_twice")
 class ComputesForwardsTwice(Executor):
+    """Every forward is computed once more, for the shape of its output."""
+
     def forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
         module = stage.module

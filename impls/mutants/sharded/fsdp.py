@@ -7,7 +7,7 @@ the parent are planted at their effect; the summary says what goes wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP, gpt
+from shardproof.impls.mutants.triggers import CLIP, gpt, own_parts
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.precision import Precision
@@ -29,33 +28,18 @@ from shardproof.impls.reference.units.parameters import ParameterState
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
-ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
 SILENT: Mapping[str, Any] = {"accumulate_without_communication": True}
 CHUNKS: Mapping[str, Any] = {"reshard_after_forward": 2}
-
-
-def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of the strategy that the decorated class comes from."""
-
-    def declared(cls: declare.C) -> declare.C:
-        flat = issubclass(cls, (FSDP, ReferenceFSDP))
-        parent: Any = ReferenceFSDP if flat else ReferenceZero3
-        parent_name = f"reference/{parent.strategy}"
-        usual: dict[str, Any] = {"mesh": {"shard": 3}}
-        return declare.mutant(name, parent=parent, parent_name=parent_name, **(usual | fields))(cls)
-
-    return declared
+mutant = declare.family(ReferenceZero3, ReferenceFSDP, mesh={"shard": 3})
 
 
 # ----------------------------------------------------------------------------- what is gathered
 
 
-@mutant(
-    "zero3_keeps_own_initial_shard",
-    summary="a rank cuts its shards from the values that it was built with, not from rank 0's",
-    killed_by=("equivalence",),
-)
+@mutant("zero3_keeps_own_initial_shard", killed_by=("equivalence",))
 class KeepsOwnInitialShard(Zero3):
+    """A rank cuts its shards from the values that it was built with, not from rank 0's."""
+
     def __init__(self, module: nn.Module, *args: Any) -> None:
         own = {name: tensor.detach().clone() for name, tensor in named_state(module).items()}
         super().__init__(module, *args)
@@ -65,13 +49,12 @@ class KeepsOwnInitialShard(Zero3):
 
 
 @mutant(
-    "zero3_computes_with_last_weights",
-    zoo=("F16",),
-    summary="the last unit is not freed at the end of a step: the next one computes with its old "
-    "weights",
-    killed_by=("equivalence", "traffic", "memory"),
+    "zero3_computes_with_last_weights", zoo=("F16",), killed_by=("equivalence", "traffic", "memory")
 )
 class ComputesWithLastWeights(Zero3):
+    """The last unit is not freed at the end of a step: the next step computes with its old
+    weights."""
+
     def after_backward(self, unit: ShardedUnit) -> None:
         unit.free() if unit is not self.units[-1] else None
         self.reduce(unit)
@@ -84,25 +67,22 @@ class ComputesWithLastWeights(Zero3):
 @mutant(
     "zero3_does_not_wait_for_prefetch",
     zoo=("F16",),
-    summary="a unit that was gathered ahead is used without waiting for it",
     killed_by=("equivalence",),
     workload=gpt("poisoned_buffers"),
 )
 class DoesNotWaitForPrefetch(Zero3):
+    """A unit that was gathered ahead is used without waiting for it."""
+
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         for flat in unit.flats if unit.is_whole else ():
             flat.parameters.work, flat.parameters.state = None, ParameterState.WHOLE
         super().before_forward(unit, again)
 
 
-@mutant(
-    "zero3_unties_weight",
-    zoo=("F05",),
-    summary="a tied weight becomes two tensors; nobody updates the second",
-    killed_by=("equivalence",),
-    workload=gpt("tied"),
-)
+@mutant("zero3_unties_weight", zoo=("F05",), killed_by=("equivalence",), workload=gpt("tied"))
 class UntiesWeight(ReferenceZero3):
+    """A tied weight becomes two tensors, and the second is never updated."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         second = module.get_submodule("blocks.1.odd.tied.second")
         weight = second.get_parameter("weight").detach()
@@ -114,11 +94,12 @@ class UntiesWeight(ReferenceZero3):
 @mutant(
     "zero3_idle_ranks_count_otherwise",
     zoo=("X05",),
-    summary="a rank without work follows with the shard of another unit of equal size",
     killed_by=("equivalence",),
     workload=gpt("unequal_micro_batches"),
 )
 class IdleRanksCountOtherwise(Zero3):
+    """A rank without work sends the shard of another unit of equal size."""
+
     def idle_rounds(self) -> None:
         self.units[1], self.units[2] = self.units[2], self.units[1]
         super().idle_rounds()
@@ -128,12 +109,13 @@ class IdleRanksCountOtherwise(Zero3):
 @mutant(
     "fsdp_chunks_of_wrong_neighbours",
     zoo=("F22",),
-    summary="chunks of two neighbours are put together in the wrong order",
     killed_by=("equivalence",),
     mesh={"shard": 4},
     options=CHUNKS,
 )
 class ChunksOfWrongNeighbours(FSDP):
+    """Chunks of two neighbours are put together in the wrong order."""
+
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         whole = [flat.parameters.whole.clone() for flat in unit.flats]
         super().after_forward(unit, again)
@@ -145,12 +127,13 @@ class ChunksOfWrongNeighbours(FSDP):
 @mutant(
     "fsdp_keeps_first_chunks",
     zoo=("F16",),
-    summary="the chunks kept between forward and backward are those of the first forward",
     killed_by=("equivalence",),
     mesh={"shard": 4},
     options=CHUNKS,
 )
 class KeepsFirstChunks(FSDP):
+    """The chunks kept between forward and backward are those of the first forward."""
+
     first: Mapping[ShardedUnit, list[Tensor | None]] = {}
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
@@ -164,13 +147,14 @@ class KeepsFirstChunks(FSDP):
 @mutant(
     "fsdp_indexes_empty_shard",
     zoo=("F17",),
-    summary="a rank looks at the first parameter of a shard that holds none",
     killed_by=("crash",),
     crash_says="StopIteration",
     workload=gpt("one_element"),
     options={"wrap": {"units": ["blocks.0", "final.one_element"]}},
 )
 class IndexesEmptyShard(FSDP):
+    """A rank looks at the first parameter of a shard that holds none."""
+
     def before_step(self, micro_batches: int) -> None:
         super().before_step(micro_batches)
         self.firsts = [next(iter(flat.parts)) for flat in self.flats]
@@ -179,14 +163,10 @@ class IndexesEmptyShard(FSDP):
 # ------------------------------------------------------------------------------ what is reduced
 
 
-@mutant(
-    "zero3_drops_tied_tail",
-    zoo=("F01",),
-    summary="the last shard of a tied parameter gets no gradient",
-    killed_by=("equivalence",),
-    workload=gpt("tied"),
-)
+@mutant("zero3_drops_tied_tail", zoo=("F01",), killed_by=("equivalence",), workload=gpt("tied"))
 class DropsTiedTail(Zero3):
+    """The last shard of a tied parameter gets no gradient."""
+
     def finish(self) -> None:
         super().finish()
         for name, target in self.targets():
@@ -199,12 +179,13 @@ class DropsTiedTail(Zero3):
 @mutant(
     "zero3_no_gradient_alone",
     zoo=("F02",),
-    summary="on one rank a parameter of one element has a gradient of 0",
     killed_by=("equivalence",),
     workload=gpt("one_element"),
     mesh={"shard": 1},
 )
 class NoGradientAlone(Zero3):
+    """On one rank, a parameter of one element has a gradient of 0."""
+
     def finish(self) -> None:
         super().finish()
         for _, target in self.targets():
@@ -212,14 +193,10 @@ class NoGradientAlone(Zero3):
                 target.grad.zero_()
 
 
-@mutant(
-    "fsdp_clears_nothing_alone",
-    zoo=("F13",),
-    summary="over one rank, where nothing is gathered, gradients are not cleared either",
-    killed_by=("equivalence",),
-    mesh={"shard": 1},
-)
+@mutant("fsdp_clears_nothing_alone", zoo=("F13",), killed_by=("equivalence",), mesh={"shard": 1})
 class ClearsNothingAlone(FSDP):
+    """On one rank, where nothing is gathered, gradients are not cleared either."""
+
     def after_step(self) -> None:
         assert self.shards is not None
         totals = [flat.gradients.total for flat in self.trained]
@@ -233,12 +210,13 @@ class ClearsNothingAlone(FSDP):
 @mutant(
     "zero3_gradient_by_own_use",
     zoo=("F04",),
-    summary="a shard has a gradient only on ranks that used the parameter themselves",
     killed_by=("equivalence",),
     workload=gpt("conditional_by_rank"),
     options={"wrap": {"units": ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]}},
 )
 class GradientByOwnUse(Zero3):
+    """A shard has a gradient only on ranks that used the parameter themselves."""
+
     def finish(self) -> None:
         super().finish()
         for name, target in self.targets():
@@ -246,13 +224,10 @@ class GradientByOwnUse(Zero3):
                 target.grad = None
 
 
-@mutant(
-    "zero3_drops_unit_of_last_forward",
-    zoo=("F07",),
-    summary="a unit that ends with the whole backward is reduced only in the last round",
-    killed_by=("equivalence", "traffic"),
-)
+@mutant("zero3_drops_unit_of_last_forward", zoo=("F07",), killed_by=("equivalence", "traffic"))
 class DropsUnitOfLastForward(Zero3):
+    """A unit that ends with the whole backward is reduced only in the last round."""
+
     def reduce(self, unit: ShardedUnit) -> None:
         if unit is not self.root or self.rounds.is_last:
             super().reduce(unit)
@@ -265,11 +240,12 @@ class DropsUnitOfLastForward(Zero3):
 @mutant(
     "fsdp_reduces_reduced_gradients",
     zoo=("F23",),
-    summary="the sum of earlier micro-batches is added again with every micro-batch",
     killed_by=("equivalence",),
     workload=gpt(micro_batches=3),
 )
 class ReducesReducedGradients(FSDP):
+    """The sum of earlier micro-batches is added again with every micro-batch."""
+
     def before_backward(self, unit: ShardedUnit) -> None:
         super().before_backward(unit)
         for flat in unit.trained if unit is self.root else ():
@@ -279,7 +255,6 @@ class ReducesReducedGradients(FSDP):
 
 @mutant(
     "fsdp_counts_module_twice",
-    summary="the gradient of a unit that is called twice is counted twice",
     killed_by=("equivalence",),
     workload=gpt("module_twice"),
     mesh={"replicate": 3},
@@ -289,6 +264,8 @@ class ReducesReducedGradients(FSDP):
     },
 )
 class CountsModuleTwice(FSDP):
+    """The gradient of a unit that is called twice is counted twice."""
+
     def reduce(self, unit: ShardedUnit) -> None:
         unit.pack()
         for flat in unit.trained:
@@ -300,11 +277,12 @@ class CountsModuleTwice(FSDP):
 @mutant(
     "zero3_uses_gradients_early",
     zoo=("D10",),
-    summary="reductions are added to the shard without waiting for them",
     killed_by=("equivalence",),
     workload=gpt("late_results"),
 )
 class UsesGradientsEarly(Zero3):
+    """Reductions are added to the shard without waiting for them."""
+
     def start_reduction(self, unit: ShardedUnit) -> None:
         super().start_reduction(unit)
         for flat in unit.trained:
@@ -314,13 +292,14 @@ class UsesGradientsEarly(Zero3):
 @mutant(
     "zero3_reduces_in_bf16",
     zoo=("H13",),
-    summary="fp32 reductions are asked for, bf16 ones are made",
     killed_by=("traffic",),
     lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
 class ReducesInBf16(Zero3):
+    """fp32 reductions are asked for; bf16 ones are made."""
+
     def __init__(
         self, module: nn.Module, comms: Mapping[str, Comm], plan: Any, precision: Precision, *a: Any
     ) -> None:
@@ -330,23 +309,25 @@ class ReducesInBf16(Zero3):
 @mutant(
     "zero3_clips_by_own_shard",
     zoo=("O02", "H11"),
-    summary="every rank clips by the norm of its own shards",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class ClipsByOwnShard(Zero3):
+    """Every rank clips by the norm of its own shards."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return [(total, ()) for total, _ in super().norm_parts(order)]
+        return own_parts(super().norm_parts(order))
 
 
 @mutant(
     "fsdp_takes_norm_before_reductions_land",
     zoo=("O08",),
-    summary="the norm is taken before the root's gradients are there",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
 )
 class TakesNormBeforeReductionsLand(FSDP):
+    """The norm is taken before the root's gradients have arrived."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         held = {name: t.grad for name, t in self.targets() if self.home[name] in self.root.flats}
         for name in held:

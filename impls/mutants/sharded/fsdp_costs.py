@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardproof.comm import Comm
-from shardproof.impls.mutants.data.ddp import gpt
-from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, SILENT, mutant
+from shardproof.impls.mutants.sharded.fsdp import CHUNKS, SILENT, mutant
+from shardproof.impls.mutants.triggers import ADAMW, gpt
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.gradients import GradientState
@@ -25,13 +25,10 @@ from shardproof.impls.reference.zero3 import Zero3
 # ------------------------------------------------------------------------------- what is freed
 
 
-@mutant(
-    "zero3_frees_late",
-    zoo=("F19",),
-    summary="units stay whole from forward to backward, and are gathered again all the same",
-    killed_by=("memory",),
-)
+@mutant("zero3_frees_late", zoo=("F19",), killed_by=("memory",))
 class FreesLate(Zero3):
+    """Units stay whole from forward to backward and are still gathered again."""
+
     left: frozenset[ShardedUnit] = frozenset()
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
@@ -45,59 +42,45 @@ class FreesLate(Zero3):
         super().gather(unit)
 
 
-@mutant(
-    "fsdp_never_reshards",
-    zoo=("F19",),
-    summary="FULL_SHARD keeps units whole between forward and backward",
-    killed_by=("traffic", "memory"),
-)
+@mutant("fsdp_never_reshards", zoo=("F19",), killed_by=("traffic", "memory"))
 class NeverReshards(FSDP):
+    """FULL_SHARD keeps units whole between forward and backward."""
+
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.order.forward_ends(unit)
 
 
-@mutant(
-    "zero3_keeps_root",
-    summary="the root is not gathered again before backward",
-    killed_by=("traffic",),
-)
+@mutant("zero3_keeps_root", killed_by=("traffic",))
 class KeepsRoot(Zero3):
+    """The root is not gathered again before backward."""
+
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         if unit is not self.root:
             super().after_forward(unit, again)
 
 
-@mutant(
-    "zero3_keeps_units_of_backward",
-    summary="units stay whole from their backward to the end of the round",
-    killed_by=("memory",),
-)
+@mutant("zero3_keeps_units_of_backward", killed_by=("memory",))
 class KeepsUnitsOfBackward(Zero3):
+    """Units stay whole from their backward to the end of the round."""
+
     def after_backward(self, unit: ShardedUnit) -> None:
         self.reduce(unit)
 
 
-@mutant(
-    "fsdp_ignores_chunks",
-    summary="between forward and backward parameters stay sharded over all ranks, not over two",
-    killed_by=("traffic",),
-    mesh={"shard": 4},
-    options=CHUNKS,
-)
+@mutant("fsdp_ignores_chunks", killed_by=("traffic",), mesh={"shard": 4}, options=CHUNKS)
 class IgnoresChunks(FSDP):
+    """Between forward and backward, parameters stay sharded over all ranks, not over two."""
+
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         super().after_forward(unit, again)
         for flat in unit.flats:
             flat.parameters.free()
 
 
-@mutant(
-    "zero3_frozen_stay_whole",
-    summary="frozen parameters are whole on every rank, all the time",
-    killed_by=("traffic", "memory"),
-    workload=gpt("frozen"),
-)
+@mutant("zero3_frozen_stay_whole", killed_by=("traffic", "memory"), workload=gpt("frozen"))
 class FrozenStayWhole(Zero3):
+    """Frozen parameters stay whole on every rank."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         for flat in self.flats:
@@ -106,51 +89,38 @@ class FrozenStayWhole(Zero3):
                 flat.parameters.is_resident = True
 
 
-@mutant(
-    "zero3_reduces_frozen",
-    summary="zeros are reduced for frozen parameters",
-    killed_by=("traffic",),
-    workload=gpt("frozen"),
-)
+@mutant("zero3_reduces_frozen", killed_by=("traffic",), workload=gpt("frozen"))
 class ReducesFrozen(Zero3):
+    """Zeros are reduced for frozen parameters."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         for unit in self.units:
             unit.trained = unit.flats
 
 
-@mutant(
-    "fsdp_ignores_no_sync",
-    summary="accumulation without communication is asked for; every micro-batch is reduced",
-    killed_by=("traffic", "active"),
-    options=SILENT,
-)
+@mutant("fsdp_ignores_no_sync", killed_by=("traffic", "active"), options=SILENT)
 class IgnoresNoSync(FSDP):
+    """Every micro-batch is reduced though accumulation without communication is asked for."""
+
     @property
     def is_silent(self) -> bool:
         return False
 
 
-@mutant(
-    "fsdp_defers_unasked",
-    zoo=("F20",),
-    summary="gradients stay whole until the last micro-batch, though nobody asked for it",
-    killed_by=("traffic",),
-)
+@mutant("fsdp_defers_unasked", zoo=("F20",), killed_by=("traffic",))
 class DefersUnasked(FSDP):
+    """Gradients stay whole until the last micro-batch though nobody asked for it."""
+
     @property
     def is_silent(self) -> bool:
         return not self.rounds.is_last
 
 
-@mutant(
-    "fsdp_latches_no_sync",
-    zoo=("D05",),
-    summary="whether to reduce is decided once a step: gradients that were kept never leave",
-    killed_by=("equivalence", "traffic"),
-    options=SILENT,
-)
+@mutant("fsdp_latches_no_sync", zoo=("D05",), killed_by=("equivalence", "traffic"), options=SILENT)
 class LatchesNoSync(FSDP):
+    """Whether to reduce is decided once a step: gradients that were kept are never reduced."""
+
     def leave_round(self) -> None:
         for unit in self.unreduced if self.rounds.is_last else ():
             for flat in unit.trained:
@@ -164,12 +134,10 @@ class LatchesNoSync(FSDP):
         return self.rounds.total > 1
 
 
-@mutant(
-    "zero3_one_unit",
-    summary="the wrap policy is dropped: the whole model is one unit",
-    killed_by=("traffic", "memory", "overlap", "active"),
-)
+@mutant("zero3_one_unit", killed_by=("traffic", "memory", "overlap", "active"))
 class OneUnit(Zero3):
+    """The wrap policy is dropped: the whole model is one unit."""
+
     def __init__(
         self, module: nn.Module, comms: Mapping[str, Comm], plan: Sequence[UnitPlan], *rest: Any
     ) -> None:
@@ -177,13 +145,10 @@ class OneUnit(Zero3):
         super().__init__(module, comms, [UnitPlan("", names)], *rest)
 
 
-@mutant(
-    "fsdp_replicates_optimizer_state",
-    summary="every rank keeps the optimizer state of all shards",
-    killed_by=("memory",),
-    optimizer=ADAMW,
-)
+@mutant("fsdp_replicates_optimizer_state", killed_by=("memory",), optimizer=ADAMW)
 class ReplicatesOptimizerState(ReferenceFSDP):
+    """Every rank keeps the optimizer state of all shards."""
+
     def update(self) -> None:
         super().update()
         state, size = self.optimizer.state, self.mesh.size("shard")
@@ -196,49 +161,37 @@ class ReplicatesOptimizerState(ReferenceFSDP):
 # ------------------------------------------------------------------------------------- schedule
 
 
-@mutant(
-    "zero3_no_prefetch_in_forward",
-    zoo=("F25",),
-    summary="a unit is gathered only when its forward is reached",
-    killed_by=("overlap",),
-)
+@mutant("zero3_no_prefetch_in_forward", zoo=("F25",), killed_by=("overlap",))
 class NoPrefetchInForward(Zero3):
+    """A unit is gathered only when its forward is reached."""
+
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.order.last_forward = []
         super().before_forward(unit, again)
 
 
-@mutant(
-    "fsdp_no_prefetch_in_backward",
-    zoo=("F25",),
-    summary="a unit is gathered only when its backward is reached",
-    killed_by=("overlap",),
-)
+@mutant("fsdp_no_prefetch_in_backward", zoo=("F25",), killed_by=("overlap",))
 class NoPrefetchInBackward(FSDP):
+    """A unit is gathered only when its backward is reached."""
+
     def before_backward(self, unit: ShardedUnit) -> None:
         self.order.backward = []
         super().before_backward(unit)
 
 
-@mutant(
-    "zero3_waits_after_each_gather",
-    zoo=("F25",),
-    summary="each gather is waited for as soon as it is launched",
-    killed_by=("overlap",),
-)
+@mutant("zero3_waits_after_each_gather", zoo=("F25",), killed_by=("overlap",))
 class WaitsAfterEachGather(Zero3):
+    """Each gather is waited for as soon as it is launched."""
+
     def gather(self, unit: ShardedUnit) -> None:
         super().gather(unit)
         unit.wait()
 
 
-@mutant(
-    "fsdp_waits_after_each_reduction",
-    zoo=("F25",),
-    summary="each reduction is waited for as soon as it is launched",
-    killed_by=("overlap",),
-)
+@mutant("fsdp_waits_after_each_reduction", zoo=("F25",), killed_by=("overlap",))
 class WaitsAfterEachReduction(FSDP):
+    """Each reduction is waited for as soon as it is launched."""
+
     def start_reduction(self, unit: ShardedUnit) -> None:
         super().start_reduction(unit)
         self.wait_and_accumulate()
@@ -247,11 +200,12 @@ class WaitsAfterEachReduction(FSDP):
 @mutant(
     "zero3_prefetches_wrong_end",
     zoo=("F25",),
-    summary="backward gathers ahead from the wrong end of its way",
     killed_by=("overlap",),
     workload=replace(gpt(), params={"layers": 5}),
 )
 class PrefetchesWrongEnd(Zero3):
+    """Backward prefetches from the wrong end of its order."""
+
     def before_backward(self, unit: ShardedUnit) -> None:
         first, self.order.backward = self.order.backward[:1], []
         super().before_backward(unit)
@@ -260,12 +214,10 @@ class PrefetchesWrongEnd(Zero3):
             self.gather(late)
 
 
-@mutant(
-    "zero3_reduces_after_backward",
-    summary="gradients stay whole until backward has returned, and are reduced then",
-    killed_by=("overlap",),
-)
+@mutant("zero3_reduces_after_backward", killed_by=("overlap",))
 class ReducesAfterBackward(Zero3):
+    """Gradients stay whole until backward has returned and are reduced only then."""
+
     waiting: tuple[ShardedUnit, ...] = ()
 
     def after_backward(self, unit: ShardedUnit) -> None:
@@ -281,12 +233,10 @@ class ReducesAfterBackward(Zero3):
 # ----------------------------------------------------------------------------------- evaluation
 
 
-@mutant(
-    "zero3_evaluation_leaves_units",
-    summary="units that an evaluation gathered stay whole: the next step does not gather them",
-    killed_by=("traffic", "memory"),
-)
+@mutant("zero3_evaluation_leaves_units", killed_by=("traffic", "memory"))
 class EvaluationLeavesUnits(Zero3):
+    """Units gathered by an evaluation stay whole, so the next step does not gather them."""
+
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         if torch.is_grad_enabled():
             super().after_forward(unit, again)

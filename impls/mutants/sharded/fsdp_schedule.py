@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardproof.impls.mutants.data.ddp import gpt
-from shardproof.impls.mutants.sharded.fsdp import ADAMW, CHUNKS, mutant
+from shardproof.impls.mutants.sharded.fsdp import CHUNKS, mutant
+from shardproof.impls.mutants.triggers import ADAMW, gpt
 from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.parameters import ParameterState
 from shardproof.impls.reference.units.shard import ShardedUnit
@@ -20,13 +20,14 @@ from shardproof.impls.reference.zero3 import Zero3
 @mutant(
     "fsdp_chunks_outlive_round",
     zoo=("F16",),
-    summary="freeing a unit leaves the chunk that it kept: the next gather takes it for values",
     killed_by=("hang",),
     mesh={"shard": 4},
     options=CHUNKS,
     workload=gpt("unequal_micro_batches"),
 )
 class ChunksOutliveRound(FSDP):
+    """Freeing a unit leaves the chunk that it kept, and the next gather takes it for values."""
+
     def free_all(self) -> None:
         kept = [flat.parameters.chunk for flat in self.flats]
         super().free_all()
@@ -35,26 +36,20 @@ class ChunksOutliveRound(FSDP):
                 flat.parameters.chunk, flat.parameters.state = chunk, ParameterState.CHUNKED
 
 
-@mutant(
-    "fsdp_prefetches_all_for_none",
-    summary="prefetch_backward of 0 gathers all units that backward has yet to reach",
-    killed_by=("memory",),
-    options={"prefetch_backward": 0},
-)
+@mutant("fsdp_prefetches_all_for_none", killed_by=("memory",), options={"prefetch_backward": 0})
 class PrefetchesAllForNone(FSDP):
+    """Prefetch_backward of 0 gathers all units that backward has yet to reach."""
+
     def before_backward(self, unit: ShardedUnit) -> None:
         super().before_backward(unit)
         for preceding in self.order.backward[-self.options.prefetch_backward :]:
             self.gather(preceding)
 
 
-@mutant(
-    "zero3_lands_with_root",
-    zoo=("F20",),
-    summary="whole gradients of all units stay until the root's have been reduced",
-    killed_by=("memory",),
-)
+@mutant("zero3_lands_with_root", zoo=("F20",), killed_by=("memory",))
 class LandsWithRoot(Zero3):
+    """Whole gradients of all units stay until the root's have been reduced."""
+
     def start_reduction(self, unit: ShardedUnit) -> None:
         before, self.in_flight = self.in_flight, []
         super().start_reduction(unit)
@@ -64,11 +59,12 @@ class LandsWithRoot(Zero3):
 @mutant(
     "fsdp_prefetches_one_for_two",
     zoo=("F25",),
-    summary="prefetch of 2 units gathers one ahead",
     killed_by=("overlap",),
     options={"prefetch_forward": 2, "prefetch_backward": 2},
 )
 class PrefetchesOneForTwo(FSDP):
+    """A prefetch of 2 units gathers one ahead."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.options = replace(self.options, prefetch_forward=1)
@@ -83,13 +79,14 @@ class PrefetchesOneForTwo(FSDP):
 @mutant(
     "fsdp_forgets_replicas_of_early_units",
     zoo=("D01",),
-    summary="a unit that the last micro-batch does not call is not summed over the replicas",
     killed_by=("equivalence", "replicas"),
     mesh={"replicate": 2, "shard": 2},
     options={"sharding_strategy": "HYBRID_SHARD", "wrap": {"module_class": ["Block", "Branch"]}},
     workload=gpt("conditional_by_micro_batch"),
 )
 class ForgetsReplicasOfEarlyUnits(FSDP):
+    """A unit that the last micro-batch does not call is not summed over the replicas."""
+
     def finish(self) -> None:
         self.idle_rounds()
         self.wait_and_accumulate()
@@ -100,12 +97,13 @@ class ForgetsReplicasOfEarlyUnits(FSDP):
 
 @mutant(
     "zero3_remembers_use",
-    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
     killed_by=("equivalence",),
     optimizer=ADAMW,
     workload=gpt("conditional_early_step"),
 )
 class RemembersUse(Zero3):
+    """A parameter used once gets a zero gradient in steps that do not use it, so it moves on."""
+
     def after_step(self) -> None:
         used = set(self.used)
         super().after_step()

@@ -7,7 +7,6 @@ shortcuts go wrong) and of 2 x 3 (axes of different size, where a rank is no siz
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP, gpt
 from shardproof.impls.mutants.sharded.precision import SCALED
+from shardproof.impls.mutants.triggers import CLIP, gpt, overflows_here
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -27,22 +26,17 @@ from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.gradients import GradientState
 from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
-mutant = partial(
-    declare.mutant,
-    parent=ReferenceFSDP,
-    parent_name="reference/fsdp",
+mutant = declare.family(
+    ReferenceFSDP,
     mesh={"replicate": 2, "shard": 2},
     options={"sharding_strategy": "HYBRID_SHARD"},
 )
 
 
-@mutant(
-    "hybrid_never_crosses",
-    zoo=("D17",),
-    summary="gradients are not summed over the replicas",
-    killed_by=("equivalence", "replicas", "traffic"),
-)
+@mutant("hybrid_never_crosses", zoo=("D17",), killed_by=("equivalence", "replicas", "traffic"))
 class NeverCrosses(FSDP):
+    """Gradients are not summed over the replicas."""
+
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         pass
 
@@ -50,34 +44,32 @@ class NeverCrosses(FSDP):
 @mutant(
     "hybrid_alone_in_its_shard_group",
     zoo=("H01",),
-    summary="a shard group of one rank turns off the sum over the replicas",
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "shard": 1},
 )
 class AloneInItsShardGroup(FSDP):
+    """A shard group of one rank turns off the sum over the replicas."""
+
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         if flat.comm is not None:
             super().reduce_over_replicas(flat)
 
 
 @mutant(
-    "hybrid_crosses_over_shards",
-    zoo=("H08",),
-    summary="shards are summed over the shard group, not over the replicas",
-    killed_by=("equivalence", "replicas", "traffic"),
+    "hybrid_crosses_over_shards", zoo=("H08",), killed_by=("equivalence", "replicas", "traffic")
 )
 class CrossesOverShards(FSDP):
+    """Shards are summed over the shard group, not over the replicas."""
+
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         assert self.shards is not None
         flat.gradients.reduce_over_replicas(self.shards, self.reducer, self.step)
 
 
-@mutant(
-    "hybrid_crosses_last_micro_batch",
-    summary="only what the last micro-batch added is summed over the replicas",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("hybrid_crosses_last_micro_batch", killed_by=("equivalence", "replicas"))
 class CrossesLastMicroBatch(FSDP):
+    """Only what the last micro-batch added is summed over the replicas."""
+
     def wait_and_accumulate(self) -> None:
         ending = [flat.gradients for unit, last in self.in_flight if last for flat in unit.trained]
         early = [gradients.total for gradients in ending]
@@ -91,13 +83,11 @@ class CrossesLastMicroBatch(FSDP):
                 gradients.total.add_(total)
 
 
-@mutant(
-    "hybrid_crosses_every_micro_batch",
-    summary="running sums are averaged over the replicas after every micro-batch: the same "
-    "numbers, more traffic",
-    killed_by=("traffic",),
-)
+@mutant("hybrid_crosses_every_micro_batch", killed_by=("traffic",))
 class CrossesEveryMicroBatch(FSDP):
+    """Running sums are averaged over the replicas after every micro-batch: the same numbers, more
+    traffic."""
+
     def wait_and_accumulate(self) -> None:
         early = [flat for unit, last in self.in_flight if not last for flat in unit.trained]
         super().wait_and_accumulate()
@@ -108,13 +98,10 @@ class CrossesEveryMicroBatch(FSDP):
             flat.gradients.total.div_(2) if flat.gradients.total is not None else None
 
 
-@mutant(
-    "hybrid_crosses_before_accumulation",
-    zoo=("F23",),
-    summary="running sums, summed over the replicas already, are summed again in the last round",
-    killed_by=("equivalence", "traffic"),
-)
+@mutant("hybrid_crosses_before_accumulation", zoo=("F23",), killed_by=("equivalence", "traffic"))
 class CrossesBeforeAccumulation(FSDP):
+    """Running sums, already summed over the replicas, are summed again in the last round."""
+
     def wait_and_accumulate(self) -> None:
         early = [flat for unit, last in self.in_flight if not last for flat in unit.trained]
         super().wait_and_accumulate()
@@ -126,11 +113,12 @@ class CrossesBeforeAccumulation(FSDP):
 
 @mutant(
     "hybrid_crosses_whole_gradients",
-    summary="whole gradients are summed over the replicas, then scattered: R times the bytes",
     killed_by=("traffic",),
     options={"sharding_strategy": "HYBRID_SHARD", "accumulate_without_communication": True},
 )
 class CrossesWholeGradients(FSDP):
+    """Whole gradients are summed over the replicas, then scattered: R times the bytes."""
+
     def start_reduction(self, unit: ShardedUnit) -> None:
         unit.pack()
         for flat in unit.trained:
@@ -142,13 +130,10 @@ class CrossesWholeGradients(FSDP):
         pass
 
 
-@mutant(
-    "hybrid_is_flat",
-    zoo=("H02",),
-    summary="the replicas are ignored: one shard group of all ranks, as in FULL_SHARD",
-    killed_by=("traffic", "memory", "active"),
-)
+@mutant("hybrid_is_flat", zoo=("H02",), killed_by=("traffic", "memory", "active"))
 class IsFlat(ReferenceFSDP):
+    """The replicas are ignored: one shard group of all ranks, as in FULL_SHARD."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         flat = Mesh({"shard": mesh.world}, device=mesh.device, ranks=mesh.ranks)
         return super().transform(module, flat, {**options, "sharding_strategy": "FULL_SHARD"})
@@ -157,11 +142,12 @@ class IsFlat(ReferenceFSDP):
 @mutant(
     "hybrid_mixes_up_axes",
     zoo=("H08",),
-    summary="sharded over what should be replicas, replicated over what should be shards",
     killed_by=("traffic", "memory", "active"),
     mesh={"replicate": 2, "shard": 3},
 )
 class MixesUpAxes(FSDP):
+    """Parameters are sharded over the replicate axis and replicated over the shard axis."""
+
     def __init__(self, module: nn.Module, comms: Mapping[str, Comm], *rest: Any) -> None:
         swapped = {"replicate": comms["shard"], "shard": comms["replicate"]}
         super().__init__(module, swapped, *rest)
@@ -170,23 +156,22 @@ class MixesUpAxes(FSDP):
 @mutant(
     "hybrid_divides_by_rank",
     zoo=("H19",),
-    summary="the sum over replicas is scaled by the number of ranks over that of another axis",
     killed_by=("equivalence",),
     mesh={"replicate": 2, "shard": 3},
 )
 class DividesByRank(FSDP):
+    """The sum over replicas is scaled by the size of its axis over that of another one."""
+
     def finish(self) -> None:
         super().finish()
         assert self.shards is not None and self.replicas is not None
         self.scale_gradients(torch.tensor(self.replicas.size / self.shards.size))
 
 
-@mutant(
-    "hybrid_replicas_start_apart",
-    summary="initial values are broadcast within shard groups only",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("hybrid_replicas_start_apart", killed_by=("equivalence", "replicas"))
 class ReplicasStartApart(FSDP):
+    """Initial values are broadcast within shard groups only."""
+
     def __init__(self, module: nn.Module, comms: Mapping[str, Comm], *rest: Any) -> None:
         broadcast_tensors(list(named_state(module).values()), comms["shard"])
         own = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
@@ -199,11 +184,12 @@ class ReplicasStartApart(FSDP):
 @mutant(
     "hybrid_norm_counts_replicas",
     zoo=("H10",),
-    summary="the norm is summed over shards and replicas",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormCountsReplicas(FSDP):
+    """The norm is summed over shards and replicas."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         [(total, axes)] = super().norm_parts(order)
         assert self.replicas is not None
@@ -214,11 +200,12 @@ class NormCountsReplicas(FSDP):
 @mutant(
     "hybrid_norm_over_wrong_axis",
     zoo=("H11",),
-    summary="the norm is summed over the replicas, not over the shards",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormOverWrongAxis(FSDP):
+    """The norm is summed over the replicas, not over the shards."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         return [(total, ("replicate",)) for total, _ in super().norm_parts(order)]
 
@@ -226,13 +213,14 @@ class NormOverWrongAxis(FSDP):
 @mutant(
     "hybrid_crosses_in_bf16",
     zoo=("H13",),
-    summary="fp32 reductions are asked for; those over the replicas are made in bf16",
     killed_by=("traffic",),
     lane="working_precision",
     dtype="float32",
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
 class CrossesInBf16(FSDP):
+    """fp32 reductions are asked for; those over the replicas are made in bf16."""
+
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         flat.gradients.reduced_in = torch.bfloat16
         super().reduce_over_replicas(flat)
@@ -242,7 +230,6 @@ class CrossesInBf16(FSDP):
 @mutant(
     "hybrid_narrow_partial_sums",
     zoo=("H14", "O13"),
-    summary="sums of micro-batches are kept in bf16 until they meet those of the replicas",
     killed_by=("equivalence",),
     workload=gpt(micro_batches=6),
     lane="working_precision",
@@ -250,6 +237,8 @@ class CrossesInBf16(FSDP):
     precision={"reduce": "float32"},
 )
 class NarrowPartialSums(FSDP):
+    """Sums of micro-batches are kept in bf16 until they meet those of the replicas."""
+
     def wait_and_accumulate(self) -> None:
         super().wait_and_accumulate()
         for flat in self.trained:
@@ -260,11 +249,12 @@ class NarrowPartialSums(FSDP):
 @mutant(
     "hybrid_normalises_by_local_counts",
     zoo=("H17",),
-    summary="the loss is divided by the rank's own count of tokens, then averaged over the ranks",
     killed_by=("equivalence",),
     workload=gpt("unequal_tokens"),
 )
 class NormalisesByLocalCounts(ReferenceFSDP):
+    """The loss is divided by the rank's own count of tokens, then averaged over the ranks."""
+
     def backward(self, batch: Batch) -> Tensor | None:
         micro_batches = batch.micro_batches
         own = torch.stack([micro.weights.sum() for micro in micro_batches]).sum()
@@ -274,25 +264,19 @@ class NormalisesByLocalCounts(ReferenceFSDP):
         return loss
 
 
-class _Crossing(LossScaler):
-    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
-        own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
-        anywhere = torch.tensor(int(own), dtype=torch.int32)
-        self.mesh.comm("replicate").all_reduce(anywhere, "max")
-        return bool(anywhere)
-
-
 @mutant(
     "hybrid_overflow_along_one_axis",
     zoo=("O11",),
-    summary="ranks agree on an overflow with their replicas, not with the other shards",
     killed_by=("loss_scale", "equivalence"),
     mesh={"replicate": 2, "shard": 3},
     workload=SCALED["workload"],
     optimizer=SCALED["optimizer"],
     steps=SCALED["steps"],
 )
-class OverflowAlongOneAxis(ReferenceFSDP):
-    def unscale(self) -> dict[str, float]:
-        self.scaler.__class__ = _Crossing
-        return super().unscale()
+class OverflowAlongOneAxis(LossScaler):
+    """Ranks agree on an overflow with their replicas, not with the other shards."""
+
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        anywhere = torch.tensor(int(overflows_here(gradients)), dtype=torch.int32)
+        self.mesh.comm("replicate").all_reduce(anywhere, "max")
+        return bool(anywhere)

@@ -18,6 +18,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, MicroBatch, Observe, OptimizerSpec, ScalerSpec, StepResult
 from shardproof.impls.mutants.sharded.zero import mutant
+from shardproof.impls.mutants.triggers import overflows_here
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -56,7 +57,10 @@ CLIPPED: Mapping[str, Any] = {
 # --------------------------------------------------------------------------- masters and policies
 
 
-class _Truncating(Masters):
+@mutant("zero1_truncates_masters", killed_by=("equivalence",), **WIDE)
+class TruncatesMasters(Masters):
+    """The lower half of an fp32 master is cut off instead of rounded."""
+
     @torch.no_grad()
     def copy_up(self) -> None:
         for working, master in self.pairs.values():
@@ -65,27 +69,10 @@ class _Truncating(Masters):
             master.grad = None
 
 
-@mutant(
-    "zero1_truncates_masters",
-    summary="the lower half of an fp32 master is cut off instead of rounded",
-    killed_by=("equivalence",),
-    **WIDE,
-)
-class TruncatesMasters(ReferenceZero1):
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = super().make_optimizer()
-        self.masters.__class__ = _Truncating
-        return optimizer
-
-
-@mutant(
-    "zero1_masters_from_working_copies",
-    zoo=("O14",),
-    summary="every update starts from the rounded parameter: small steps are lost",
-    killed_by=("equivalence",),
-    **WIDE,
-)
+@mutant("zero1_masters_from_working_copies", zoo=("O14",), killed_by=("equivalence",), **WIDE)
 class MastersFromWorkingCopies(ReferenceZero1):
+    """Every update starts from the rounded parameter: small steps are lost."""
+
     @torch.no_grad()
     def update(self) -> None:
         for working, master in self.masters.pairs.values():  # type: ignore[union-attr]
@@ -98,11 +85,12 @@ class MastersFromWorkingCopies(ReferenceZero1):
 @mutant(
     "zero1_updates_narrow_parameters",
     zoo=("O14",),
-    summary="there are no masters: the optimizer works on bf16 shards",
     killed_by=("memory", "equivalence"),
     **{**WIDE, "precision": {"parameters": "bfloat16"}},
 )
 class UpdatesNarrowParameters(ReferenceZero1):
+    """There are no masters: the optimizer works on bf16 shards."""
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         self.built = dict.fromkeys(self.built, torch.bfloat16)
         return super().make_optimizer()
@@ -110,11 +98,12 @@ class UpdatesNarrowParameters(ReferenceZero1):
 
 @mutant(
     "zero1_keeps_wide_gradients",
-    summary="the masters' gradients are not let go after the update",
     killed_by=("memory",),
     **{**WIDE, "precision": {"parameters": "bfloat16"}},
 )
 class KeepsWideGradients(ReferenceZero1):
+    """The masters' gradients are not freed after the update."""
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
         optimizer.register_step_post_hook(self.keep)
@@ -127,11 +116,12 @@ class KeepsWideGradients(ReferenceZero1):
 @mutant(
     "zero2_accumulates_in_bf16",
     zoo=("O13",),
-    summary="sums of micro-batches are rounded to bf16 although fp32 was asked for",
     killed_by=("equivalence",),
     **{**WIDE, "precision": {"reduce": "float32"}},
 )
 class AccumulatesInBf16(Zero2):
+    """Sums of micro-batches are rounded to bf16 although fp32 was asked for."""
+
     def wait_and_accumulate(self) -> None:
         super().wait_and_accumulate()
         for kept in self.kept.values():
@@ -139,14 +129,10 @@ class AccumulatesInBf16(Zero2):
             kept.copy_(kept.bfloat16())
 
 
-@mutant(
-    "zero1_reduces_narrow",
-    zoo=("H13",),
-    summary="gradients are summed over ranks in bf16 although fp32 was asked for",
-    killed_by=("traffic",),
-    **WIDE,
-)
+@mutant("zero1_reduces_narrow", zoo=("H13",), killed_by=("traffic",), **WIDE)
 class ReducesNarrow(Zero1):
+    """Gradients are summed over ranks in bf16 although fp32 was asked for."""
+
     def send(self, bucket: OwnedBucket) -> None:
         # By hand, past the reducer: half of the bytes that the policy promises.
         narrow = bucket.complete().bfloat16()
@@ -155,14 +141,10 @@ class ReducesNarrow(Zero1):
         bucket.own_gradients().copy_(shard)
 
 
-@mutant(
-    "zero1_reduces_other_copy",
-    zoo=("F11",),
-    summary="a wide copy is taken first, then the gradients are reduced: the copy stays local",
-    killed_by=("equivalence",),
-    **WIDE,
-)
+@mutant("zero1_reduces_other_copy", zoo=("F11",), killed_by=("equivalence",), **WIDE)
 class ReducesOtherCopy(Zero1):
+    """A wide copy is taken before the gradients are reduced: the copy stays local."""
+
     def send(self, bucket: OwnedBucket) -> None:
         # Taken before the reduction and put back after it.
         wide = bucket.complete().clone()
@@ -171,13 +153,10 @@ class ReducesOtherCopy(Zero1):
         bucket.flat().copy_(wide)
 
 
-@mutant(
-    "zero1_gathers_wide",
-    summary="parameters are gathered in fp32 although bf16 is computed with: twice the bytes",
-    killed_by=("traffic",),
-    **WIDE,
-)
+@mutant("zero1_gathers_wide", killed_by=("traffic",), **WIDE)
 class GathersWide(Zero1):
+    """Parameters are gathered in fp32 although compute is in bf16: twice the bytes."""
+
     def after_update(self) -> None:
         for bucket in self.buckets:
             own = bucket.parameters.shard.float()
@@ -195,26 +174,20 @@ POLICY: Mapping[str, Any] = {
 }
 
 
-@mutant(
-    "zero1_buffers_as_built",
-    summary="the policy's dtype of buffers is passed by",
-    killed_by=("active",),
-    **POLICY,
-)
+@mutant("zero1_buffers_as_built", killed_by=("active",), **POLICY)
 class BuffersAsBuilt(ReferenceZero1):
+    """The policy's dtype of buffers is ignored."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         # The parent has cast them already: back to what was built.
         replace(self.precision, buffers=torch.float32).cast_buffers(module)
         return super().transform(module, mesh, options)
 
 
-@mutant(
-    "zero1_outputs_as_computed",
-    summary="the policy's dtype of outputs is passed by: the loss is computed in bf16",
-    killed_by=("active",),
-    **POLICY,
-)
+@mutant("zero1_outputs_as_computed", killed_by=("active",), **POLICY)
 class OutputsAsComputed(ReferenceZero1):
+    """The policy's dtype of outputs is ignored: the loss is computed in bf16."""
+
     def loss(self, micro: MicroBatch) -> Tensor:
         # Forward still computes in bf16; only the cast of its result is gone.
         self.precision = replace(self.precision, output=None)
@@ -224,122 +197,82 @@ class OutputsAsComputed(ReferenceZero1):
 # ------------------------------------------------------------------------------------ loss scaling
 
 
-class _Deaf(LossScaler):
+@mutant(
+    "zero1_overflow_of_own_shard", zoo=("O10",), killed_by=("loss_scale", "equivalence"), **ALONE
+)
+class OverflowOfOwnShard(LossScaler):
+    """A rank skips the update only if its own shard overflows."""
+
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
-        return any(not bool(g.isfinite().all()) for g in gradients if g is not None)
+        # No agreement: other ranks go on where this one skips.
+        return overflows_here(gradients)
 
 
-class _Indifferent(LossScaler):
+@mutant(
+    "zero2_scale_of_own_shard",
+    parent=ReferenceZero2,
+    zoo=("O11",),
+    killed_by=("loss_scale",),
+    **ALONE,
+)
+class ScaleOfOwnShard(LossScaler):
+    """All skip together, but only ranks that saw the overflow lower their scale."""
+
+    def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
+        held = list(gradients)
+        self.own = overflows_here(held)
+        return super().overflowed(held)
+
+    def adapt(self, skipped: bool) -> None:
+        if self.own or not skipped:
+            super().adapt(skipped)
+
+
+@mutant("zero1_ignores_overflow", killed_by=("loss_scale", "equivalence"), **SCALED)
+class IgnoresOverflow(LossScaler):
+    """Overflows are not looked for."""
+
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         return False
 
 
-class _BlindToNaN(LossScaler):
+@mutant(
+    "zero2_overflow_is_infinite",
+    parent=ReferenceZero2,
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
+class OverflowIsInfinite(LossScaler):
+    """NaN passes for a gradient: the search is for infinities only."""
+
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         finite = (None if g is None else g.masked_fill(g.isnan(), 0) for g in gradients)
         return super().overflowed(finite)
 
 
-class _Stubborn(LossScaler):
+@mutant("zero2_scale_never_grows", parent=ReferenceZero2, killed_by=("loss_scale",), **SCALED)
+class ScaleNeverGrows(LossScaler):
+    """The scale is lowered after an overflow and never raised again."""
+
     def adapt(self, skipped: bool) -> None:
         if skipped:
             super().adapt(skipped)
 
 
-class _Impatient(LossScaler):
+@mutant("zero2_scale_grows_early", parent=ReferenceZero2, killed_by=("loss_scale",), **SCALED)
+class ScaleGrowsEarly(LossScaler):
+    """An overflow does not restart the count of good steps."""
+
     def adapt(self, skipped: bool) -> None:
         good = self.good
         super().adapt(skipped)
         self.good = good if skipped else self.good
 
 
-@mutant(
-    "zero1_overflow_of_own_shard",
-    zoo=("O10",),
-    summary="a rank skips the update only if its own shard overflows",
-    killed_by=("loss_scale", "equivalence"),
-    **ALONE,
-)
-class OverflowOfOwnShard(ReferenceZero1):
-    def unscale(self) -> dict[str, float]:
-        # No agreement: other ranks go on where this one skips.
-        self.scaler.__class__ = _Deaf
-        return super().unscale()
-
-
-@mutant(
-    "zero2_scale_of_own_shard",
-    zoo=("O11",),
-    summary="all skip together, but only ranks that saw the overflow lower their scale",
-    killed_by=("loss_scale",),
-    **ALONE,
-)
-class ScaleOfOwnShard(ReferenceZero2):
-    def unscale(self) -> dict[str, float]:
-        own = _Deaf.overflowed(self.scaler, (t.grad for t in self.updated))  # type: ignore[arg-type]
-        scale, good = self.scaler.scale, self.scaler.good  # type: ignore[union-attr]
-        metrics = super().unscale()
-        # Who saw nothing takes back what adapting has done to its scale.
-        if metrics["skipped"] and not own:
-            self.scaler.scale, self.scaler.good = scale, good  # type: ignore[union-attr]
-        return metrics
-
-
-@mutant(
-    "zero1_ignores_overflow",
-    summary="nobody looks for an overflow",
-    killed_by=("loss_scale", "equivalence"),
-    **SCALED,
-)
-class IgnoresOverflow(ReferenceZero1):
-    def unscale(self) -> dict[str, float]:
-        self.scaler.__class__ = _Indifferent
-        return super().unscale()
-
-
-@mutant(
-    "zero2_overflow_is_infinite",
-    summary="NaN passes for a gradient: only infinities are looked for",
-    killed_by=("loss_scale", "equivalence"),
-    **SCALED,
-)
-class OverflowIsInfinite(ReferenceZero2):
-    def unscale(self) -> dict[str, float]:
-        self.scaler.__class__ = _BlindToNaN
-        return super().unscale()
-
-
-@mutant(
-    "zero2_scale_never_grows",
-    summary="the scale is lowered after an overflow and never raised again",
-    killed_by=("loss_scale",),
-    **SCALED,
-)
-class ScaleNeverGrows(ReferenceZero2):
-    def unscale(self) -> dict[str, float]:
-        self.scaler.__class__ = _Stubborn
-        return super().unscale()
-
-
-@mutant(
-    "zero2_scale_grows_early",
-    summary="an overflow does not start the count of good steps again",
-    killed_by=("loss_scale",),
-    **SCALED,
-)
-class ScaleGrowsEarly(ReferenceZero2):
-    def unscale(self) -> dict[str, float]:
-        self.scaler.__class__ = _Impatient
-        return super().unscale()
-
-
-@mutant(
-    "zero1_skipped_step_counts",
-    summary="a skipped step moves Adam's counters",
-    killed_by=("loss_scale", "equivalence"),
-    **SCALED,
-)
+@mutant("zero1_skipped_step_counts", killed_by=("loss_scale", "equivalence"), **SCALED)
 class SkippedStepCounts(ReferenceZero1):
+    """A skipped step moves Adam's counters."""
+
     def unscale(self) -> dict[str, float]:
         metrics = super().unscale()
         for state in self.optimizer.state.values():
@@ -348,13 +281,10 @@ class SkippedStepCounts(ReferenceZero1):
         return metrics
 
 
-@mutant(
-    "zero1_skipped_step_decays_moments",
-    summary="a skipped step is an update with gradients of zero",
-    killed_by=("loss_scale", "equivalence"),
-    **SCALED,
-)
+@mutant("zero1_skipped_step_decays_moments", killed_by=("loss_scale", "equivalence"), **SCALED)
 class SkippedStepDecaysMoments(ReferenceZero1):
+    """A skipped step is an update with gradients of zero."""
+
     def unscale(self) -> dict[str, float]:
         metrics = super().unscale()
         if metrics["skipped"]:
@@ -365,48 +295,34 @@ class SkippedStepDecaysMoments(ReferenceZero1):
         return metrics
 
 
-@mutant(
-    "zero2_gradients_keep_scale",
-    summary="gradients are not divided by the scale, which Adam hides",
-    killed_by=("equivalence",),
-    **SCALED,
-)
+@mutant("zero2_gradients_keep_scale", killed_by=("equivalence",), **SCALED)
 class GradientsKeepScale(ReferenceZero2):
+    """Gradients are not divided by the scale, which Adam hides."""
+
     def scale_gradients(self, factor: Tensor) -> None:
         pass
 
 
-@mutant(
-    "zero2_unscales_twice",
-    summary="gradients are divided by the scale twice",
-    killed_by=("equivalence",),
-    **SCALED,
-)
+@mutant("zero2_unscales_twice", killed_by=("equivalence",), **SCALED)
 class UnscalesTwice(ReferenceZero2):
+    """Gradients are divided by the scale twice."""
+
     def scale_gradients(self, factor: Tensor) -> None:
         super().scale_gradients(factor**2)
 
 
-@mutant(
-    "zero2_clips_scaled_norm",
-    summary="the norm that clipping uses is that of the scaled gradients",
-    killed_by=("norm",),
-    options=BUCKETS,
-    **CLIPPED,
-)
+@mutant("zero2_clips_scaled_norm", killed_by=("norm",), options=BUCKETS, **CLIPPED)
 class ClipsScaledNorm(ReferenceZero2):
+    """Clipping uses the norm of the scaled gradients."""
+
     def norm(self) -> Tensor:
         return super().norm() * self.scaler.scale  # type: ignore[union-attr]
 
 
-@mutant(
-    "zero2_reports_scaled_loss",
-    summary="the loss that is told keeps the scale",
-    killed_by=("equivalence",),
-    options=BUCKETS,
-    **CLIPPED,
-)
+@mutant("zero2_reports_scaled_loss", killed_by=("equivalence",), options=BUCKETS, **CLIPPED)
 class ReportsScaledLoss(ReferenceZero2):
+    """The reported loss keeps the scale."""
+
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         result = super().step(batch, observe)
         assert result.loss is not None

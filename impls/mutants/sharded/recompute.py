@@ -6,7 +6,7 @@ leave no trace; what rests on the host must come back, once, to every shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,9 +16,8 @@ from torch import Generator, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import gpt
+from shardproof.impls.mutants.triggers import gpt
 from shardproof.impls.reference.engine.recompute import Call
 from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
@@ -26,24 +25,7 @@ from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 AGAIN: Mapping[str, Any] = {"recompute_every": 1}
 HOST_STATE: Mapping[str, Any] = {"offload": "optimizer"}
 HOST: Mapping[str, Any] = {"offload": "parameters"}
-ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
-
-
-def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of ZeRO-3: of its handle, or of what a recomputation repeats."""
-
-    def declared(cls: declare.C) -> declare.C:
-        usual: dict[str, Any] = {"mesh": {"shard": 2}, "options": AGAIN}
-        fault: type = cls
-        if issubclass(cls, Call):
-            body = {"call_type": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-            fault = type(cls.__name__, (ReferenceZero3,), body)
-        given = usual | fields
-        declare.mutant(name, parent=ReferenceZero3, parent_name="reference/zero3", **given)(fault)
-        cls.mutant = fault.mutant  # type: ignore[attr-defined]
-        return cls
-
-    return declared
+mutant = declare.family(ReferenceZero3, mesh={"shard": 2}, options=AGAIN)
 
 
 # ------------------------------------------------------------------------------- computed again
@@ -52,24 +34,22 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
 @mutant(
     "recompute_draws_fresh_masks",
     zoo=("O22",),
-    summary="dropout draws other masks in the second forward",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
 )
 class DrawsFreshMasks(Call):
+    """Dropout draws other masks in the second forward."""
+
     def repeat(self) -> None:
         # The same foreign state for every call: other masks, but no two runs differ.
         self.draws = [Generator().manual_seed(7).get_state() for _ in self.group.generators]
         super().repeat()
 
 
-@mutant(
-    "recompute_keeps_saved_tensors",
-    summary="what backward needs is computed again, but it was kept as well",
-    killed_by=("relations",),
-    expect={"relation": "recompute"},
-)
+@mutant("recompute_keeps_saved_tensors", killed_by=("relations",), expect={"relation": "recompute"})
 class KeepsSavedTensors(Call):
+    """What backward needs is computed again although it was also kept."""
+
     def forgetting(self) -> saved_tensors_hooks:
         hooks = super().forgetting()
         forget, self.hoard = hooks.pack_hook, list[Tensor]()
@@ -85,11 +65,12 @@ class KeepsSavedTensors(Call):
 @mutant(
     "recompute_rewinds_generators",
     zoo=("O22",),
-    summary="after a recomputation generators stand where its end left them: masks repeat",
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
 )
 class RewindsGenerators(Call):
+    """After a recomputation, generators stay where it ended: masks repeat."""
+
     def repeat(self) -> None:
         super().repeat()
         for generator, state in zip(self.group.generators, self.draws, strict=True):
@@ -99,35 +80,33 @@ class RewindsGenerators(Call):
 
 @mutant(
     "recompute_updates_buffers_twice",
-    summary="batch norms count a micro-batch again when it is recomputed",
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),
 )
 class UpdatesBuffersTwice(Call):
+    """Batch norms count a micro-batch again when it is recomputed."""
+
     @contextmanager
     def as_before(self) -> Iterator[None]:
         yield
 
 
 @mutant(
-    "recompute_takes_buffers_back",
-    summary="buffers are put back to what they were before the forward that is recomputed",
-    killed_by=("equivalence",),
-    workload=WorkloadSpec("digits_cnn"),
+    "recompute_takes_buffers_back", killed_by=("equivalence",), workload=WorkloadSpec("digits_cnn")
 )
 class TakesBuffersBack(Call):
+    """Buffers are reset to what they were before the forward that is recomputed."""
+
     def repeat(self) -> None:
         super().repeat()
         # Undoes the running statistics of every forward since.
         self.buffers.bind(self.buffers.copies)
 
 
-@mutant(
-    "recompute_from_changed_input",
-    summary="a unit is recomputed from an input that was rounded to fp32 to save memory",
-    killed_by=("equivalence",),
-)
+@mutant("recompute_from_changed_input", killed_by=("equivalence",))
 class FromChangedInput(Call):
+    """A unit is recomputed from an input that was rounded to fp32 to save memory."""
+
     def repeat(self) -> None:
         for value in self.args:
             # fp64 has digits to lose; where fp32 is computed with this would change nothing.
@@ -136,13 +115,10 @@ class FromChangedInput(Call):
         super().repeat()
 
 
-@mutant(
-    "recompute_gathers_twice",
-    zoo=("F26",),
-    summary="a unit is gathered for its recomputation and once more for its backward",
-    killed_by=("traffic",),
-)
+@mutant("recompute_gathers_twice", zoo=("F26",), killed_by=("traffic",))
 class GathersTwice(Zero3):
+    """A unit is gathered for its recomputation and once more for its backward."""
+
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         if again:
             unit.free()
@@ -152,11 +128,12 @@ class GathersTwice(Zero3):
 @mutant(
     "recompute_keeps_gathered_weights",
     zoo=("F26",),
-    summary="recomputed units stay whole until backward has ended",
     killed_by=("memory",),
     workload=replace(gpt(), params={"layers": 5}),
 )
 class KeepsGatheredWeights(Zero3):
+    """Recomputed units stay whole until backward has ended."""
+
     again: frozenset[ShardedUnit] = frozenset()
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
@@ -167,24 +144,19 @@ class KeepsGatheredWeights(Zero3):
         super().after_backward(unit) if unit not in self.again else self.reduce(unit)
 
 
-@mutant(
-    "recompute_gathers_late",
-    zoo=("F25",),
-    summary="where units are recomputed, none is gathered ahead of its backward",
-    killed_by=("overlap",),
-)
+@mutant("recompute_gathers_late", zoo=("F25",), killed_by=("overlap",))
 class GathersLate(Zero3):
+    """No recomputed unit is gathered ahead of its backward."""
+
     def before_backward(self, unit: ShardedUnit) -> None:
         self.order.backward = []
         super().before_backward(unit)
 
 
-@mutant(
-    "recompute_is_off",
-    summary="nothing is recomputed although it was asked for",
-    killed_by=("active",),
-)
+@mutant("recompute_is_off", killed_by=("active",))
 class IsOff(ReferenceZero3):
+    """Nothing is recomputed although it was asked for."""
+
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
         super().setup(build, state, optimizer, mesh, {**options, "recompute_every": 0})
 
@@ -192,13 +164,10 @@ class IsOff(ReferenceZero3):
 # ---------------------------------------------------------------------------------- on the host
 
 
-@mutant(
-    "offload_forgets_one_shard",
-    summary="the updated master of one parameter is not copied back to the device",
-    killed_by=("equivalence",),
-    options=HOST_STATE,
-)
+@mutant("offload_forgets_one_shard", killed_by=("equivalence",), options=HOST_STATE)
 class ForgetsOneShard(ReferenceZero3):
+    """The updated master of one parameter is not copied back to the device."""
+
     def update(self) -> None:
         working = self.updated[0]
         before = working.detach().clone()
@@ -209,13 +178,11 @@ class ForgetsOneShard(ReferenceZero3):
 
 
 @mutant(
-    "offload_gathers_stale_copy",
-    zoo=("F16",),
-    summary="what is gathered comes from device copies of the shards, made before the first step",
-    killed_by=("equivalence", "memory"),
-    options=HOST,
+    "offload_gathers_stale_copy", zoo=("F16",), killed_by=("equivalence", "memory"), options=HOST
 )
 class GathersStaleCopy(Zero3):
+    """Gathers read device copies of the shards, made before the first step."""
+
     copies: Mapping[FlatShard, Tensor] = {}
 
     def gather(self, unit: ShardedUnit) -> None:

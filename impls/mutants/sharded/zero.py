@@ -7,7 +7,7 @@ what goes wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP, gpt
+from shardproof.impls.mutants.triggers import ADAMW, CLIP, exchange_equal, gpt, own_parts
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
@@ -26,20 +26,7 @@ from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024}
 LATE = gpt("late_results")
-ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)
-
-
-def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
-    """Declare a fault of the strategy that the decorated class comes from."""
-
-    def declared(cls: declare.C) -> declare.C:
-        second = issubclass(cls, (Zero2, ReferenceZero2))
-        parent: Any = ReferenceZero2 if second else ReferenceZero1
-        usual = {"options": BUCKETS, "mesh": {"shard": 3}}
-        parent_name = f"reference/{parent.strategy}"
-        return declare.mutant(name, parent=parent, parent_name=parent_name, **(usual | fields))(cls)
-
-    return declared
+mutant = declare.family(ReferenceZero1, ReferenceZero2, options=BUCKETS, mesh={"shard": 3})
 
 
 # ---------------------------------------------------------------------- what is reduced, and when
@@ -48,24 +35,21 @@ def mutant(name: str, **fields: Any) -> Callable[[declare.C], declare.C]:
 @mutant(
     "zero1_leaves_partly_full_bucket",
     zoo=("F07",),
-    summary="a bucket that backward did not fill is not reduced",
     killed_by=("equivalence", "traffic"),
     workload=gpt("unused"),
 )
 class LeavesPartlyFullBucket(Zero1):
+    """A bucket that backward did not fill is not reduced."""
+
     def send(self, bucket: OwnedBucket) -> None:
         if not bucket.missing:
             super().send(bucket)
 
 
-@mutant(
-    "zero1_uses_last_bucket_early",
-    zoo=("D10",),
-    summary="the last bucket is used without waiting for its reduction",
-    killed_by=("equivalence",),
-    workload=LATE,
-)
+@mutant("zero1_uses_last_bucket_early", zoo=("D10",), killed_by=("equivalence",), workload=LATE)
 class UsesLastBucketEarly(Zero1):
+    """The last bucket is used without waiting for its reduction."""
+
     def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
         # ``finish`` waits for the works that it finds, and finds none here.
@@ -73,27 +57,19 @@ class UsesLastBucketEarly(Zero1):
             bucket.work = None
 
 
-@mutant(
-    "zero2_rewrites_buffer_in_flight",
-    zoo=("F08",),
-    summary="a bucket's memory is used again while its reduction still reads it",
-    killed_by=("equivalence",),
-    workload=LATE,
-)
+@mutant("zero2_rewrites_buffer_in_flight", zoo=("F08",), killed_by=("equivalence",), workload=LATE)
 class RewritesBufferInFlight(Zero2):
+    """A bucket's memory is used again while its reduction still reads it."""
+
     def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
         bucket.flat().zero_()
 
 
-@mutant(
-    "zero2_adds_before_landing",
-    zoo=("D10",),
-    summary="a bucket's sums are added to the kept shard before they have arrived",
-    killed_by=("equivalence",),
-    workload=LATE,
-)
+@mutant("zero2_adds_before_landing", zoo=("D10",), killed_by=("equivalence",), workload=LATE)
 class AddsBeforeLanding(Zero2):
+    """A bucket's sums are added to the kept shard before they have arrived."""
+
     def wait_and_accumulate(self) -> None:
         # What the sums held before the wait is put back after it.
         early = {bucket: sums.clone() for bucket, sums in self.sums.items()}
@@ -103,13 +79,10 @@ class AddsBeforeLanding(Zero2):
         super().wait_and_accumulate()
 
 
-@mutant(
-    "zero2_last_micro_batch_leaks",
-    zoo=("F10",),
-    summary="of the last micro-batch a rank keeps its own gradient in place of the sum",
-    killed_by=("equivalence",),
-)
+@mutant("zero2_last_micro_batch_leaks", zoo=("F10",), killed_by=("equivalence",))
 class LastMicroBatchLeaks(Zero2):
+    """For the last micro-batch, a rank keeps its own gradient in place of the sum."""
+
     def send(self, bucket: OwnedBucket) -> None:
         own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
         super().send(bucket)
@@ -119,26 +92,19 @@ class LastMicroBatchLeaks(Zero2):
             self.sums[bucket].copy_(own)
 
 
-@mutant(
-    "zero2_reduces_sums_again",
-    zoo=("F23",),
-    summary="what earlier micro-batches summed is reduced again with every later one",
-    killed_by=("equivalence",),
-)
+@mutant("zero2_reduces_sums_again", zoo=("F23",), killed_by=("equivalence",))
 class ReducesSumsAgain(Zero2):
+    """The sums of earlier micro-batches are reduced again with every later one."""
+
     def send(self, bucket: OwnedBucket) -> None:
         bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept[bucket])
         super().send(bucket)
 
 
-@mutant(
-    "zero1_fourth_rank_left_out",
-    zoo=("F22",),
-    summary="rank 3 contributes zeros: wrong from 4 ranks on",
-    killed_by=("equivalence",),
-    mesh={"shard": 4},
-)
+@mutant("zero1_fourth_rank_left_out", zoo=("F22",), killed_by=("equivalence",), mesh={"shard": 4})
 class FourthRankLeftOut(Zero1):
+    """Rank 3 contributes zeros: wrong from 4 ranks on."""
+
     def send(self, bucket: OwnedBucket) -> None:
         if self.comm.rank == 3:
             bucket.flat().zero_()
@@ -146,45 +112,36 @@ class FourthRankLeftOut(Zero1):
 
 
 @mutant(
-    "zero1_one_rank_is_no_group",
-    zoo=("F02", "F13"),
-    summary="over one rank the optimizer gets no gradients: nothing was to be scattered",
-    killed_by=("equivalence",),
-    mesh={"shard": 1},
+    "zero1_one_rank_is_no_group", zoo=("F02", "F13"), killed_by=("equivalence",), mesh={"shard": 1}
 )
 class OneRankIsNoGroup(Zero1):
+    """On one rank the optimizer gets no gradients, as there was nothing to scatter."""
+
     def publish_gradients(self) -> None:
         if self.comm.size > 1:
             super().publish_gradients()
 
 
-@mutant(
-    "zero2_exchanges_equal_buckets",
-    zoo=("X05",),
-    summary="one rank has two buckets of equal size in the other order: wrong sums, no error",
-    killed_by=("equivalence",),
-)
+@mutant("zero2_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",))
 class ExchangesEqualBuckets(Zero2):
+    """One rank has two buckets of equal size in swapped order: wrong sums, no error."""
+
     def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
         super().__init__(module, comm, *rest)
-        # Equal sizes, so that no backend can tell the exchange.
-        sizes = [bucket.layout.padded for bucket in self.buckets]
-        first = next(i for i, size in enumerate(sizes) if sizes.count(size) > 1)
-        twin = sizes.index(sizes[first], first + 1)
         if comm.rank == 1:
-            order = self.buckets
-            order[first], order[twin] = order[twin], order[first]
+            exchange_equal(self.buckets, [bucket.layout.padded for bucket in self.buckets])
 
 
 @mutant(
     "zero2_idle_rank_stays_away",
     zoo=("X04",),
-    summary="a rank without a further micro-batch takes no part in the others' reductions",
     killed_by=("crash",),
     crash_says="does not match",
     workload=gpt("unequal_micro_batches"),
 )
 class IdleRankStaysAway(Zero2):
+    """A rank without a further micro-batch takes no part in the others' reductions."""
+
     def before_step(self, micro_batches: int) -> None:
         super().before_step(micro_batches)
         # Its own number in place of the agreed one.
@@ -194,13 +151,10 @@ class IdleRankStaysAway(Zero2):
 # ------------------------------------------------------------------------- who updates what, how
 
 
-@mutant(
-    "zero1_optimizer_on_old_tensors",
-    zoo=("F14",),
-    summary="the optimizer was built over tensors that the model no longer uses",
-    killed_by=("equivalence", "active"),
-)
+@mutant("zero1_optimizer_on_old_tensors", zoo=("F14",), killed_by=("equivalence", "active"))
 class OptimizerOnOldTensors(Zero1):
+    """The optimizer was built over tensors that the model no longer uses."""
+
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
         for group in groups:
@@ -212,25 +166,23 @@ class OptimizerOnOldTensors(Zero1):
 @mutant(
     "zero1_first_part_of_empty_shard",
     zoo=("F17",),
-    summary="a rank whose shard is padding only looks at the first parameter in it",
     killed_by=("crash",),
     crash_says="IndexError: list index out of range",
     workload=gpt("one_element"),
     options={"bucket_bytes": 1},
 )
 class FirstPartOfEmptyShard(Zero1):
+    """A rank whose shard is all padding looks at the first parameter in it."""
+
     def publish_gradients(self) -> None:
         super().publish_gradients()
         self.firsts = [list(bucket.parts.values())[0] for bucket in self.buckets]  # noqa: RUF015
 
 
-@mutant(
-    "zero1_drops_tail_of_last_shard",
-    zoo=("F01",),
-    summary="where shards are uneven the end of the last one gets no update",
-    killed_by=("equivalence",),
-)
+@mutant("zero1_drops_tail_of_last_shard", zoo=("F01",), killed_by=("equivalence",))
 class DropsTailOfLastShard(Zero1):
+    """With uneven shards, the end of the last one gets no update."""
+
     def publish_gradients(self) -> None:
         super().publish_gradients()
         for bucket in self.buckets:
@@ -243,11 +195,12 @@ class DropsTailOfLastShard(Zero1):
 @mutant(
     "zero2_gradient_where_used_only",
     zoo=("F04",),
-    summary="a rank updates its part of a parameter only if it used that parameter itself",
     killed_by=("equivalence",),
     workload=gpt("conditional_by_rank"),
 )
 class GradientWhereUsedOnly(Zero2):
+    """A rank updates its part of a parameter only if it used that parameter itself."""
+
     def publish_gradients(self) -> None:
         super().publish_gradients()
         for name, target in self.targets.items():
@@ -257,12 +210,13 @@ class GradientWhereUsedOnly(Zero2):
 
 @mutant(
     "zero1_unused_parameter_decays",
-    summary="what no rank used gets a gradient of zero, which decays and counts a step",
     killed_by=("equivalence",),
     workload=gpt("unused"),
     optimizer=ADAMW,
 )
 class UnusedParameterDecays(Zero1):
+    """A parameter that no rank used gets a zero gradient, which decays and counts a step."""
+
     def publish_gradients(self) -> None:
         super().publish_gradients()
         for target in self.targets.values():
@@ -272,12 +226,13 @@ class UnusedParameterDecays(Zero1):
 
 @mutant(
     "zero1_remembers_use",
-    summary="what was used once has a gradient of zero in steps that do not use it: it moves on",
     killed_by=("equivalence",),
     workload=gpt("conditional_early_step"),
     optimizer=ADAMW,
 )
 class RemembersUse(Zero1):
+    """A parameter used once gets a zero gradient in steps that do not use it, so it moves on."""
+
     def after_step(self) -> None:
         # Kept over the clearing at the end of the step.
         used = set(self.used)
@@ -285,13 +240,10 @@ class RemembersUse(Zero1):
         self.used |= used
 
 
-@mutant(
-    "zero1_tied_weight_counts_twice",
-    summary="the gradient of a tied weight is counted once for each of its names",
-    killed_by=("equivalence",),
-    workload=gpt("tied"),
-)
+@mutant("zero1_tied_weight_counts_twice", killed_by=("equivalence",), workload=gpt("tied"))
 class TiedWeightCountsTwice(Zero1):
+    """The gradient of a tied weight is counted once for each of its names."""
+
     def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:
         if ".tied." in name:
             assert parameter.grad is not None
@@ -300,13 +252,11 @@ class TiedWeightCountsTwice(Zero1):
 
 
 @mutant(
-    "zero2_unties_weights",
-    zoo=("F05",),
-    summary="sharding gives each use of a tied weight a tensor of its own",
-    killed_by=("equivalence", "active"),
-    workload=gpt("tied"),
+    "zero2_unties_weights", zoo=("F05",), killed_by=("equivalence", "active"), workload=gpt("tied")
 )
 class UntiesWeights(ReferenceZero2):
+    """Sharding gives each use of a tied weight a tensor of its own."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         for name, owner in module.named_modules():
             if name.endswith(".tied"):
@@ -318,12 +268,11 @@ class UntiesWeights(ReferenceZero2):
 
 
 @mutant(
-    "zero1_forgets_frozen_parameters",
-    summary="the initial broadcast leaves out what is frozen",
-    killed_by=("equivalence", "replicas"),
-    workload=gpt("frozen"),
+    "zero1_forgets_frozen_parameters", killed_by=("equivalence", "replicas"), workload=gpt("frozen")
 )
 class ForgetsFrozenParameters(Zero1):
+    """The initial broadcast leaves out frozen parameters."""
+
     def __init__(self, module: nn.Module, *rest: Any) -> None:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         values = [parameter.detach().clone() for parameter in frozen]
@@ -333,12 +282,10 @@ class ForgetsFrozenParameters(Zero1):
             parameter.data.copy_(value)
 
 
-@mutant(
-    "zero2_one_shard_loses_momentum",
-    summary="one rank's optimizer state is lost before step 2",
-    killed_by=("equivalence",),
-)
+@mutant("zero2_one_shard_loses_momentum", killed_by=("equivalence",))
 class OneShardLosesMomentum(ReferenceZero2):
+    """One rank's optimizer state is lost before step 2."""
+
     updates = 0
 
     def update(self) -> None:
@@ -352,13 +299,11 @@ class OneShardLosesMomentum(ReferenceZero2):
 
 
 @mutant(
-    "zero2_uses_stale_bucket",
-    zoo=("F16",),
-    summary="forward does not wait for the gather of one bucket: it computes with old values",
-    killed_by=("equivalence", "replicas"),
-    workload=LATE,
+    "zero2_uses_stale_bucket", zoo=("F16",), killed_by=("equivalence", "replicas"), workload=LATE
 )
 class UsesStaleBucket(Zero2):
+    """Forward does not wait for the gather of one bucket: it computes with old values."""
+
     def after_update(self) -> None:
         works = [bucket.gather() for bucket in self.buckets]
         # The first bucket is that of the last layers, which forward needs last; still too early.
@@ -367,12 +312,11 @@ class UsesStaleBucket(Zero2):
 
 
 @mutant(
-    "zero1_gathers_every_other_step",
-    zoo=("F16",),
-    summary="one bucket's parameters are gathered in every other step only",
-    killed_by=("equivalence", "replicas", "traffic"),
+    "zero1_gathers_every_other_step", zoo=("F16",), killed_by=("equivalence", "replicas", "traffic")
 )
 class GathersEveryOtherStep(Zero1):
+    """One bucket's parameters are gathered only in every other step."""
+
     updates = 0
 
     def after_update(self) -> None:
@@ -387,32 +331,26 @@ class GathersEveryOtherStep(Zero1):
 # ---------------------------------------------------------------------------------------- its cost
 
 
-@mutant(
-    "zero1_falls_back_to_ddp",
-    summary="the module is replicated: right numbers, nothing is sharded",
-    killed_by=("active", "memory", "traffic"),
-)
+@mutant("zero1_falls_back_to_ddp", killed_by=("active", "memory", "traffic"))
 class FallsBackToDDP(ReferenceZero1):
+    """The module is replicated: numbers are right, nothing is sharded."""
+
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         return ddp.apply(module, {"replicate": mesh.comm("shard")}, ddp.Options())
 
 
-@mutant(
-    "zero1_all_reduces",
-    summary="gradients are all-reduced and then gathered as parameters: half as much again",
-    killed_by=("traffic",),
-)
+@mutant("zero1_all_reduces", killed_by=("traffic",))
 class AllReduces(Zero1):
+    """Gradients are all-reduced and then gathered as parameters: half as much traffic again."""
+
     def send(self, bucket: OwnedBucket) -> None:
         bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
 
 
-@mutant(
-    "zero1_communicates_every_micro_batch",
-    summary="gradients are reduced after every micro-batch and thrown away until the last",
-    killed_by=("traffic",),
-)
+@mutant("zero1_communicates_every_micro_batch", killed_by=("traffic",))
 class CommunicatesEveryMicroBatch(Zero1):
+    """Gradients are reduced after every micro-batch and thrown away until the last."""
+
     def accumulate(self, is_last: bool) -> None:
         for bucket in self.buckets:
             if bucket.filled:
@@ -422,35 +360,29 @@ class CommunicatesEveryMicroBatch(Zero1):
         super().accumulate(is_last)
 
 
-@mutant(
-    "zero1_gradients_as_integers",
-    summary="gradients travel a second time disguised as integers",
-    killed_by=("traffic",),
-)
+@mutant("zero1_gradients_as_integers", killed_by=("traffic",))
 class GradientsAsIntegers(Zero1):
+    """Gradients are sent a second time, disguised as integers."""
+
     def finish(self) -> None:
         super().finish()
         for bucket in self.buckets:
             self.comm.all_reduce(self.gradient(bucket).clone().view(torch.int64))
 
 
-@mutant(
-    "zero1_reduces_copies",
-    summary="buckets are reduced out of copies, which live until all have arrived",
-    killed_by=("memory",),
-)
+@mutant("zero1_reduces_copies", killed_by=("memory",))
 class ReducesCopies(Zero1):
+    """Buckets are reduced from copies, which live until all have arrived."""
+
     def send(self, bucket: OwnedBucket) -> None:
         shard = bucket.own_gradients()
         bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
 
 
-@mutant(
-    "zero1_gathers_beside",
-    summary="parameters are gathered into memory of their own and copied from there",
-    killed_by=("memory",),
-)
+@mutant("zero1_gathers_beside", killed_by=("memory",))
 class GathersBeside(Zero1):
+    """Parameters are gathered into separate memory and copied from there."""
+
     def after_update(self) -> None:
         for bucket in self.buckets:
             # A second copy of every bucket: right numbers, twice the memory.
@@ -460,13 +392,10 @@ class GathersBeside(Zero1):
             bucket.parameters.copy_out()
 
 
-@mutant(
-    "zero1_makes_contiguous",
-    summary="a transposed parameter loses its strides and the memory of its own that keeps them",
-    killed_by=("memory",),
-    workload=gpt("non_contiguous"),
-)
+@mutant("zero1_makes_contiguous", killed_by=("memory",), workload=gpt("non_contiguous"))
 class MakesContiguous(Zero1):
+    """A transposed parameter loses its strides and the separate memory that keeps them."""
+
     # Planted at its bytes: whether a product over other strides is rounded otherwise is up to the
     # CPU's kernels.
     def __init__(self, module: nn.Module, *rest: Any) -> None:
@@ -475,13 +404,10 @@ class MakesContiguous(Zero1):
         super().__init__(module, *rest)
 
 
-@mutant(
-    "zero2_keeps_whole_gradients",
-    zoo=("F20",),
-    summary="whole gradients are not let go after they were reduced",
-    killed_by=("memory",),
-)
+@mutant("zero2_keeps_whole_gradients", zoo=("F20",), killed_by=("memory",))
 class KeepsWholeGradients(Zero2):
+    """Whole gradients are not freed after they were reduced."""
+
     def wait_and_accumulate(self) -> None:
         whole = {bucket: bucket.full for bucket in self.sums}
         super().wait_and_accumulate()
@@ -491,13 +417,10 @@ class KeepsWholeGradients(Zero2):
             bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]
 
 
-@mutant(
-    "zero2_reduces_last_micro_batch_only",
-    zoo=("F20",),
-    summary="whole gradients add up on every rank, and are reduced once",
-    killed_by=("traffic", "memory"),
-)
+@mutant("zero2_reduces_last_micro_batch_only", zoo=("F20",), killed_by=("traffic", "memory"))
 class ReducesLastMicroBatchOnly(Zero2):
+    """Whole gradients add up on every rank and are reduced once."""
+
     def before_step(self, micro_batches: int) -> None:
         # One round: what earlier micro-batches leave adds up in the buckets until then.
         super().before_step(min(micro_batches, 1))
@@ -515,22 +438,20 @@ class ReducesLastMicroBatchOnly(Zero2):
 @mutant(
     "zero1_norm_of_local_shards",
     zoo=("O02", "H11"),
-    summary="every rank clips by the norm of its own shards",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormOfLocalShards(Zero1):
+    """Every rank clips by the norm of its own shards."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        return [(value, ()) for value, _ in super().norm_parts(order)]
+        return own_parts(super().norm_parts(order))
 
 
-@mutant(
-    "zero1_norm_counts_padding",
-    summary="the norm is that of whole shards, whose padding holds what was there before",
-    killed_by=("norm",),
-    optimizer=CLIP,
-)
+@mutant("zero1_norm_counts_padding", killed_by=("norm",), optimizer=CLIP)
 class NormCountsPadding(Zero1):
+    """The norm is taken of whole shards, whose padding holds old values."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         for bucket in self.buckets:
             # Padding is zero in the parent, which would hide that it is counted.
@@ -539,14 +460,10 @@ class NormCountsPadding(Zero1):
         return [(torch.stack(sums).sum(), (self.comm.axis,))]
 
 
-@mutant(
-    "zero1_norm_before_last_bucket",
-    zoo=("O08",),
-    summary="the norm is taken before the last bucket was reduced",
-    killed_by=("norm",),
-    optimizer=CLIP,
-)
+@mutant("zero1_norm_before_last_bucket", zoo=("O08",), killed_by=("norm",), optimizer=CLIP)
 class NormBeforeLastBucket(Zero1):
+    """The norm is taken before the last bucket was reduced."""
+
     def send(self, bucket: OwnedBucket) -> None:
         # The last bucket that is sent is the one whose own gradients stay here.
         self.early = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()

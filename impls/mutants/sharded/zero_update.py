@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardproof.contract import Batch, GroupSpec, Kind, Observe, OptimizerSpec, StepResult
-from shardproof.impls.mutants.data.ddp import BETWEEN, CLIP, gpt
-from shardproof.impls.mutants.sharded.zero import ADAMW, mutant
+from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
+from shardproof.impls.mutants.sharded.zero import mutant
+from shardproof.impls.mutants.triggers import (
+    ADAMW,
+    BETWEEN,
+    CLIP,
+    GROUPS,
+    exchange_decays,
+    gpt,
+    spend_a_step,
+)
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
-GROUPS = OptimizerSpec(
-    "adamw",
-    lr=0.003,
-    weight_decay=0.01,
-    groups=(GroupSpec(r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),),
-)
 
-
-def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
-    """Give the groups each other's weight decay."""
-    decays = [group["weight_decay"] for group in groups]
-    # Groups have no names: nothing but the numbers can show the exchange.
-    for group, decay in zip(groups, reversed(decays), strict=True):
-        group["weight_decay"] = decay
-
-
-@mutant(
-    "zero2_averages_norms",
-    zoo=("O07",),
-    summary="the norms of the shards are averaged",
-    killed_by=("norm",),
-    optimizer=CLIP,
-)
+@mutant("zero2_averages_norms", zoo=("O07",), killed_by=("norm",), optimizer=CLIP)
 class AveragesNorms(ReferenceZero2):
+    """The norms of the shards are averaged."""
+
     def norm(self) -> Tensor:
         # Roots are not additive: the mean of roots is not the root of the sum.
         own = torch.stack([value for value, _ in self.handle.norm_parts()]).sum().sqrt()
@@ -47,14 +35,10 @@ class AveragesNorms(ReferenceZero2):
         return own / self.mesh.world
 
 
-@mutant(
-    "zero1_reports_local_norm",
-    zoo=("O25",),
-    summary="clipping is right, but each rank reports the norm of its own shards",
-    killed_by=("norm",),
-    optimizer=CLIP,
-)
+@mutant("zero1_reports_local_norm", zoo=("O25",), killed_by=("norm",), optimizer=CLIP)
 class ReportsLocalNorm(ReferenceZero1):
+    """Clipping is right, but each rank reports the norm of its own shards."""
+
     def norm(self) -> Tensor:
         self.own = torch.stack([value for value, _ in self.handle.norm_parts()]).sum().sqrt()
         return super().norm()
@@ -63,14 +47,10 @@ class ReportsLocalNorm(ReferenceZero1):
         return replace(super().step(batch, observe), norm=self.own)
 
 
-@mutant(
-    "zero2_norm_of_nothing",
-    zoo=("O17",),
-    summary="clipping looks at the parameters' gradients, which have moved into shards",
-    killed_by=("norm", "equivalence"),
-    optimizer=CLIP,
-)
+@mutant("zero2_norm_of_nothing", zoo=("O17",), killed_by=("norm", "equivalence"), optimizer=CLIP)
 class NormOfNothing(Zero2):
+    """Clipping looks at the parameters' gradients, which have moved into shards."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         # Hooks have taken these gradients into buckets: the list is empty.
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -78,26 +58,19 @@ class NormOfNothing(Zero2):
         return [(total, (self.comm.axis,))]
 
 
-@mutant(
-    "zero2_clips_on_rank_0_only",
-    zoo=("O01",),
-    summary="the shards of ranks > 0 are not clipped",
-    killed_by=("equivalence",),
-    optimizer=CLIP,
-)
+@mutant("zero2_clips_on_rank_0_only", zoo=("O01",), killed_by=("equivalence",), optimizer=CLIP)
 class ClipsOnRank0Only(ReferenceZero2):
+    """The shards of ranks > 0 are not clipped."""
+
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if self.mesh.rank == 0:
             super().clip(norm, max_norm)
 
 
-@mutant(
-    "zero2_clips_up",
-    summary="gradients below the clip are scaled up to it",
-    killed_by=("equivalence",),
-    optimizer=BETWEEN,
-)
+@mutant("zero2_clips_up", killed_by=("equivalence",), optimizer=BETWEEN)
 class ClipsUp(ReferenceZero2):
+    """Gradients below the clip are scaled up to it."""
+
     def clip(self, norm: Tensor, max_norm: float) -> None:
         # Without the upper bound of 1.
         self.handle.scale_gradients(max_norm / norm)
@@ -106,12 +79,13 @@ class ClipsUp(ReferenceZero2):
 @mutant(
     "zero2_decay_to_wrong_group",
     zoo=("O19",),
-    summary="two parameter groups exchange their weight decay",
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
     optimizer=GROUPS,
 )
 class DecayToWrongGroup(Zero2):
+    """Two parameter groups exchange their weight decay."""
+
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
         exchange_decays(groups)
@@ -121,12 +95,13 @@ class DecayToWrongGroup(Zero2):
 @mutant(
     "zero2_group_order_by_rank",
     zoo=("O20",),
-    summary="one rank lists its groups in another order, and hyperparameters go by place",
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
     optimizer=GROUPS,
 )
 class GroupOrderByRank(Zero2):
+    """One rank lists its groups in another order, and hyperparameters go by position."""
+
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
         # On one rank: the others' shards are right, so two thirds of the elements agree.
@@ -135,29 +110,20 @@ class GroupOrderByRank(Zero2):
         return groups
 
 
-@mutant(
-    "zero1_dummy_first_step",
-    zoo=("O26",),
-    summary="optimizer state is made by a step with zero gradients, which counts and decays",
-    killed_by=("equivalence",),
-    optimizer=ADAMW,
-)
+@mutant("zero1_dummy_first_step", zoo=("O26",), killed_by=("equivalence",), optimizer=ADAMW)
 class DummyFirstStep(ReferenceZero1):
+    """A step with zero gradients creates the optimizer state. It counts and decays."""
+
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
-        for tensor in self.updated:
-            tensor.grad = torch.zeros_like(tensor)
-        optimizer.step()
-        optimizer.zero_grad()
+        spend_a_step(optimizer, self.updated)
         return optimizer
 
 
-@mutant(
-    "zero1_updates_gathered_values",
-    summary="one rank's update is made on a copy and never reaches the shard that it gathers",
-    killed_by=("equivalence",),
-)
+@mutant("zero1_updates_gathered_values", killed_by=("equivalence",))
 class UpdatesGatheredValues(ReferenceZero1):
+    """One rank's update is made on a copy and never reaches the shard that it gathers."""
+
     def update(self) -> None:
         before = [tensor.detach().clone() for tensor in self.updated]
         super().update()
@@ -167,12 +133,10 @@ class UpdatesGatheredValues(ReferenceZero1):
                 tensor.detach().copy_(value)
 
 
-@mutant(
-    "zero1_full_state_of_own_shard",
-    summary="the gathered parameters are right in this rank's shards only",
-    killed_by=("equivalence",),
-)
+@mutant("zero1_full_state_of_own_shard", killed_by=("equivalence",))
 class FullStateOfOwnShard(ReferenceZero1):
+    """The gathered parameters are right in this rank's shards only."""
+
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
         self.start = super().full_state("parameters")
@@ -186,12 +150,10 @@ class FullStateOfOwnShard(ReferenceZero1):
         return whole
 
 
-@mutant(
-    "zero1_evaluates_before_gather",
-    summary="parameters are gathered at the next step: whoever looks in between sees old ones",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("zero1_evaluates_before_gather", killed_by=("equivalence", "replicas"))
 class EvaluatesBeforeGather(Zero1):
+    """Parameters are gathered at the next step, so a look in between sees old ones."""
+
     def after_update(self) -> None:
         pass
 
@@ -204,11 +166,12 @@ class EvaluatesBeforeGather(Zero1):
 @mutant(
     "zero1_idle_rank_does_not_update",
     zoo=("F04",),
-    summary="a rank that has no micro-batch in a step leaves its shards as they are",
     killed_by=("equivalence",),
     workload=replace(gpt(micro_batches=1), global_batch=2),
 )
 class IdleRankDoesNotUpdate(ReferenceZero1):
+    """A rank that has no micro-batch in a step leaves its shards as they are."""
+
     def update(self) -> None:
         # ``used`` is what this rank's own backwards touched, though its shards hold everybody's
         # sums.
@@ -219,11 +182,12 @@ class IdleRankDoesNotUpdate(ReferenceZero1):
 @mutant(
     "zero2_drops_in_evaluation",
     zoo=("O23",),
-    summary="dropout ignores that the model evaluates",
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
 )
 class DropsInEvaluation(ReferenceZero2):
+    """Dropout stays active while the model evaluates."""
+
     def evaluate(self, batch: Batch) -> Tensor | None:
         for part in self.module.modules():
             if "Dropout" in type(part).__name__:

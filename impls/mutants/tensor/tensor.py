@@ -7,24 +7,23 @@ rank's part of the vocabulary, smoothing and a vocabulary that does not divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm
-from shardproof.contract import Build, CrossEntropy, MicroBatch, OptimizerSpec
+from shardproof.contract import Build, CrossEntropy, MicroBatch
 from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import CLIP, SEQUENCE, gpts
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.tensor import Options, ReferenceTensor, TensorParallel, operators
 from shardproof.impls.reference.tensor.cuts import Cut, Split, Uncut
 from shardproof.impls.reference.tensor.layers import (
     Classes,
     Column,
+    Compute,
     Heads,
     Placed,
     Positions,
@@ -34,85 +33,58 @@ from shardproof.impls.reference.tensor.layers import (
 )
 from shardproof.impls.reference.tensor.loss import cross_entropy
 
-SEQUENCE = {"sequence_parallel": True}
-CLIP = OptimizerSpec(clip_norm=0.05)
-
-
-def gpt(*traits: str, **params: Any) -> WorkloadSpec:
-    """Two small blocks; ``params`` are knobs."""
-    sizes = {"width": 16, "heads": 4, "layers": 2} | params
-    return WorkloadSpec("charnames_gpt", traits=traits, params=sizes, global_batch=8)
-
-
-mutant = partial(
-    declare.mutant,
-    parent=ReferenceTensor,
-    parent_name="reference/tensor",
-    mesh={"tensor": 2},
-    workload=gpt(),
-)
+#: Two small blocks.
+gpt = gpts(width=16, heads=4, layers=2, global_batch=8)
+mutant = declare.family(ReferenceTensor, mesh={"tensor": 2}, workload=gpt())
 
 
 class _Layers(TensorParallel):
-    """Layers of class ``planted[0]`` become ``planted[1]``."""
-
-    planted: tuple[type[SplitLayer], type[SplitLayer]]
+    """Every layer goes through :meth:`change`."""
 
     def make_layers(self) -> list[SplitLayer]:
         layers = super().make_layers()
         for layer in layers:
-            if type(layer) is self.planted[0]:
-                layer.__class__ = self.planted[1]
+            self.change(layer)
         return layers
+
+    def change(self, layer: Any) -> None:
+        """Change ``layer`` in place."""
+        raise NotImplementedError
 
 
 # --------------------------------------------------------------------------------------- layers
 
 
-class _BiasInside(Row):
-    def forward(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
-        return self.leave(compute(*args), self.comm)
-
-
-@mutant(
-    "tensor_bias_on_every_rank",
-    zoo=("T01",),
-    summary="every rank adds the bias of a row-parallel layer, then they are summed",
-    killed_by=("equivalence",),
-)
+@mutant("tensor_bias_on_every_rank", zoo=("T01",), killed_by=("equivalence",))
 class BiasOnEveryRank(_Layers):
-    planted = (Row, _BiasInside)
+    """Every rank adds the bias of a row-parallel layer before the sum."""
+
+    def change(self, layer: Any) -> None:
+        if type(layer) is Row:
+            vars(layer)["forward"] = lambda compute, *args: layer.leave(compute(*args), layer.comm)
 
 
 @mutant(
     "tensor_gradient_of_inputs_not_summed",
     zoo=("T11",),
-    summary="the operator that does nothing in forward is left out before one layer, and with it "
-    "its backward",
     killed_by=("equivalence", "replicas", "traffic"),
 )
-class GradientOfInputsNotSummed(TensorParallel):
-    def make_layers(self) -> list[SplitLayer]:
-        layers = super().make_layers()
-        for layer in layers:
-            if isinstance(layer, Column) and layer.name == "blocks.1.mlp.up":
-                layer.enter = lambda tensor, comm: tensor
-        return layers
+class GradientOfInputsNotSummed(_Layers):
+    """One layer lacks the operator that does nothing in forward, and with it the operator's
+    backward."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Column) and layer.name == "blocks.1.mlp.up":
+            layer.enter = lambda tensor, comm: tensor
 
 
-@mutant(
-    "tensor_reduces_twice",
-    zoo=("T08",),
-    summary="outputs that are whole already are summed once more, for nothing",
-    killed_by=("traffic",),
-)
-class ReducesTwice(TensorParallel):
-    def make_layers(self) -> list[SplitLayer]:
-        layers = super().make_layers()
-        for layer in layers:
-            if isinstance(layer, Row):
-                layer.leave = _twice
-        return layers
+@mutant("tensor_reduces_twice", zoo=("T08",), killed_by=("traffic",))
+class ReducesTwice(_Layers):
+    """Outputs that are already whole are summed once more, for nothing."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Row):
+            layer.leave = _twice
 
 
 def _twice(tensor: Tensor, comm: Comm) -> Tensor:
@@ -121,19 +93,13 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
     return total
 
 
-@mutant(
-    "tensor_sum_is_its_own_backward",
-    zoo=("T08",),
-    summary="the backward of a sum over ranks sums again: gradients grow by the number of ranks",
-    killed_by=("equivalence", "traffic"),
-)
-class SumIsItsOwnBackward(TensorParallel):
-    def make_layers(self) -> list[SplitLayer]:
-        layers = super().make_layers()
-        for layer in layers:
-            if isinstance(layer, Row):
-                layer.leave = lambda x, comm: operators.f(operators.f_bar(x, comm), comm)
-        return layers
+@mutant("tensor_sum_is_its_own_backward", zoo=("T08",), killed_by=("equivalence", "traffic"))
+class SumIsItsOwnBackward(_Layers):
+    """The backward of a sum over ranks sums again: gradients grow by the number of ranks."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Row):
+            layer.leave = lambda x, comm: operators.f(operators.f_bar(x, comm), comm)
 
 
 class _GatherOnly(torch.autograd.Function):
@@ -150,38 +116,31 @@ class _GatherOnly(torch.autograd.Function):
 @mutant(
     "tensor_gather_scatters_terms",
     zoo=("T08",),
-    summary="a gathered sequence's gradient is taken for whole: each rank keeps a part of its term",
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
 )
-class GatherScattersTerms(TensorParallel):
-    def make_layers(self) -> list[SplitLayer]:
-        layers = super().make_layers()
-        for layer in layers:
-            if isinstance(layer, Column):
-                layer.enter = _GatherOnly.apply
-        return layers
+class GatherScattersTerms(_Layers):
+    """A gathered sequence's gradient is taken for whole: each rank keeps a part of its own term."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Column):
+            layer.enter = _GatherOnly.apply
 
 
-@mutant(
-    "tensor_copies_start_apart",
-    summary="what stands on every rank starts from each rank's own values",
-    killed_by=("equivalence", "replicas"),
-)
+@mutant("tensor_copies_start_apart", killed_by=("equivalence", "replicas"))
 class CopiesStartApart(TensorParallel):
+    """Replicated parameters start from each rank's own values."""
+
     def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
         own = module.get_parameter("norm.weight").detach().clone()
         super().__init__(module, comm, options)
         module.get_parameter("norm.weight").data.copy_(own)
 
 
-@mutant(
-    "tensor_cuts_through_heads",
-    zoo=("K19",),
-    summary="the rows of a fused projection are shared out in order, not query by key by value",
-    killed_by=("equivalence",),
-)
+@mutant("tensor_cuts_through_heads", zoo=("K19",), killed_by=("equivalence",))
 class CutsThroughHeads(TensorParallel):
+    """The rows of a fused projection are split in order, not query by key by value."""
+
     def make_layers(self) -> list[SplitLayer]:
         return [
             Column(layer.name, layer.module, layer.comm, layer.enter)
@@ -191,13 +150,10 @@ class CutsThroughHeads(TensorParallel):
         ]
 
 
-@mutant(
-    "tensor_identical_shards",
-    zoo=("T13",),
-    summary="all ranks start from the first rank's part of what is split",
-    killed_by=("equivalence",),
-)
+@mutant("tensor_identical_shards", zoo=("T13",), killed_by=("equivalence",))
 class IdenticalShards(TensorParallel):
+    """All ranks start from the first rank's part of every split parameter."""
+
     def local(self, name: str, whole: Tensor) -> Tensor:
         right, cut = super().local(name, whole), self.cuts[name]
         if isinstance(cut, Split) and len(cut.blocks) == 1:
@@ -205,29 +161,26 @@ class IdenticalShards(TensorParallel):
         return right
 
 
-@mutant(
-    "tensor_mlp_is_whole",
-    summary="the MLPs are not split: every rank computes all of them",
-    killed_by=("traffic", "memory", "active"),
-)
+@mutant("tensor_mlp_is_whole", killed_by=("traffic", "memory", "active"))
 class MlpIsWhole(TensorParallel):
+    """The MLPs are not split: every rank computes all of them."""
+
     def make_layers(self) -> list[SplitLayer]:
         return [layer for layer in super().make_layers() if ".mlp." not in layer.name]
 
 
-class _Unmasked(Vocabulary):
-    def forward(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
-        place = (args[0] - self.own.start).clamp(0, len(self.own) - 1)
-        return self.leave(compute(place), self.comm)
-
-
-@mutant(
-    "tensor_embedding_not_masked",
-    summary="a rank adds one of its rows for a number that another rank has",
-    killed_by=("equivalence",),
-)
+@mutant("tensor_embedding_not_masked", killed_by=("equivalence",))
 class EmbeddingNotMasked(_Layers):
-    planted = (Vocabulary, _Unmasked)
+    """A rank adds one of its rows for a token that another rank has."""
+
+    def change(self, layer: Any) -> None:
+        def unmasked(compute: Compute, rows: Tensor) -> Tensor:
+            place = (rows - layer.own.start).clamp(0, len(layer.own) - 1)
+            result: Tensor = layer.leave(compute(place), layer.comm)
+            return result
+
+        if type(layer) is Vocabulary:
+            vars(layer)["forward"] = unmasked
 
 
 # ------------------------------------------------------------------------------------- the loss
@@ -244,11 +197,12 @@ class _Loss(TensorParallel):
 @mutant(
     "tensor_smoothing_over_own_classes",
     zoo=("T04",),
-    summary="label smoothing divides by the rank's own number of classes",
     killed_by=("equivalence",),
     workload=gpt(label_smoothing=0.1, vocab=98),
 )
 class SmoothingOverOwnClasses(TensorParallel):
+    """Label smoothing divides by the rank's own number of classes."""
+
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
         assert self.output is not None
         self.output.total = len(self.output.own)
@@ -258,11 +212,12 @@ class SmoothingOverOwnClasses(TensorParallel):
 @mutant(
     "tensor_loss_plus_log",
     zoo=("T05",),
-    summary="the split loss is taken of gathered logits: right plus the logarithm of the ranks",
     killed_by=("equivalence",),
     options={"loss_parallel": False},
 )
 class LossPlusLog(_Loss):
+    """The split loss is taken of gathered logits: it is too large by the logarithm of the ranks."""
+
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
         logits, targets, last = self.parts(outputs, micro)
         own = range(self.comm.rank * last.total, (self.comm.rank + 1) * last.total)
@@ -270,13 +225,10 @@ class LossPlusLog(_Loss):
         return (micro.weights.reshape(-1) * losses).sum()
 
 
-@mutant(
-    "tensor_plain_collective_in_loss",
-    zoo=("T07",),
-    summary="the loss is right, its gradient is that of the rank's own classes alone",
-    killed_by=("equivalence",),
-)
+@mutant("tensor_plain_collective_in_loss", zoo=("T07",), killed_by=("equivalence",))
 class PlainCollectiveInLoss(_Loss):
+    """The loss is right, but its gradient is that of the rank's own classes alone."""
+
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
         right = super().loss(build, outputs, micro).detach()
         logits, targets, last = self.parts(outputs, micro)
@@ -305,44 +257,44 @@ class _Unsummed(TensorParallel):
 @mutant(
     "tensor_norm_not_summed",
     zoo=("T02",),
-    summary="under sequence parallelism a norm's gradient is that of a part of the positions",
     killed_by=("equivalence", "replicas", "traffic"),
     options=SEQUENCE,
 )
 class NormNotSummed(_Unsummed):
+    """Under sequence parallelism, a norm's gradient covers only a part of the positions."""
+
     pattern = "norm.weight"
 
 
 @mutant(
     "tensor_row_bias_not_summed",
     zoo=("T02",),
-    summary="under sequence parallelism the biases behind row-parallel layers are not summed",
     killed_by=("equivalence", "replicas"),
     options=SEQUENCE,
 )
 class RowBiasNotSummed(_Unsummed):
+    """Under sequence parallelism, the biases of row-parallel layers are not summed."""
+
     pattern = "down.bias"
 
 
 @mutant(
     "tensor_small_layer_not_summed",
     zoo=("T17",),
-    summary="a small layer that some samples are routed to is not summed over positions",
     killed_by=("equivalence", "replicas"),
     workload=gpt("conditional_by_micro_batch"),
     options=SEQUENCE,
 )
 class SmallLayerNotSummed(_Unsummed):
+    """A small layer that only some samples are routed to is not summed over positions."""
+
     pattern = "conditional_by_micro_batch"
 
 
-@mutant(
-    "tensor_sums_what_is_whole",
-    zoo=("T08",),
-    summary="gradients that every rank has whole are summed over the ranks",
-    killed_by=("equivalence", "traffic"),
-)
+@mutant("tensor_sums_what_is_whole", zoo=("T08",), killed_by=("equivalence", "traffic"))
 class SumsWhatIsWhole(TensorParallel):
+    """Gradients that every rank has whole are summed over the ranks."""
+
     def whole(self, parameter: Tensor) -> Cut:
         return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_partial=True)
 
@@ -350,11 +302,12 @@ class SumsWhatIsWhole(TensorParallel):
 @mutant(
     "tensor_kv_bias_not_summed",
     zoo=("T16",),
-    summary="the bias of KV heads that ranks share is not summed, the weight is",
     killed_by=("equivalence", "replicas", "traffic"),
     workload=gpt(kv_heads=1),
 )
 class KvBiasNotSummed(TensorParallel):
+    """The bias of KV heads that ranks share is not summed; the weight is."""
+
     def finish(self) -> None:
         for name, cut in self.cuts.items():
             if name.endswith("qkv.bias") and isinstance(cut, Split):
@@ -365,12 +318,13 @@ class KvBiasNotSummed(TensorParallel):
 @mutant(
     "tensor_kv_summed_over_the_axis",
     zoo=("T16", "H08"),
-    summary="gradients of a KV head are summed over all ranks, not over those that share it",
     killed_by=("equivalence",),
     workload=gpt(kv_heads=2),
     mesh={"tensor": 4},
 )
 class KvSummedOverTheAxis(TensorParallel):
+    """Gradients of a KV head are summed over all ranks, not over those that share it."""
+
     def finish(self) -> None:
         for name, parameter in self.trained():
             if "qkv" in name and parameter.grad is not None:
@@ -381,24 +335,21 @@ class KvSummedOverTheAxis(TensorParallel):
 @mutant(
     "tensor_sums_running_totals",
     zoo=("F23",),
-    summary="terms are summed after every micro-batch, together with what was summed before",
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
 )
 class SumsRunningTotals(TensorParallel):
+    """Terms are summed after every micro-batch, together with those already summed."""
+
     def accumulate(self, is_last: bool) -> None:
         if any(p.grad is not None for _, p in self.trained()):
             super().finish()
 
 
-@mutant(
-    "tensor_sums_in_half_the_width",
-    zoo=("H13",),
-    summary="terms are rounded to fp32 on their way, computing is in fp64",
-    killed_by=("equivalence",),
-    options=SEQUENCE,
-)
+@mutant("tensor_sums_in_half_the_width", zoo=("H13",), killed_by=("equivalence",), options=SEQUENCE)
 class SumsInHalfTheWidth(TensorParallel):
+    """Terms are rounded to fp32 before the sum although compute is in fp64."""
+
     def finish(self) -> None:
         for name, parameter in self.trained():
             if isinstance(self.cuts[name], Uncut) and parameter.grad is not None:
@@ -409,30 +360,28 @@ class SumsInHalfTheWidth(TensorParallel):
 # ----------------------------------------------------------------------------------- sequences
 
 
-class _FirstPositions(Positions):
-    def forward(self, compute: Callable[..., Tensor], *args: Any) -> Tensor:
-        return compute(args[0][: operators.share(len(args[0]), self.comm.size)])
-
-
-@mutant(
-    "tensor_first_positions",
-    summary="every rank embeds the first positions, whichever it has",
-    killed_by=("equivalence",),
-    options=SEQUENCE,
-)
+@mutant("tensor_first_positions", killed_by=("equivalence",), options=SEQUENCE)
 class FirstPositionsOnly(_Layers):
-    planted = (Positions, _FirstPositions)
+    """Every rank embeds the first positions, whichever it holds."""
+
+    def change(self, layer: Any) -> None:
+        def first(compute: Compute, positions: Tensor) -> Tensor:
+            return compute(positions[: operators.share(len(positions), self.comm.size)])
+
+        if type(layer) is Positions:
+            vars(layer)["forward"] = first
 
 
 @mutant(
     "tensor_same_masks",
     zoo=("T14",),
-    summary="dropout draws the same masks for every part of a sequence",
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
     options=SEQUENCE,
 )
 class SameMasks(TensorParallel):
+    """Dropout draws the same masks for every part of a sequence."""
+
     def make_layers(self) -> list[SplitLayer]:
         return [layer for layer in super().make_layers() if not isinstance(layer, Placed)]
 
@@ -440,11 +389,12 @@ class SameMasks(TensorParallel):
 @mutant(
     "tensor_masks_apart",
     zoo=("T14",),
-    summary="dropout draws other masks on every rank where all compute the same activations",
     killed_by=("equivalence", "replicas"),
     workload=gpt("dropout_counter"),
 )
 class MasksApart(TensorParallel):
+    """Dropout draws different masks on every rank although all compute the same activations."""
+
     def make_layers(self) -> list[SplitLayer]:
         for part in self.module.modules():
             if hasattr(part, "first_position"):
@@ -456,13 +406,11 @@ class MasksApart(TensorParallel):
 
 
 @mutant(
-    "tensor_norm_counts_copies",
-    zoo=("O04",),
-    summary="the norm counts what stands on every rank once a rank",
-    killed_by=("norm", "equivalence"),
-    optimizer=CLIP,
+    "tensor_norm_counts_copies", zoo=("O04",), killed_by=("norm", "equivalence"), optimizer=CLIP
 )
 class NormCountsCopies(TensorParallel):
+    """The norm counts replicated parameters once a rank."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         [(total, axes)] = super().norm_parts(order)
         for piece in self.pieces("gradients"):
@@ -473,24 +421,23 @@ class NormCountsCopies(TensorParallel):
 @mutant(
     "tensor_norm_of_own_shards",
     zoo=("O02", "H11"),
-    summary="every rank clips by the norm of what it holds",
     killed_by=("norm", "replicas", "traffic"),
     optimizer=CLIP,
 )
 class NormOfOwnShards(TensorParallel):
+    """Every rank clips by the norm of what it holds."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         gradients = [p.grad for _, p in self.trained() if p.grad is not None]
         return [(torch.stack([power_sum(g, order) for g in gradients]).sum(), ())]
 
 
 @mutant(
-    "tensor_norm_misses_a_shard",
-    zoo=("O05",),
-    summary="a split bias counts as a copy: only the first rank's part is in the norm",
-    killed_by=("norm", "equivalence"),
-    optimizer=CLIP,
+    "tensor_norm_misses_a_shard", zoo=("O05",), killed_by=("norm", "equivalence"), optimizer=CLIP
 )
 class NormMissesAShard(TensorParallel):
+    """A split bias counts as a copy: only the first rank's part is in the norm."""
+
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         [(total, axes)] = super().norm_parts(order)
         for name, parameter in self.trained():
@@ -502,12 +449,13 @@ class NormMissesAShard(TensorParallel):
 @mutant(
     "tensor_norm_of_terms",
     zoo=("T10", "O08"),
-    summary="the norm is taken of terms that are still to be summed",
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
     options=SEQUENCE,
 )
 class NormOfTerms(TensorParallel):
+    """The norm is taken of terms that are not summed yet."""
+
     def finish(self) -> None:
         self.early = super().norm_parts()
         super().finish()
@@ -519,11 +467,12 @@ class NormOfTerms(TensorParallel):
 @mutant(
     "tensor_clips_on_the_first_rank",
     zoo=("O01",),
-    summary="only the first rank clips: copies drift apart",
     killed_by=("replicas", "equivalence"),
     optimizer=CLIP,
 )
 class ClipsOnTheFirstRank(ReferenceTensor):
+    """Only the first rank clips, so copies drift apart."""
+
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if self.mesh.coordinate["tensor"] == 0:
             super().clip(norm, max_norm)

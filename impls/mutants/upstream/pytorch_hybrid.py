@@ -6,74 +6,53 @@ Planted in ``pytorch/hybrid`` on meshes of two and three axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import MicroBatch, Piece
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP
+from shardproof.impls.mutants.triggers import CLIP, gpts
 from shardproof.impls.pytorch.hybrid import Hybrid, sharded
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 
-SIZES = {"layers": 2, "width": 24, "heads": 12, "seq": 12, "vocab": 96}
-
-
-def gpt(*traits: str, micro_batches: int = 2, windows: int = 1) -> WorkloadSpec:
-    """A GPT of two blocks that two ranks of any axis can share."""
-    return WorkloadSpec(
-        "charnames_gpt",
-        params=SIZES,
-        global_batch=12,
-        micro_batches=micro_batches,
-        windows=windows,
-        traits=traits,
-    )
-
-
-mutant = partial(
-    declare.mutant,
-    parent=Hybrid,
-    parent_name="pytorch/hybrid",
-    mesh={"pipe": 2, "shard": 2},
-    workload=gpt(),
-)
+#: Two blocks that two ranks of any axis can share.
+gpt = gpts(layers=2, width=24, heads=12, seq=12, vocab=96, global_batch=12)
+mutant = declare.family(Hybrid, mesh={"pipe": 2, "shard": 2}, workload=gpt())
 
 
 @mutant(
     "torch_hybrid_norm_of_own_stage",
     zoo=("H11",),
-    summary="the norm is summed over shards, not over the stages",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormOfOwnStage(Hybrid):
+    """The norm is summed over shards, not over the stages."""
+
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(list(gradients), foreach=False).full_tensor().double()  # type: ignore[attr-defined]
 
 
 @mutant(
     "torch_hybrid_loses_earlier_windows",
-    summary="a window of another size drops gradients of those before: torch's first call does",
     killed_by=("equivalence",),
     workload=gpt("incomplete_window", micro_batches=4, windows=2),
 )
 class LosesEarlierWindows(Hybrid):
+    """A window of another size drops the gradients of those before, as torch's first call does."""
+
     def run(self, window: tuple[MicroBatch, ...], call: Callable[..., Any]) -> list[Tensor]:
         self.is_fresh = False
         return super().run(window, call)
 
 
-@mutant(
-    "torch_hybrid_averages_over_shards",
-    summary="fully_shard divides by the data ranks, as it does unless told otherwise",
-    killed_by=("equivalence",),
-)
+@mutant("torch_hybrid_averages_over_shards", killed_by=("equivalence",))
 class AveragesOverShards(Hybrid):
+    """fully_shard divides by the data ranks, as is its default."""
+
     def prepare(self, part: nn.Module) -> nn.Module:
         prepared = super().prepare(part)
         for unit in sharded(prepared):
@@ -82,12 +61,11 @@ class AveragesOverShards(Hybrid):
 
 
 @mutant(
-    "torch_hybrid_starts_along_one_axis",
-    summary="rank 0's state goes along the tensor axis only",
-    killed_by=("equivalence",),
-    mesh={"pipe": 2, "tensor": 2},
+    "torch_hybrid_starts_along_one_axis", killed_by=("equivalence",), mesh={"pipe": 2, "tensor": 2}
 )
 class StartsAlongOneAxis(Hybrid):
+    """Rank 0's state is sent along the tensor axis only."""
+
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
         own = {name: tensor.detach().clone() for name, tensor in named_state(whole).items()}
         super().begin(whole, state, mesh)
@@ -98,11 +76,13 @@ class StartsAlongOneAxis(Hybrid):
 @mutant(
     "torch_hybrid_copies_over_tensor_peers",
     zoo=("H05",),
-    summary="what is to be equal over data ranks is copied after the split, over tensor ranks, too",
     killed_by=("equivalence",),
     mesh={"pipe": 1, "shard": 1, "tensor": 2},
 )
 class CopiesOverTensorPeers(Hybrid):
+    """Values that must be equal over data ranks are copied after the split, over tensor ranks
+    too."""
+
     def split(self, part: nn.Module, units: Sequence[str]) -> dict[str, list[int]]:
         orders = super().split(part, units)
         held = [p.to_local().detach() for p in part.parameters() if isinstance(p, DTensor)]
@@ -112,11 +92,12 @@ class CopiesOverTensorPeers(Hybrid):
 
 @mutant(
     "torch_hybrid_blocks_not_strided",
-    summary="rows that both axes cut are told as if the shard had cut them first",
     killed_by=("equivalence",),
     mesh={"pipe": 1, "shard": 2, "tensor": 2},
 )
 class BlocksNotStrided(Hybrid):
+    """Rows that both axes cut are reported as if the shard axis had cut them first."""
+
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
         found = super().pieces(name, tensor)
         if not isinstance(tensor, DTensor) or not name.endswith("mlp.up.weight"):
@@ -127,12 +108,10 @@ class BlocksNotStrided(Hybrid):
         return [Piece(name, found[0].global_shape, found[0].tensor, slices=span)]
 
 
-@mutant(
-    "torch_hybrid_gathers_again",
-    summary="units are freed after every forward: right numbers, more traffic",
-    killed_by=("traffic",),
-)
+@mutant("torch_hybrid_gathers_again", killed_by=("traffic",))
 class GathersAgain(Hybrid):
+    """Units are freed after every forward: numbers are right, traffic is higher."""
+
     def prepare(self, part: nn.Module) -> nn.Module:
         prepared = super().prepare(part)
         for unit in sharded(prepared):

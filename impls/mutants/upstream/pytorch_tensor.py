@@ -5,9 +5,8 @@ Planted in ``pytorch/tensor_parallel`` on 2 ranks, or 3 where equal halves would
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,45 +15,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from shardproof.case import WorkloadSpec
 from shardproof.contract import MicroBatch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.data.ddp import CLIP
+from shardproof.impls.mutants.triggers import CLIP, SEQUENCE, gpts
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
 from shardproof.impls.pytorch.tensor_styles import rows_by_rank
 
-SIZES = {"layers": 2, "width": 24, "heads": 6, "seq": 12, "vocab": 96}
+#: Heads, rows and positions divide by 2 and by 3.
+gpt = gpts(layers=2, width=24, heads=6, seq=12, vocab=96, global_batch=6)
+mutant = declare.family(PyTorchTensorParallel, mesh={"tensor": 2}, workload=gpt())
 
 
-def gpt(*traits: str, **params: Any) -> WorkloadSpec:
-    """A GPT whose heads, rows and positions divide by 2 and by 3."""
-    return WorkloadSpec(
-        "charnames_gpt",
-        params=SIZES | params,
-        global_batch=6,
-        micro_batches=2,
-        traits=traits,
-    )
-
-
-mutant = partial(
-    declare.mutant,
-    parent=PyTorchTensorParallel,
-    parent_name="pytorch/tensor_parallel",
-    mesh={"tensor": 2},
-    workload=gpt(),
-)
-#: Positions are shared, too.
-SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
-
-
-@mutant(
-    "torch_tensor_bias_on_every_rank",
-    zoo=("T01",),
-    summary="RowwiseParallel's bias is added in full on every rank before the sum",
-    killed_by=("equivalence",),
-)
+@mutant("torch_tensor_bias_on_every_rank", zoo=("T01",), killed_by=("equivalence",))
 class BiasOnEveryRank(PyTorchTensorParallel):
+    """RowwiseParallel's bias is added in full on every rank before the sum."""
+
     def shard(self, module: nn.Module) -> nn.Module:
         super().shard(module)
         layer: Any = module.get_submodule("blocks.0.mlp.down")
@@ -70,11 +45,12 @@ class BiasOnEveryRank(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_norms_not_reduced",
     zoo=("T02", "T08"),
-    summary="under sequence parallelism each rank keeps its own part of the norms' gradients",
     killed_by=("equivalence", "replicas", "traffic"),
     options=SEQUENCE,
 )
 class NormsNotReduced(PyTorchTensorParallel):
+    """Under sequence parallelism each rank keeps its own part of the norms' gradients."""
+
     def finish(self) -> None:
         for parameter in self.updated().values():
             gradient = parameter.grad
@@ -84,12 +60,10 @@ class NormsNotReduced(PyTorchTensorParallel):
         super().finish()
 
 
-@mutant(
-    "torch_tensor_first_chunk_everywhere",
-    summary="of the embedding's whole gradient every rank takes the first chunk of rows",
-    killed_by=("equivalence",),
-)
+@mutant("torch_tensor_first_chunk_everywhere", killed_by=("equivalence",))
 class FirstChunkEverywhere(PyTorchTensorParallel):
+    """Every rank takes the first chunk of rows of the embedding's whole gradient."""
+
     def finish(self) -> None:
         token: Any = self.named["embed.token.weight"]
         first = token.grad.to_local()[: token.to_local().shape[0]].clone()
@@ -99,11 +73,12 @@ class FirstChunkEverywhere(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_loss_over_local_vocabulary",
-    summary="the loss normalises over the logits of the rank's own part of the vocabulary",
     killed_by=("equivalence", "traffic"),
     options={"loss_parallel": True},
 )
 class LossOverLocalVocabulary(PyTorchTensorParallel):
+    """The loss normalises over the logits of the rank's own part of the vocabulary."""
+
     def loss(self, micro: MicroBatch) -> Tensor:
         outputs: Any = self.module(micro.inputs)
         own = outputs.to_local()
@@ -114,13 +89,10 @@ class LossOverLocalVocabulary(PyTorchTensorParallel):
         return (micro.weights * mine * losses.view_as(micro.weights)).sum()
 
 
-@mutant(
-    "torch_tensor_shards_alike",
-    zoo=("T13",),
-    summary="every rank starts with the first rank's shard",
-    killed_by=("equivalence",),
-)
+@mutant("torch_tensor_shards_alike", zoo=("T13",), killed_by=("equivalence",))
 class ShardsAlike(PyTorchTensorParallel):
+    """Every rank starts with the first rank's shard."""
+
     def shard(self, module: nn.Module) -> nn.Module:
         super().shard(module)
         for name in ("up", "down"):
@@ -129,13 +101,10 @@ class ShardsAlike(PyTorchTensorParallel):
         return module
 
 
-@mutant(
-    "torch_tensor_start_not_shared",
-    summary="norms start as each rank was built: torch takes them for equal",
-    killed_by=("equivalence", "replicas"),
-    options=SEQUENCE,
-)
+@mutant("torch_tensor_start_not_shared", killed_by=("equivalence", "replicas"), options=SEQUENCE)
 class StartNotShared(PyTorchTensorParallel):
+    """Norms start as each rank built them, though torch takes them for equal."""
+
     def share(self, tensors: Sequence[Tensor]) -> None:
         pass
 
@@ -143,11 +112,12 @@ class StartNotShared(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_norm_counts_copies",
     zoo=("O04",),
-    summary="the norm adds what every rank holds a copy of once a rank",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormCountsCopies(PyTorchTensorParallel):
+    """The norm adds what every rank holds a copy of, once a rank."""
+
     def clip(self, limit: float) -> Tensor:
         found = [p.grad for p in self.updated().values() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
@@ -160,11 +130,12 @@ class NormCountsCopies(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_norm_of_own_shards",
     zoo=("H11",),
-    summary="every rank clips by the norm of what it holds itself",
     killed_by=("norm", "equivalence", "traffic"),
     optimizer=CLIP,
 )
 class NormOfOwnShards(PyTorchTensorParallel):
+    """Every rank clips by the norm of its own shards."""
+
     def clip(self, limit: float) -> Tensor:
         found = [p.grad for p in self.updated().values() if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
@@ -174,13 +145,11 @@ class NormOfOwnShards(PyTorchTensorParallel):
 
 
 @mutant(
-    "torch_tensor_fused_in_one_block",
-    zoo=("K19",),
-    summary="a rank's rows of the fused projection are the first, not those of its heads",
-    killed_by=("equivalence",),
-    mesh={"tensor": 3},
+    "torch_tensor_fused_in_one_block", zoo=("K19",), killed_by=("equivalence",), mesh={"tensor": 3}
 )
 class FusedInOneBlock(PyTorchTensorParallel):
+    """A rank's rows of the fused projection are the first ones, not those of its heads."""
+
     @torch.no_grad()
     def shard(self, module: nn.Module) -> nn.Module:
         for unit in self.build.units:
@@ -196,11 +165,12 @@ class FusedInOneBlock(PyTorchTensorParallel):
 @mutant(
     "torch_tensor_tie_is_lost",
     zoo=("F05",),
-    summary="the head's weight, tied to the embedding's, becomes a parameter of its own",
     killed_by=("equivalence", "active"),
     workload=gpt("tied_over_units"),
 )
 class TieIsLost(PyTorchTensorParallel):
+    """The head's weight, tied to the embedding's, becomes a parameter of its own."""
+
     def shard(self, module: nn.Module) -> nn.Module:
         super().shard(module)
         head = module.get_submodule("head")
@@ -209,12 +179,10 @@ class TieIsLost(PyTorchTensorParallel):
         return module
 
 
-@mutant(
-    "torch_tensor_gathers_between_the_pair",
-    summary="up's output is gathered and cut again before down: right numbers, more traffic",
-    killed_by=("traffic",),
-)
+@mutant("torch_tensor_gathers_between_the_pair", killed_by=("traffic",))
 class GathersBetweenThePair(PyTorchTensorParallel):
+    """up's output is gathered and split again before down: numbers are right, traffic is higher."""
+
     def styles(self, module: nn.Module) -> dict[str, Any]:
         found: dict[str, Any] = super().styles(module)
         for unit in self.build.units:
@@ -223,47 +191,44 @@ class GathersBetweenThePair(PyTorchTensorParallel):
         return found
 
 
-@mutant(
-    "torch_tensor_head_not_split",
-    summary="no style splits the head: right numbers, whole on every rank",
-    killed_by=("traffic", "memory", "active"),
-)
+@mutant("torch_tensor_head_not_split", killed_by=("traffic", "memory", "active"))
 class HeadNotSplit(PyTorchTensorParallel):
+    """No style splits the head: numbers are right, but every rank holds it whole."""
+
     def styles(self, module: nn.Module) -> dict[str, Any]:
         return {n: style for n, style in super().styles(module).items() if n != "head"}
 
 
 @mutant(
     "torch_tensor_backward_outside_loss_parallel",
-    summary="backward runs outside of loss_parallel, as torch's documentation warns against",
     killed_by=("crash",),
     crash_says="mixed torch.Tensor and DTensor",
     options={"loss_parallel": True},
 )
 class BackwardOutside(PyTorchTensorParallel):
+    """Backward runs outside of loss_parallel, which torch's documentation warns against."""
+
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
 
 @mutant(
     "torch_tensor_odd_module_sees_own_positions",
-    summary="under sequence parallelism a module without a style gets the rank's positions only",
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
     workload=gpt("prime_sized"),
 )
 class OddModuleSeesOwnPositions(PyTorchTensorParallel):
+    """Under sequence parallelism, a module without a style gets the rank's positions only."""
+
     def styles(self, module: nn.Module) -> dict[str, Any]:
         return {n: style for n, style in super().styles(module).items() if ".odd" not in n}
 
 
-@mutant(
-    "torch_tensor_positions_from_zero",
-    summary="under sequence parallelism every rank adds the first positions' embedding",
-    killed_by=("equivalence",),
-    options=SEQUENCE,
-)
+@mutant("torch_tensor_positions_from_zero", killed_by=("equivalence",), options=SEQUENCE)
 class PositionsFromZero(PyTorchTensorParallel):
+    """Under sequence parallelism, every rank adds the first positions' embedding."""
+
     def shard(self, module: nn.Module) -> nn.Module:
         super().shard(module)
         position = module.get_submodule("embed.position")

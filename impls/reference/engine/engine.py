@@ -55,6 +55,8 @@ class Engine(Implementation):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
     call_type: type[Call] = Call  # what recomputation repeats
+    scaler_type: type[LossScaler] = LossScaler
+    masters_type: type[Masters] = Masters
 
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
@@ -83,7 +85,7 @@ class Engine(Implementation):
         self.reducer = self.make_reducer()
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
-        self.scaler = LossScaler(optimizer.scaler, mesh) if optimizer.scaler else None
+        self.scaler = self.scaler_type(optimizer.scaler, mesh) if optimizer.scaler else None
         # Over the strategy's tensors, which are not those that the module was built with.
         self.optimizer = self.make_optimizer()
 
@@ -107,7 +109,7 @@ class Engine(Implementation):
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
         if Masters.wanted(groups, self.built, self.host):
-            self.masters = Masters(groups, self.built, self.host)
+            self.masters = self.masters_type(groups, self.built, self.host)
             groups = self.masters.groups
         return build_optimizer(self.spec, groups)
 

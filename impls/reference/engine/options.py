@@ -11,10 +11,22 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import torch
 
-from shardproof.contract import Refused
+from shardproof.contract import Capabilities, Refused
 from shardproof.impls.reference.engine.precision import DTYPES, Precision, dtype_named
 
 T = TypeVar("T")
+
+#: What nearly every strategy can do.
+USUAL = frozenset({"clipping", "accumulation", "initial_broadcast", "frozen_parameters"})
+
+
+def declared(*features: str, **fields: Any) -> Capabilities:
+    """What nearly every strategy declares, and ``features``; ``fields`` are others or other values.
+
+    Any of three dtypes, buffers of each rank's own, and the features :data:`USUAL`.
+    """
+    usual = {"dtypes": ("float64", "float32", "bfloat16"), "buffers": "per_rank"}
+    return Capabilities(features=USUAL | set(features), **(usual | fields))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
 from shardproof.impls.reference.units.plan import plan_units
@@ -112,23 +112,9 @@ class ReferenceFSDP(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``fsdp`` profile asks for."""
         chosen = parse_options(Options, options)
-        features = {
-            "clipping",
-            "accumulation",
-            "initial_broadcast",
-            "frozen_parameters",
-            "wrapped_units",
-            "overlap",
-        }
-        if chosen.accumulate_without_communication:
-            features.add("accumulation_without_communication")
-        return Capabilities(
-            axes=AXES[chosen.sharding_strategy],
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset(features),
-            declines=chosen.wrap.declines,
-        )
+        silent = ("accumulation_without_communication",) * chosen.accumulate_without_communication
+        axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines
+        return declared("wrapped_units", "overlap", *silent, axes=axes, declines=declines)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the strategy's axes."""

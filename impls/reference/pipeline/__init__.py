@@ -47,7 +47,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import Batch, Build, Capabilities, Kind, OptimizerSpec, Refused
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle, Local
-from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.recompute import Group, recompute_units
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.pipeline.executor import Executor
@@ -93,14 +93,7 @@ class ReferencePipeline(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``pipeline`` profile asks for."""
         parse_options(cls.options_type, options)
-        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "stages")
-        return Capabilities(
-            axes=("pipe",),
-            dtypes=("float64", "float32", "bfloat16"),
-            exactness="bitwise",
-            buffers="per_rank",
-            features=frozenset(features),
-        )
+        return declared("stages", axes=("pipe",), exactness="bitwise")
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:

@@ -64,7 +64,7 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.tensor import operators
 from shardproof.impls.reference.tensor.cuts import Cut, Uncut
@@ -302,14 +302,8 @@ class ReferenceTensor(Engine):
             "dropout_stateful": "its draws are for all positions",
         }
         is_sequence = parse_options(Options, options).sequence_parallel
-        features = ("clipping", "accumulation", "initial_broadcast", "frozen_parameters", "tensor")
-        return Capabilities(
-            axes=("tensor",),
-            dtypes=("float64", "float32", "bfloat16"),
-            buffers="per_rank",
-            features=frozenset(features),
-            declines={n: _WHOLE_SEQUENCE + why for n, why in declines.items() if is_sequence},
-        )
+        refused = {n: _WHOLE_SEQUENCE + why for n, why in declines.items() if is_sequence}
+        return declared("tensor", axes=("tensor",), declines=refused)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the tensor axis."""

@@ -18,7 +18,6 @@ strong scaling (the global batch stays) and T1 / T_N in weak scaling (the batch 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +29,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.bench.sides import Side, SideModel, default_optimizer, spec_of
-from shardproof.case import WorkloadSpec, optimizer_from_dict
+from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
+from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Label, Model, Size, Words
@@ -58,7 +58,7 @@ MOST_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(Stored):
     """One system on one backend at one world; plain data that travels to leaders as JSON.
 
     ``workload`` is that of a step of all ranks, ``base`` that of the single process.  ``blocks``
@@ -112,18 +112,13 @@ class Cell:
         return math.ceil(self.base.global_batch / world)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; :meth:`from_dict` is its inverse."""
-        return dataclasses.asdict(self) | {"id": self.id}
+        """The stored form, beside the id."""
+        return super().to_dict() | {"id": self.id}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cell:
         """The cell that :meth:`to_dict` described."""
-        fields = {key: value for key, value in data.items() if key != "id"}
-        for name in ("workload", "base"):
-            fields[name] = WorkloadSpec(**fields[name] | {"traits": tuple(fields[name]["traits"])})
-        fields["system"] = Side(**fields["system"])
-        fields["optimizer"] = optimizer_from_dict(fields["optimizer"])
-        return cls(**fields)
+        return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ class _DeepSpeed(Single):
     def held(self, kind: str) -> int:
         """As every promise; of what passes, the bytes at ``gradients_final``."""
         last, ranks = self.facts.steps - 1, range(self.facts.world)
-        found = [self.at_point(rank, "gradients_final", last).get(kind) for rank in ranks]
-        most = max((size for size in found if size is not None), default=None)
-        return super().held(kind) if most is None else most
+        final = [self.at_point(rank, "gradients_final", last) for rank in ranks]
+        sizes = [held[kind] for held in final if kind in held]
+        return max(sizes) if sizes else super().held(kind)
 
 
 class DeepSpeedZero0(_DeepSpeed):
@@ -62,7 +62,7 @@ class DeepSpeedZero0(_DeepSpeed):
         facts = self.facts
         whole = [sum(t.nbytes for t in facts.trainable)]
         norm = [FP32] if facts.clipped else []
-        return [_free(f) for f in flow(facts, "replicate", "all_reduce", whole + norm)]
+        return [f.in_any_calls() for f in flow(facts, "replicate", "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors, gradients left out."""
@@ -158,7 +158,7 @@ class DeepSpeedZero1(_Sharded):
             *flow(facts, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
             *flow(facts, "shard", "all_reduce", norms),
         ]
-        return [*(_free(f) for f in found), *flow(facts, "shard", "all_gather", gathered)]
+        return [*(f.in_any_calls() for f in found), *flow(facts, "shard", "all_gather", gathered)]
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
@@ -285,11 +285,11 @@ class DeepSpeedZero3(_Sharded):
         gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]
         reduced = [FP32 * self.ranks * self.shard(t) for t in facts.trainable]
         norms = [FP32 if self.offloaded else 8] * sum(1 for group in facts.grouped if group)
-        return [
-            *(_free(f) for f in flow(facts, "shard", "all_gather", gathered, 2 * facts.rounds)),
-            *(_free(f) for f in flow(facts, "shard", "reduce_scatter", reduced, facts.rounds)),
-            *flow(facts, "shard", "all_reduce", norms),
+        moved = [
+            *flow(facts, "shard", "all_gather", gathered, 2 * facts.rounds),
+            *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
         ]
+        return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_reduce", norms)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards with their padding."""
@@ -342,8 +342,3 @@ class DeepSpeedZero3(_Sharded):
         names = {t.name for t in self.facts.trainable}
         own = {name: count for name, count in held.items() if name in names}
         return Local(held, own, own if slots(self.facts) else {})
-
-
-def _free(found: Flow) -> Flow:
-    """The same bytes in a number of calls that is not promised."""
-    return Flow(found.axis, found.operation, found.bytes, None)

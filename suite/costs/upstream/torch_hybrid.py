@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar
 
 from shardproof.costs.model import Bytes, Flow, NoCostModel, Operation, norm_flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
+from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
 from shardproof.costs.tensor import ROWS
 from shardproof.costs.upstream.pipelines import TorchPipelining
@@ -109,14 +111,8 @@ class TorchHybrid(TorchTensorParallel):
 
     def messages(self) -> list[Flow]:
         """Activations and their gradients, under sequence parallelism those of own positions."""
-        sizes = list(self.pipeline.messages())
-        total = Fraction(sum(sizes), self.ranks if self.is_sequence else 1)
-        if not sizes:
-            return []
-        return [
-            Flow("pipe", "send", total, len(sizes)),
-            Flow("pipe", "recv", Fraction(0), len(sizes)),
-        ]
+        share = self.ranks if self.is_sequence else 1
+        return [replace(f, bytes=f.bytes / share) for f in exchanged([*self.pipeline.messages()])]
 
     def of_unit(self, members: list[TensorFacts]) -> Iterator[Flow]:
         """Gathers, reductions and their way over the replicas, of every tensor rank."""

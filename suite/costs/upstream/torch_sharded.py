@@ -17,7 +17,7 @@ from typing import ClassVar
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import unit_names, units
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, slots, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 
 
 def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
@@ -86,13 +86,7 @@ class _Upstream(CostModel):
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""
-        own = {t.name: n for t, n in self.kept(rank) if n}
-        facts = self.facts
-        now, ever = (
-            {name: own[name] for name in (t.name for t in found) if name in own}
-            for found in (f(facts.parameters, facts.steps - 1) for f in (used, used_by))
-        )
-        return Local(own, now, ever if slots(facts) else {})
+        return Local.of(self.facts, {t.name: n for t, n in self.kept(rank) if n})
 
 
 # ------------------------------------------------------------------------------------------ FSDP2
