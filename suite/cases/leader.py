@@ -17,12 +17,8 @@ from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide, measure
-<<<<<<< HEAD
-from shardproof.checks import relations, schedule
-from shardproof.checks.results import CaseResult
-=======
 from shardproof.checks import announced_schedule, relations
->>>>>>> main
+from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
@@ -51,13 +47,8 @@ class CaseTask:
 def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     task.workdir.mkdir(parents=True)
-<<<<<<< HEAD
-    account, result = examine(task.case, task.workdir, task.oracles)
-    return {"result": result.to_dict(), "account": account.to_dict()}
-=======
     account, result = judge_case(task.case, task.workdir, task.oracles)
-    return {"result": result, "account": account.to_dict()}
->>>>>>> main
+    return {"result": result.to_dict(), "account": account.to_dict()}
 
 
 def judge_case(
