@@ -1,32 +1,32 @@
-# Two images from one file: `rank` holds what a rank needs and nothing else, `judge` holds all.
+# Two images: `rank` holds only what a rank needs, `judge` holds everything.
 #
 #   docker build --target rank  -t shardproof-rank  .
 #   docker build --target judge -t shardproof-judge .
 #
-# Needs no BuildKit.  For a closed network put wheels into wheels/ and extra CA certificates (*.crt)
-# into certificates/; both folders are optional and neither reaches an image.  Where no base image can
-# be pulled, deploy/base-image.sh makes one: --build-arg BASE_IMAGE=shardproof-base.
+# Needs no BuildKit.  For a closed network, put wheels into wheels/ and extra CA certificates (*.crt)
+# into certificates/; both folders are optional, and images contain neither.  deploy/base-image.sh
+# builds a base image if none can be pulled: --build-arg BASE_IMAGE=shardproof-base.
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
-# ---- what both images stand on: a user without rights, and a folder of its own for results
+# ---- common base: an unprivileged user, and a folder for results
 FROM ${BASE_IMAGE} AS base
 RUN useradd --uid 10001 --create-home --shell /bin/sh shardproof \
  && install -d -o shardproof -g shardproof /results /opt/shardproof
-# UTF-8 for file names; one thread a rank, because ranks outnumber cores.
+# UTF-8 for file names; one thread per rank, because ranks outnumber cores.
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 LANG=C.UTF-8 OMP_NUM_THREADS=1 \
     PYTHONPATH=/opt/shardproof
 WORKDIR /opt/shardproof
 
 # ---- the packages of a rank
 FROM base AS packages
-# pip reads these from its environment: a mirror, or 1 for a network without any index.
+# pip reads these from its environment: a mirror, or 1 for a network without an index.
 ARG PIP_INDEX_URL
 ARG PIP_NO_INDEX
 ARG TORCH=torch==2.13.0
-# Where builds for CPU only are found; not asked where wheels/ holds a torch.
+# Index of CPU-only builds; unused if wheels/ holds a torch.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_FIND_LINKS=/context
-# Globs that match nothing are fine as long as one source is there.
+# COPY accepts globs without a match as long as one source exists.
 COPY constraints.txt wheel[s] certificate[s] /context/
 RUN if ls /context/*.crt >/dev/null 2>&1; then \
         cp /context/*.crt /usr/local/share/ca-certificates/ && update-ca-certificates >/dev/null; \
@@ -43,7 +43,7 @@ RUN python3 -m venv /opt/venv \
  && find bin -type f ! -name torch_shm_manager -delete \
  && rm -rf test include
 
-# ---- the digits images, taken out of scikit-learn so that a rank does not need it
+# ---- the digits images, extracted from scikit-learn, which a rank then does not need
 FROM packages AS digits
 RUN pip install --quiet --no-deps -c /context/constraints.txt scikit-learn
 COPY suite/workloads/data.py /tmp/
@@ -60,12 +60,12 @@ COPY suite shardproof
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
-# Users without rights could not keep the byte code, and every rank would make it again.
+# An unprivileged user cannot store byte code, so every rank would compile it again.
 RUN python -m compileall -q shardproof impls
 USER shardproof
 CMD ["python", "-m", "shardproof.multinode.torchrun", "--help"]
 
-# ---- what the judge has on top, as the files that installing it adds
+# ---- further packages of the judge: the files that their installation adds
 FROM packages AS extras
 COPY pyproject.toml /context/
 RUN touch /before && sleep 1 \
@@ -74,7 +74,7 @@ RUN touch /before && sleep 1 \
  && mkdir /extras && cd /opt/venv \
  && find . ! -type d -cnewer /before -print0 | tar -c --null -T - | tar -x -C /extras
 
-# ---- judge: all of it
+# ---- judge: everything
 FROM runtime AS judge
 LABEL shardproof=judge
 COPY --from=extras /extras /opt/venv
@@ -82,7 +82,7 @@ COPY suite shardproof
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
-# Users without rights could not keep the byte code, and every rank would make it again.
+# An unprivileged user cannot store byte code, so every rank would compile it again.
 RUN python -m compileall -q shardproof impls
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN printf '#!/bin/sh\nexec python -m shardproof "$@"\n' > /usr/local/bin/shardproof \

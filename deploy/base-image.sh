@@ -1,5 +1,5 @@
 #!/bin/sh
-# A base image without pulling one: Debian with Python 3.11, by debootstrap.  Needs root and an engine.
+# Builds a base image instead of pulling one: Debian with Python 3.11, by debootstrap.  Needs root and Docker.
 #   deploy/base-image.sh [TAG]
 set -eu
 tag=${1:-shardproof-base}
@@ -9,7 +9,7 @@ trap 'exit 130' INT TERM
 debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" \
     > "$root.log" 2>&1 || { tail -n 5 "$root.log" >&2; rm -f "$root.log"; exit 1; }
 rm -f "$root.log"
-# What a package manager needs to go on, and what people read: half the size.
+# Package caches, documentation and locales are half of the size.
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* \
     "$root"/usr/share/doc/* "$root"/usr/share/locale/* "$root"/usr/share/man/*
 tar -C "$root" -c . | docker import - "$tag" > /dev/null

@@ -1,12 +1,12 @@
-"""``make gpu``: everything that a machine with GPUs can tell, in one command of at most 40 minutes.
+"""``make gpu``: every measurement on a machine with GPUs, in one command of at most 40 minutes.
 
-    make gpu                              with the python3 that has torch with CUDA
+    make gpu                              python3 must have torch with CUDA
     make gpu PYTHON=/opt/conda/bin/python
-    python3 deploy/gpu.py --dry-run --gpus 8    print the commands for 8 GPUs, and run nothing
-    python3 deploy/gpu.py --parts gloo,bench    some parts only
+    python3 deploy/gpu.py --dry-run --gpus 8    print the commands for 8 GPUs, run nothing
+    python3 deploy/gpu.py --parts gloo,bench    run only these parts
 
-docs/gpu.md says what is run and where it is written.  This file needs Python alone; what it starts
-are commands of shardproof.
+docs/gpu.md lists the parts and their results.  This file needs only Python; it starts commands of
+shardproof.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv-gpu"
 #: Minutes that all parts may take together.
 LIMIT = 40.0
-#: Minutes that a part may need to end after its budget: cases or comparisons that are under way.
+#: Minutes after its budget in which a part may end running cases or comparisons.
 GRACE = 1.0
-#: Packages that add figures and without which everything runs.
+#: Packages that only add figures.
 OPTIONAL = {"nvidia-ml-py"}
-#: What ranks inherit.  torch asks NVML whether there is a GPU: a process that asked CUDA could not
+#: Variables that ranks inherit.  torch must ask NVML for GPUs: a process that has asked CUDA cannot
 #: fork ranks that use it.
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
 REMEDY = (
-    "run it where `nvidia-smi` lists a GPU and PYTHON names the Python that has torch with CUDA: "
+    "run it where `nvidia-smi` lists a GPU, with a PYTHON that has torch with CUDA: "
     "make gpu PYTHON=/path/to/python"
 )
 #: Pairs of scenarios/speed/peers.yaml that fit any number of ranks, and those with a mesh.
@@ -48,7 +48,7 @@ FIXED_WORLD = "(pipeline or tensor or sequence or hybrid) and not deepspeed"
 
 
 class Unusable(Exception):
-    """This machine, or this Python, cannot do it; the text says why and what to do."""
+    """This machine or this Python cannot run it; the text gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Machine:
-    """What torch and the driver say."""
+    """The facts from torch and the driver."""
 
     gpus: tuple[str, ...]
     torch: str
@@ -71,7 +71,7 @@ class Machine:
     driver: str
 
     def text(self) -> str:
-        """One line a fact."""
+        """One line per fact."""
         names = dict.fromkeys(self.gpus)
         gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in names)
         return f"GPUs    {gpus}\ntorch   {self.torch}\nNCCL    {self.nccl}\ndriver  {self.driver}"
@@ -86,18 +86,18 @@ def baseline_name(gpus: Sequence[str]) -> str:
 
 
 def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
-    """What is run on ``gpus`` GPUs into the folder ``run``, in order."""
+    """The parts for ``gpus`` GPUs, in order; they write into the folder ``run``."""
     judge = ("--tier", "full", "-j", str(jobs), "--results", str(run))
     world = max(n for n in (1, 2, 4, 8) if n <= gpus)
     time_it = ("bench", "peers", "--backend", "nccl", "--blocks", "6", "--results", str(run))
     of_nccl = ("run", "nccl", "nccl-sharded", "scenarios/gpu", "--backend", "nccl")
-    # One GPU has fewer pairs and fewer worlds; with four there are pairs with a mesh as well.
+    # With one GPU there are fewer pairs and world sizes; from four on there are pairs with a mesh.
     nccl, gloo, pairs, meshes = (14.0, 7.0, 6.0, 4.0)
 
     def budget(minutes: float) -> tuple[str, ...]:
         return ("--budget", f"{minutes:g}")
 
-    found = [
+    todo = [
         Part(
             "nccl",
             "NCCL over every strategy",
@@ -106,19 +106,19 @@ def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
         ),
         Part(
             "gloo",
-            "gloo with CUDA tensors, ranks share GPUs",
+            "gloo with CUDA tensors on shared GPUs",
             gloo,
             ("run", "gloo-cuda", *judge, *budget(gloo)),
         ),
         Part(
             "bench",
-            f"reference over upstream at {world} rank(s)",
+            f"reference over upstream on {world} rank(s)",
             pairs,
             (*time_it, "--world", str(world), "-k", ANY_WORLD, *budget(pairs)),
         ),
     ]
     if gpus >= 4:
-        found.append(
+        todo.append(
             Part(
                 "meshes",
                 "reference over upstream with stages and split layers",
@@ -127,15 +127,15 @@ def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
             )
         )
     save = ("compare", str(run), "--save", str(baseline), "--force")
-    found.append(Part("baseline", "the baseline of this machine", 1.0, save))
-    found.append(Part("report", "the report", 1.0, ("report", str(run))))
-    return found
+    todo.append(Part("baseline", "the baseline of this machine", 1.0, save))
+    todo.append(Part("report", "the report", 1.0, ("report", str(run))))
+    return todo
 
 
 def look() -> Machine:
     """The GPUs that this Python can use.
 
-    :raises Unusable: there is no torch, or no GPU for it.
+    :raises Unusable: no torch, or no GPU for it.
     """
     try:
         import torch
@@ -155,12 +155,12 @@ def _driver() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"not told: {error}"
+        return f"unknown: {error}"
     return ", ".join(dict.fromkeys(done.stdout.split()))
 
 
 def missing() -> list[str]:
-    """Requirements of shardproof that this Python lacks; torch's version is the machine's."""
+    """Requirements of shardproof that this Python lacks; any version of torch will do."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lacking = []
     for requirement in project["dependencies"]:
@@ -173,20 +173,20 @@ def missing() -> list[str]:
 
 
 def python_for_all() -> str:
-    """A Python with all requirements: this one, or one of a venv over it that pip fills.
+    """A Python with all requirements: this one, or that of a venv over it, filled by pip.
 
-    :raises Unusable: something is missing, and pip cannot install it.
+    :raises Unusable: a requirement is missing, and pip cannot install it.
     """
     lacking = missing()
     if not lacking:
         return sys.executable
-    print(f"missing here: {', '.join(lacking)}; installing into {VENV.name} ...", flush=True)
+    print(f"missing: {', '.join(lacking)}; installing into {VENV.name} ...", flush=True)
     python = VENV / "bin" / "python"
     make = [sys.executable, "-m", "venv", "--system-site-packages", str(VENV)]
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     why = _failure(make)
     if not why:
-        # A venv sees the packages of its base Python, not those of a venv that it is made from.
+        # A venv sees the packages of its base Python, not those of the venv that creates it.
         own = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         (own / "machine.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
         why = _failure([*install, "--retries", "1", "--timeout", "15", *lacking])
@@ -194,24 +194,24 @@ def python_for_all() -> str:
         return str(python)
     needed = [r for r in lacking if re.split(r"[<>=]", r, maxsplit=1)[0] not in OPTIONAL]
     if not needed:
-        print(f"not installed ({why}): figures of NVML are left out", flush=True)
+        print(f"not installed ({why}): no NVML figures", flush=True)
         return sys.executable
     raise Unusable(
         f"{sys.executable} lacks {', '.join(needed)}, and pip could not install it ({why}). "
-        "Install it there; without a network bring wheels: "
+        "Install it there; without a network, bring wheels: "
         "PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels make gpu"
     )
 
 
 def _failure(command: Sequence[str]) -> str:
-    """Run a command; its last line if it fails, else nothing."""
+    """Run a command; its last line of output if it fails, else nothing."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return (lines[-1] if lines else f"exit code {done.returncode}") if done.returncode else ""
 
 
 def run_part(part: Part, python: str) -> int:
-    """Run one part to its end, or until its time is over; its exit code (124: stopped)."""
+    """Run one part until it ends or its time is over; its exit code (124: stopped)."""
     process = subprocess.Popen(
         [python, "-m", "shardproof", *part.command],
         cwd=ROOT,
@@ -221,7 +221,7 @@ def run_part(part: Part, python: str) -> int:
     try:
         return process.wait((part.minutes + GRACE) * 60)
     except subprocess.TimeoutExpired:
-        # As Ctrl-C does: what was judged so far stays in the run folder.
+        # Like Ctrl-C: judged cases stay in the run folder.
         os.killpg(process.pid, signal.SIGINT)
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGINT)
@@ -236,15 +236,17 @@ def run_part(part: Part, python: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it all; exit code 0, 1 (some part found a fault), 2 (it cannot run here)."""
+    """Run all parts; exit code 0, 1 (a part found a fault), 2 (it cannot run here)."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("--gpus", type=int, metavar="N", help="as if there were N (--dry-run only)")
-    parser.add_argument("--parts", default="", help="only these, e.g. nccl,gloo,baseline,report")
+    parser.add_argument("--gpus", type=int, metavar="N", help="assume N GPUs (only with --dry-run)")
+    parser.add_argument(
+        "--parts", default="", help="run only these, e.g. nccl,gloo,baseline,report"
+    )
     parser.add_argument("--results", type=Path, help="run folder; default: a new one in results/")
     options = parser.parse_args(arguments)
     if options.gpus is not None and not (options.dry_run and options.gpus > 0):
-        parser.error("--gpus N is for --dry-run, and at least 1")
+        parser.error("--gpus N needs --dry-run, and N must be at least 1")
     try:
         if options.gpus is not None:
             machine = Machine(("GPU",) * options.gpus, "-", "-", "-")
@@ -258,12 +260,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = baseline_name(machine.gpus)
     run = options.results or Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
     baseline = Path("results/baselines") / f"{name}.json"
-    # A case is up to 8 processes that mostly wait for their GPUs.
+    # A case has up to 8 processes, which mostly wait for their GPUs.
     jobs = max(1, min(4, (os.cpu_count() or 4) // 4))
     todo = parts(len(machine.gpus), run, baseline, jobs)
     chosen = [word for word in options.parts.split(",") if word]
     if unknown := set(chosen) - {part.name for part in todo}:
-        parser.error(f"no part {sorted(unknown)[0]!r}; there are: {[p.name for p in todo]}")
+        parser.error(
+            f"no part {sorted(unknown)[0]!r}; the parts are: {', '.join(p.name for p in todo)}"
+        )
     worst, began = 0, time.monotonic()
     for number, part in enumerate(todo, 1):
         if chosen and part.name not in chosen:
@@ -275,10 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         minutes = (time.monotonic() - began) / 60
         print(f"\n[{number}/{len(todo)}, {minutes:.1f} min] {part.what}: {command}", flush=True)
         code = run_part(part, python)
-        # 3: nothing was decided, e.g. all was skipped; 124: what is there stays, the rest goes on.
+        # 3: nothing decided, e.g. all skipped; 124: stopped, its results stay, the rest goes on.
         worst = max(worst, 0 if code == 3 else 1 if code else 0)
         if code not in (0, 3):
-            print(f"{part.name} ended with exit code {code}; the next part goes on", flush=True)
+            print(
+                f"{part.name} ended with exit code {code}; continuing with the next part",
+                flush=True,
+            )
     if not options.dry_run:
         minutes = (time.monotonic() - began) / 60
         print(f"\n{minutes:.1f} min; evidence: {run}, baseline: {baseline}", flush=True)

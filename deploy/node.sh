@@ -1,6 +1,6 @@
 #!/bin/sh
-# What a container of compose.yaml does: deploy/node.sh head|node.
-# Reads NODES, RANKS_PER_NODE, SCENARIO, TIER, EXPRESSION, DEADLINE (seconds a launch may take).
+# Command of the containers in compose.yaml: deploy/node.sh head|node.
+# Reads NODES, RANKS_PER_NODE, SCENARIO, TIER, EXPRESSION, DEADLINE (seconds per launch), COMPARE.
 set -u
 worker() {  # worker RECORDS TORCHRUN_OPTION...
     records=$1; shift
@@ -13,7 +13,7 @@ per_node=$RANKS_PER_NODE more=
 
 if [ "$1" = node ]; then
     worker /results/cluster $across
-    # Compose ends everything as soon as one container ends: outlive the head, which judges.
+    # Compose stops all containers when one ends, so outlive the head, which judges.
     trap 'exit 0' TERM INT
     sleep "$((DEADLINE * 3))" &
     wait
@@ -22,7 +22,7 @@ fi
 
 worker /results/cluster $across || echo "the job across nodes ended with code $?"
 if [ "${COMPARE:-yes}" = yes ] && [ -e /results/cluster/plan.json ]; then
-    # The same cases by as many processes in this container alone.
+    # The same cases with as many processes, all in this container.
     per_node=$((NODES * RANKS_PER_NODE)) more=--digests-only
     worker /results/local --standalone || echo "the local job ended with code $?"
     set -- --against /results/local

@@ -1,9 +1,9 @@
-"""Makes docs/bug-zoo.md: the real faults that planted faults stand for, and what kills them.
+"""Generates docs/bug-zoo.md: real faults, the planted faults that stand for them, and their checks.
 
     python docs/make_bug_zoo.py          # write the page
-    python docs/make_bug_zoo.py --check  # exit code 1 if the committed page is not that
+    python docs/make_bug_zoo.py --check  # exit code 1 if the committed page is stale
 
-Planted faults are read from their declarations, real ones from ``zoo.yaml`` beside them.
+Planted faults come from their declarations, real faults from ``impls/mutants/zoo.yaml``.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ CLASSES = {
     "sharded": "Sharded data parallelism (FSDP, ZeRO)",
     "pipeline": "Pipelines",
     "tensor": "Tensor and sequence parallelism",
-    "hybrid": "Several axes at once (HSDP, 2-D and 3-D meshes, experts)",
+    "hybrid": "Combined axes (HSDP, 2-D and 3-D meshes, experts)",
     "update": "Optimizer, precision, accumulation and clipping",
-    "checkpoint": "Checkpoints and layouts of weights",
-    "collective": "Hangs, and collectives that do not match",
+    "checkpoint": "Checkpoints and weight layouts",
+    "collective": "Hangs and mismatched collectives",
 }
 KINDS = ("silent", "loud", "hang", "memory", "performance")
 EVIDENCE = {
     "seen": "",
     "debated": "open or debated report",
-    "secondary": "told by a secondary source",
+    "secondary": "reported by a secondary source",
     "general": "general knowledge",
 }
 VERDICTS = {
-    "crash": "A rank raises. The reason must be the one that the fault leads to.",
-    "hang": "A rank waits until the case's deadline has run out.",
+    "crash": "A rank raises, with the reason that the declaration names.",
+    "hang": "A rank waits until the deadline of the case.",
 }
 REFERENCE = re.compile(r"([\w-]+/[\w.-]+)/(?:issues|pull|discussions)/([1-9]\d*)")
 
@@ -55,29 +55,28 @@ HEAD = """\
 
 # Real faults, and the planted faults that stand for them
 
-Shardproof plants faults in its own implementations, one at a time. A check proves that it can fail:
-it must fail on the planted fault, and pass without it (`shardproof mutants`). Many planted faults
-repeat the mechanism of a fault that was reported in public. This page says which.
+Shardproof plants faults in its own implementations, one at a time (`shardproof mutants`). A check
+must fail on the planted fault, and pass without it. Many planted faults repeat the mechanism of a
+publicly reported fault. This page lists them.
 
 {counts}
 
-- *Stands for* means the same mechanism in a small model. It is not the original code, and the
-  project that is named may have fixed it long ago. What stands for two faults is listed with both.
+- *Stands for* means the same mechanism in a small model, not the original code. The named project
+  may have fixed the fault long ago. A planted fault may stand for several real faults.
 - *Kind* is silent (wrong numbers, no error), loud (an error), hang, memory or performance.
-- *(inferred)*: the report shows the symptom; the cause is an inference.
+- *(inferred)*: the report shows only the symptom; the cause is an inference.
 - Ids are labels. Gaps between them mean nothing.
 
-**Add one.** Put the real fault into `{data}`, name its id in the declaration
+**Add one.** Add the real fault to `{data}`, name its id in the declaration
 (`@mutant(..., zoo=("ID",))`), and run `make docs`. The mechanism must be the same, not only the
-symptom. How a fault is planted: [add a check](add-a-check.md).
+symptom. [Add a check](add-a-check.md) shows how to plant a fault.
 
-## What kills them
+## Checks and verdicts that kill them
 """
 UNCITED = """\
-## Planted faults that stand for no report
+## Planted faults without a public report
 
-Each breaks something that a check promises to see. They are listed by the implementation that they
-are planted in.
+Each breaks a property that a check judges. The list is ordered by implementation.
 """
 
 
@@ -91,16 +90,16 @@ class Reference:
     @property
     def link(self) -> str:
         """``[OWNER/REPO#N](...) "title"``."""
-        found = REFERENCE.fullmatch(self.at)
-        if found is None:
-            raise ValueError(f"no OWNER/REPO/issues/N, /pull/N or /discussions/N: {self.at!r}")
-        told = f' "{cell(self.title)}"' if self.title else ""
-        return f"[{found[1]}#{found[2]}](https://github.com/{self.at}){told}"
+        thread = REFERENCE.fullmatch(self.at)
+        if thread is None:
+            raise ValueError(f"not OWNER/REPO/issues/N, /pull/N or /discussions/N: {self.at!r}")
+        title = f' "{cell(self.title)}"' if self.title else ""
+        return f"[{thread[1]}#{thread[2]}](https://github.com/{self.at}){title}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A real fault, as ``zoo.yaml`` has it."""
+    """A real fault: an entry of ``zoo.yaml``."""
 
     id: str
     title: str
@@ -114,20 +113,20 @@ class Fault:
 
     @property
     def sources(self) -> str:
-        """Links, after what must be known of them."""
+        """The quality of the evidence, where it matters, and the links."""
         links = ", ".join(reference.link for reference in self.references)
         return ": ".join(filter(None, (EVIDENCE[self.evidence], links)))
 
 
 def read(path: Path = DATA) -> dict[str, Fault]:
     """Id -> real fault, in the order of the file."""
-    return {name: _fault(name, told) for name, told in yaml.safe_load(path.read_text()).items()}
+    return {name: _fault(name, entry) for name, entry in yaml.safe_load(path.read_text()).items()}
 
 
-def _fault(name: str, told: dict[str, Any]) -> Fault:
-    kind = tuple(told.pop("kind"))
-    references = tuple(Reference(**reference) for reference in told.pop("references"))
-    fault = Fault(name, group=told.pop("class"), kind=kind, references=references, **told)
+def _fault(name: str, entry: dict[str, Any]) -> Fault:
+    kind = tuple(entry.pop("kind"))
+    references = tuple(Reference(**reference) for reference in entry.pop("references"))
+    fault = Fault(name, group=entry.pop("class"), kind=kind, references=references, **entry)
     unknown = {fault.group} - {*CLASSES} | {*kind} - {*KINDS} | {fault.evidence} - {*EVIDENCE}
     if unknown or not kind:
         raise ValueError(f"{name}: unknown or missing class, kind or evidence: {sorted(unknown)}")
@@ -156,7 +155,7 @@ def page(faults: Mapping[str, Fault], mutants: Sequence[Mutant]) -> str:
 
 
 def cell(text: str) -> str:
-    """``text`` as a cell of a table: nothing in it is markup."""
+    """``text`` as a table cell, with markup escaped."""
     return re.sub(r"([\\|\[\]<>*_`])", r"\\\1", text)
 
 
@@ -165,9 +164,9 @@ def _counts(faults: Mapping[str, Fault], mutants: Sequence[Mutant]) -> str:
     threads = {reference.at for fault in faults.values() for reference in fault.references}
     citing = sum(1 for mutant in mutants if mutant.zoo)
     return (
-        f"There are {len(faults)} real faults here, {linked} of them with links to {len(threads)} "
-        f"public issues, pull\nrequests and discussions. Of {len(mutants)} planted faults {citing} "
-        f"stand for them and {len(mutants) - citing} for none."
+        f"This page has {len(faults)} real faults; {linked} of them link to {len(threads)} public "
+        f"issues, pull requests\nand discussions. Of {len(mutants)} planted faults, {citing} stand "
+        f"for real faults and {len(mutants) - citing} do not."
     )
 
 
@@ -180,7 +179,7 @@ def _killers(mutants: Sequence[Mutant]) -> list[str]:
     killers = {name for mutant in mutants for name in mutant.killed_by}
     known = {**checks.summaries(), **VERDICTS}
     rows = ((name, cell(" ".join(known[name].split()))) for name in known if name in killers)
-    return _table(("killed by", "what it promises"), rows)
+    return _table(("killed by", "what it checks"), rows)
 
 
 def _section(group: str, faults: Mapping[str, Fault], citing: Sequence[Mutant]) -> list[str]:
@@ -217,8 +216,8 @@ def _uncited(mutants: Iterable[Mutant]) -> list[str]:
         families.setdefault(mutant.parent, []).append(mutant)
     lines: list[str] = []
     for family in sorted(families):
-        told = (f"- {_link(m)}: {cell(m.summary)} ({_killed(m)})" for m in families[family])
-        lines += [f"### {family}", "", *told, ""]
+        items = (f"- {_link(m)}: {cell(m.summary)} ({_killed(m)})" for m in families[family])
+        lines += [f"### {family}", "", *items, ""]
     return lines
 
 
@@ -233,13 +232,13 @@ def _killed(mutant: Mutant) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or with ``--check`` compare it."""
-    parser = argparse.ArgumentParser(description="Make docs/bug-zoo.md of the declared faults.")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the page is stale")
+    parser = argparse.ArgumentParser(description="Generate docs/bug-zoo.md from its data.")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if the page is stale")
     made = page(read(), planted())
     if not parser.parse_args(arguments).check:
         PAGE.write_text(made)
     elif not PAGE.exists() or PAGE.read_text() != made:
-        print(f"{PAGE} is stale: make docs", file=sys.stderr)
+        print(f"{PAGE} is stale: run `make docs`", file=sys.stderr)
         return 1
     return 0
 

@@ -131,21 +131,21 @@ class Plain(Implementation):
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def _named(self, *kinds: Kind) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = {}
         for kind in kinds:
             if kind == "parameters":
-                found.update(self.module.named_parameters())
+                named.update(self.module.named_parameters())
             elif kind == "buffers":
-                found.update(self.module.named_buffers())
+                named.update(self.module.named_buffers())
             elif kind == "gradients":
-                found.update({n: p.grad for n, p in self.named.items() if p.grad is not None})
+                named.update({n: p.grad for n, p in self.named.items() if p.grad is not None})
             else:
                 for name, parameter in self.named.items():
                     slots = self.optimizer.state.get(parameter, {})
-                    found.update(
+                    named.update(
                         {f"{name}.{s}": v for s, v in slots.items() if isinstance(v, Tensor)}
                     )
-        return found
+        return named
 
 
 IMPLEMENTATION = Plain

@@ -1,7 +1,6 @@
-"""What is wrong with an input, said in one line: where, what, which value, and what to do.
+"""Errors of inputs, in one line each: where, what, which value, and what to do.
 
-Raised for every fault of scenario files and selections; the command line prints it and ends with
-exit code 2.
+Scenario files and selections raise them; the command line prints them and ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault.  ``file`` and ``line`` (from 1) are empty where a command line is at fault."""
+    """One fault.  ``file`` and ``line`` (from 1) are empty for faults of a command line."""
 
     what: str
     remedy: str
@@ -53,7 +52,7 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def nearest(value: str, valid: Iterable[str], noun: str = "valid names") -> str:
-    """A remedy that names the nearest of ``valid``, or lists them where nothing is near."""
+    """A remedy that names the nearest of ``valid``, or lists them if none is near."""
     names = sorted(set(valid))
     close = difflib.get_close_matches(value[:200].lower(), [n.lower() for n in names], 1, 0.55)
     if close:

@@ -50,8 +50,8 @@ class Partitioned(Engine):
         parts = self.zero_optimizer.averaged_gradients[number]
         starts = accumulate((part.numel() for part in parts), initial=0)
         pairs = zip(parts, starts, strict=False)
-        (found,) = (part for part, start in pairs if start == at and part.numel())
-        return found.reshape(-1).narrow(0, 0, count)
+        (gradient,) = (part for part, start in pairs if start == at and part.numel())
+        return gradient.reshape(-1).narrow(0, 0, count)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """As every stage; clipped gradients are kept until its end."""

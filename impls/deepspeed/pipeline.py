@@ -95,8 +95,8 @@ class Layer(nn.Module):
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Inputs or hidden states in, hidden states or outputs out."""
-        found: Tensor = self.part(tensor)
-        return found
+        output: Tensor = self.part(tensor)
+        return output
 
 
 class DeepSpeedPipeline(Implementation):
@@ -107,7 +107,7 @@ class DeepSpeedPipeline(Implementation):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """fp32 on process backends; every rank gets the initial state and keeps its stage's."""
-        told = parse_options(Options, options).dynamic_shape
+        is_dynamic = parse_options(Options, options).dynamic_shape
         idle = ("unused", "conditional_late_step", "conditional_early_step")
         return Capabilities(
             axes=("pipe",),
@@ -120,7 +120,7 @@ class DeepSpeedPipeline(Implementation):
                 **dict.fromkeys(idle, ZERO_GRADIENT),
                 **NO_BYTES,
                 "incomplete_window": ONE_WINDOW,
-                **({} if told else {"variable_lengths": ONE_LENGTH}),
+                **({} if is_dynamic else {"variable_lengths": ONE_LENGTH}),
             },
             packages=("deepspeed",),
         )
@@ -241,8 +241,8 @@ class DeepSpeedPipeline(Implementation):
         """What ``DeepSpeedEngine.clip_fp32_gradients`` does, with the norm kept."""
         clip = engine.deepspeed.runtime.engine.clip_grad_norm_
         parameters = self.engine.module.parameters()
-        found = clip(parameters, max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
-        self.norm = found.detach().clone().reshape(())
+        norm = clip(parameters, max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
+        self.norm = norm.detach().clone().reshape(())
         assert self.observe is not None
         self.observe("after_clip")
 
@@ -292,8 +292,8 @@ class DeepSpeedPipeline(Implementation):
                 loss = self.engine.eval_batch(data, num_micro_batches=len(self.micro_batches))
         finally:
             self.engine.module.train()
-        found: Tensor = loss.detach().reshape(())
-        return found
+        share: Tensor = loss.detach().reshape(())
+        return share
 
     # ------------------------------------------------------------------------------------ the state
 
@@ -303,12 +303,12 @@ class DeepSpeedPipeline(Implementation):
             return slot_pieces(
                 self.torch_optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t, self.copy_of(n))
             )
-        found: dict[str, Tensor] = dict(self.part.named_buffers())
+        named: dict[str, Tensor] = dict(self.part.named_buffers())
         if kind == "parameters":
-            found = dict(self.named)
+            named = dict(self.named)
         elif kind == "gradients":
-            found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
-        return [Piece.whole(n, t.detach(), self.copy_of(n)) for n, t in found.items()]
+            named = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
+        return [Piece.whole(n, t.detach(), self.copy_of(n)) for n, t in named.items()]
 
     def copy_of(self, name: str) -> int:
         """Number of this rank's copy of ``name``."""
@@ -326,10 +326,10 @@ class DeepSpeedPipeline(Implementation):
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors, on every rank; they travel as objects."""
         own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
-        found: dict[str, Tensor] = {}
-        for told in self.comm.all_gather_object(own):
-            found |= told
-        return found
+        whole: dict[str, Tensor] = {}
+        for stage in self.comm.all_gather_object(own):
+            whole |= stage
+        return whole
 
     def close(self) -> None:
         """The engine's own end."""
@@ -351,15 +351,15 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     for stage, part in enumerate(parts):
         for name, parameter in part.named_parameters():
             uses.setdefault(id(parameter), []).append((stage, name))
-    shared = [found for found in uses.values() if len(found) > 1]
-    pairs = sorted({tuple(stage for stage, _ in found) for found in shared})
+    shared = [names for names in uses.values() if len(names) > 1]
+    pairs = sorted({tuple(stage for stage, _ in names) for names in shared})
     if len(pairs) > 1:
         raise Refused(
             f"parameters are tied over stages {' and over '.join(map(str, pairs))}: one stage "
             "cannot be two of DeepSpeed's TiedLayerSpec"
         )
     return {
-        stage: [dict(found)[stage] for found in shared] for stage in (pairs[0] if pairs else ())
+        stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())
     }
 
 

@@ -43,8 +43,8 @@ class DeepSpeedZero0(Engine):
     def _clip(self) -> None:
         """What ``DeepSpeedEngine.clip_fp32_gradients`` does, with the norm kept."""
         clip = engine.deepspeed.runtime.engine.clip_grad_norm_
-        found = clip(self.module.parameters(), max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
-        self._norm = found.detach().clone()
+        norm = clip(self.module.parameters(), max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
+        self._norm = norm.detach().clone()
         if self.observe is not None:
             self.observe("after_clip")
 

@@ -183,15 +183,15 @@ class PyTorchDDP(Implementation):
         """Whole tensors under the names of the unwrapped module."""
         if kind == "optimizer":
             return slot_pieces(self.optimizer, self._place)
-        found: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = {}
         if kind == "parameters":
-            found = dict(self.module.named_parameters())
+            named = dict(self.module.named_parameters())
         elif kind == "buffers":
-            found = dict(self.module.named_buffers())
+            named = dict(self.module.named_buffers())
         else:
-            found = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
+            named = {n: p.grad for n, p in self.trainable.items() if p.grad is not None}
         rank = self.comm.rank
-        return [Piece.whole(plain(n), t.detach(), replica=rank) for n, t in found.items()]
+        return [Piece.whole(plain(n), t.detach(), replica=rank) for n, t in named.items()]
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, which is whole."""

@@ -141,8 +141,8 @@ class Place:
     @property
     def parameter(self) -> nn.Parameter:
         """What the optimizer updates."""
-        found: nn.Parameter = self.flat._params[self.index]
-        return found
+        parameter: nn.Parameter = self.flat._params[self.index]
+        return parameter
 
 
 class PyTorchFSDP1(Adapter):
@@ -327,8 +327,8 @@ class PyTorchFSDP1(Adapter):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with FSDP.state_dict_type(self.module, StateDictType.FULL_STATE_DICT, config):
-                found = {own(n): t for n, t in self.module.state_dict().items()}
-        return {name: found[name].clone() for name in self.all_names()}
+                whole = {own(n): t for n, t in self.module.state_dict().items()}
+        return {name: whole[name].clone() for name in self.all_names()}
 
     def all_names(self) -> list[str]:
         """Names of all parameters, on whichever rank they lie."""

@@ -217,10 +217,10 @@ class PyTorchFSDP2(Adapter):
             return slot_pieces(self.optimizer, lambda n, s, t: self.piece(f"{n}.{s}", t))
         if kind == "buffers":
             return self.buffers()
-        found: Mapping[str, Tensor] = self.named
+        named: Mapping[str, Tensor] = self.named
         if kind == "gradients":
-            found = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return [self.piece(name, tensor) for name, tensor in found.items()]
+            named = {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        return [self.piece(name, tensor) for name, tensor in named.items()]
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
         """A DTensor's rows, or a number that every rank keeps."""

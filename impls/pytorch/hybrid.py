@@ -199,7 +199,7 @@ class Hybrid(Pipelining):
         """Of each stage here, told by a model that is built for this and forgotten."""
         if self.splits and self.options.sequence_parallel:
             check_length(inputs, self.positions, self.mesh.size("tensor"))
-        whole, found, hidden = self.build(self.mesh.device), {}, inputs
+        whole, shapes, hidden = self.build(self.mesh.device), {}, inputs
         spans = cut(len(self.build.units), len(self.place), self.options.split)
         for number, span in enumerate(spans):
             part = self.build.stage(whole, *span)
@@ -213,9 +213,9 @@ class Hybrid(Pipelining):
                     if last
                     else self.own(output, self.options.sequence_parallel, 1)
                 )
-                found[number] = meta(entering, grad=number > 0), meta(leaving)
+                shapes[number] = meta(entering, grad=number > 0), meta(leaving)
             hidden = output
-        return found
+        return shapes
 
     def own(self, tensor: Tensor, is_cut: bool, dim: int) -> Tensor:
         """What a rank of the tensor axis has of ``tensor``, if that is cut along ``dim``."""
@@ -311,13 +311,13 @@ class Hybrid(Pipelining):
         """All stages' tensors, on every rank; blocks travel as objects along each axis in turn."""
         parts = [(p.name, p.global_shape, p.slices, p.tensor) for p in self.local_state(kind)]
         for axis in self.mesh.axes:
-            told = self.mesh.comm(axis).all_gather_object(parts)
-            parts = [part for rank in told for part in rank]
-        found: dict[str, Tensor] = {}
+            gathered = self.mesh.comm(axis).all_gather_object(parts)
+            parts = [part for rank in gathered for part in rank]
+        state: dict[str, Tensor] = {}
         for name, shape, slices, tensor in parts:
-            whole = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+            whole = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
             whole[tuple(slice(*bounds) for bounds in slices or ())] = tensor
-        return found
+        return state
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """None: torch's checkpoints of DTensors are another matter."""

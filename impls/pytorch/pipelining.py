@@ -151,9 +151,9 @@ class Options:
             )
         wanted = {**dict.fromkeys(SINGLE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.name)
         if self.chunks < 1 or self.chunks != (wanted or self.chunks):
-            told = "at least 1" if wanted is None else str(wanted)
+            valid = "at least 1" if wanted is None else str(wanted)
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: {self.name} takes {told} a rank"
+                f"option 'schedule.chunks' = {self.chunks}: {self.name} takes {valid} a rank"
             )
 
     @property
@@ -314,24 +314,24 @@ class Pipelining(Implementation):
 
         Stage by stage in evaluation mode, on zeros; a stage tells the next one's rank its sizes.
         """
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        shapes: dict[int, tuple[Tensor, Tensor]] = {}
         hidden = inputs
         for number, part in self.parts.items():
             if number and self.place[number - 1] != self.comm.rank:
-                told = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64, device=inputs.device)
-                self.comm.recv(told, self.place[number - 1])
-                size = told[1 : 1 + int(told[0])].tolist()
+                message = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64, device=inputs.device)
+                self.comm.recv(message, self.place[number - 1])
+                size = message[1 : 1 + int(message[0])].tolist()
                 hidden = torch.zeros(size, dtype=self.dtype, device=inputs.device)
             with evaluating([part]):
                 output = part(hidden)
-            found[number] = meta(hidden, grad=number > 0), meta(output)
+            shapes[number] = meta(hidden, grad=number > 0), meta(output)
             if number + 1 < len(self.place) and self.place[number + 1] != self.comm.rank:
                 sizes = [output.dim(), *output.shape]
                 sizes += [0] * (MOST_DIMENSIONS + 1 - len(sizes))
-                told = torch.tensor(sizes, dtype=torch.int64, device=inputs.device)
-                self.comm.send(told, self.place[number + 1])
+                message = torch.tensor(sizes, dtype=torch.int64, device=inputs.device)
+                self.comm.send(message, self.place[number + 1])
             hidden = output
-        return found
+        return shapes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -355,8 +355,8 @@ class Pipelining(Implementation):
         self.window, losses = window, list[Tensor]()
         inputs = [torch.cat([micro.inputs for micro in window])] if 0 in self.parts else []
         target = torch.arange(len(window)) if self.tells_loss else None
-        told = losses if self.tells_loss else None
-        call(*inputs, target=target, losses=told, return_outputs=False)
+        given = losses if self.tells_loss else None
+        call(*inputs, target=target, losses=given, return_outputs=False)
         return losses
 
     # ----------------------------------------------------------------------------------- the step
@@ -425,10 +425,10 @@ class Pipelining(Implementation):
         if kind == "optimizer":
             return slot_pieces(self.optimizer, lambda n, s, t: self.pieces(f"{n}.{s}", t))
         if kind == "gradients":
-            found = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
+            named = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
         else:
-            found = list(self.named(kind))
-        return [piece for name, tensor in found for piece in self.pieces(name, tensor)]
+            named = list(self.named(kind))
+        return [piece for name, tensor in named for piece in self.pieces(name, tensor)]
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
         """What this rank holds of a tensor or slot: all of it."""
@@ -446,10 +446,10 @@ class Pipelining(Implementation):
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors, on every rank; they travel as objects."""
         own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
-        found: dict[str, Tensor] = {}
-        for told in self.comm.all_gather_object(own):
-            found |= told
-        return found
+        state: dict[str, Tensor] = {}
+        for stage in self.comm.all_gather_object(own):
+            state |= stage
+        return state
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Each rank its own file: nothing is gathered."""
@@ -504,8 +504,8 @@ def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
     orders = tuple(tuple(translated(made.pipeline_order_with_comms[rank])) for rank in range(ranks))
     # The schedule of that name takes groups of as many micro-batches as there are ranks.
     textbook = name == "interleaved" and micro_batches % ranks == 0
-    told = name if textbook else type(made).__name__
-    return Schedule(told, micro_batches, place(options, ranks), orders)
+    shown = name if textbook else type(made).__name__
+    return Schedule(shown, micro_batches, place(options, ranks), orders)
 
 
 def translated(order: Sequence[Any]) -> Iterator[Action]:

@@ -58,8 +58,8 @@ def contexts(
     modules: Sequence[nn.Module],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the forward that begins now, and around its repetition."""
-    found = [value for module in modules for value in vars(module).values()]
-    generators = [value for value in found if isinstance(value, Generator)]
+    values = [value for module in modules for value in vars(module).values()]
+    generators = [value for value in values if isinstance(value, Generator)]
     draws = [generator.get_state() for generator in generators]
     return nullcontext(), as_before(generators, draws, Buffers(modules))
 

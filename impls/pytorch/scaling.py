@@ -55,7 +55,7 @@ def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, 
     scale = scaler.get_scale()
     scaler.unscale_(optimizer)
     noted = scaler._found_inf_per_device(optimizer).values()
-    return {"scale": scale, "skipped": float(any(bool(found) for found in noted))}
+    return {"scale": scale, "skipped": float(any(bool(overflowed) for overflowed in noted))}
 
 
 def update(

@@ -106,17 +106,17 @@ class PyTorchTensorParallel(Adapter):
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """By dotted name; :class:`Refused` for a model without the layers that are split."""
         options = self.options
-        found = plan_styles(
+        styles = plan_styles(
             module, self.build.units, options.sequence_parallel, options.loss_parallel
         )
-        lacking = {"embed.token", "embed.position", "head"} - set(found)
+        lacking = {"embed.token", "embed.position", "head"} - set(styles)
         if lacking:
             raise Refused(
                 f"tensor parallelism splits 'embed.token', 'head' and the layers between; this "
                 f"{type(module).__name__} has no {', '.join(sorted(lacking))}, so that "
                 "nothing can be split over the axis 'tensor'"
             )
-        return found
+        return styles
 
     def updated(self) -> dict[str, Tensor]:
         """The trainable ones."""
@@ -153,10 +153,10 @@ class PyTorchTensorParallel(Adapter):
             return [part for slot in slots for part in self.pieces(slot.name, slot.tensor)]
         if kind == "buffers":
             return self.buffers()
-        found: Mapping[str, Tensor] = self.named
+        named: Mapping[str, Tensor] = self.named
         if kind == "gradients":
-            found = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return [part for name, tensor in found.items() for part in self.pieces(name, tensor)]
+            named = {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        return [part for name, tensor in named.items() for part in self.pieces(name, tensor)]
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
         """Of a parameter, or of a slot ``<parameter>.<slot>``."""

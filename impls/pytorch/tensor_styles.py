@@ -87,7 +87,7 @@ def plan_styles(
     hidden = SEQUENCE if sequence else Replicate()
     norm: Any = SequenceParallel if sequence else Replicated
     local = {"use_local_output": True} if sequence else {}
-    found: dict[str, ParallelStyle] = {
+    styles: dict[str, ParallelStyle] = {
         "embed.token": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
         "embed.position": Replicated(0 if sequence else None),
         "norm": norm(**local),
@@ -98,14 +98,14 @@ def plan_styles(
         ),
     }
     for unit in units:
-        found |= {f"{unit}.{name}": ColwiseParallel(input_layouts=hidden) for name in COLUMNS}
-        found |= {f"{unit}.{name}": RowwiseParallel(output_layouts=hidden) for name in ROWS}
-        found |= {f"{unit}.{name}": norm(**local) for name in NORMS}
+        styles |= {f"{unit}.{name}": ColwiseParallel(input_layouts=hidden) for name in COLUMNS}
+        styles |= {f"{unit}.{name}": RowwiseParallel(output_layouts=hidden) for name in ROWS}
+        styles |= {f"{unit}.{name}": norm(**local) for name in NORMS}
     owners = {name for name, part in module.named_modules() if holds(part)}
-    found = {name: style for name, style in found.items() if name in owners}
+    styles = {name: style for name, style in styles.items() if name in owners}
     if sequence:
-        found |= {name: _on_whole_sequence(name) for name in outsiders(module, found)}
-    return found
+        styles |= {name: _on_whole_sequence(name) for name in outsiders(module, styles)}
+    return styles
 
 
 def _on_whole_sequence(name: str) -> ParallelStyle:

@@ -55,15 +55,15 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's, and sharded optimizer state; but for one combination of buckets."""
-        found, chosen = super().capabilities(options), parse_options(Options, options)
-        declines = dict(found.declines)
+        of_ddp, chosen = super().capabilities(options), parse_options(Options, options)
+        declines = dict(of_ddp.declines)
         if chosen.parameters_as_bucket_view and not chosen.gradient_as_bucket_view:
             declines["non_contiguous"] = (
                 "parameters_as_bucket_view makes parameters contiguous after DDP has laid its "
                 "buckets out by their strides: gradients come out of them transposed"
             )
-        features = found.features | {"sharded_optimizer"}
-        return replace(found, features=features, declines=declines)
+        features = of_ddp.features | {"sharded_optimizer"}
+        return replace(of_ddp, features=features, declines=declines)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""

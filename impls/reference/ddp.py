@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle, Replicated
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
@@ -78,12 +78,7 @@ class Options:
             raise Refused("option 'join' = True: ranks that run out of data are not supported")
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> DDP:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> DDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
     return DDP(module, comms["replicate"], options, context.reducer)
 

@@ -29,7 +29,7 @@ from torch import nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle, Replicated
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 
@@ -39,12 +39,7 @@ class Options:
     """No options."""
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> NaiveDDP:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> NaiveDDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
     return NaiveDDP(module, comms["replicate"])
 

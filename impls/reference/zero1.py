@@ -44,22 +44,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> Zero1:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero1:
     """Shard the update of ``module`` over ``comms["shard"]``, starting from rank 0's values."""
     return Zero1(module, comms["shard"], options, context.reducer)
 

@@ -16,8 +16,10 @@ one that backward makes until the bucket has been reduced and scattered; then th
                                   [3] a bucket is full:            [b0]   wait b0, [b1]
                                   [4] after a wait: the sums of b0 are added to its kept shard,
                                       its whole gradients are freed
-             finish               [5] rounds that other ranks still have, with zeros; wait
-                                  [6] who used what (integers)
+             next micro-batch,    [5] buckets that the backward left partly full are sent: when
+             or finish                the next micro-batch begins (accumulate), else in finish
+             finish               [6] rounds that other ranks still have, with zeros; wait
+                                  [7] who used what (integers)
              clip, update         own shards only; the norm is a sum over ranks
              after_update         all-gather of every bucket's parameters, in place
 
@@ -43,22 +45,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> Zero2:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero2:
     """Shard update and gradients of ``module`` over ``comms["shard"]``, from rank 0's values."""
     return Zero2(module, comms["shard"], options, context.reducer)
 
@@ -100,7 +97,7 @@ class Zero2(ShardedUpdate):
         self.computing = computing
         self.start_round()
 
-    def close_round(self) -> None:
+    def close_round(self) -> None:  # [5]
         """Send what the running round has left."""
         if self.sending:
             self.end_round(self.computing)
@@ -129,11 +126,11 @@ class Zero2(ShardedUpdate):
     def finish(self) -> None:
         """Take part in the rounds that other ranks still have; agree on use."""
         self.close_round()
-        while self.begun < self.rounds:  # [5]
+        while self.begun < self.rounds:  # [6]
             self.begin_round(computing=False)
             self.close_round()
         self.wait_and_accumulate()
-        self.publish_gradients()  # [6]
+        self.publish_gradients()  # [7]
 
 
 class ReferenceZero2(Engine):

@@ -51,10 +51,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import Training, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
@@ -69,12 +69,7 @@ class Options(Training):
     wrap: Wrap = field(default_factory=Wrap)
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> Zero3:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero3:
     """Shard ``module`` over ``comms["shard"]``, from rank 0's values."""
     plan = plan_units(module, options.wrap, context.blocks)
     return Zero3(module, comms, plan, options.precision, context)

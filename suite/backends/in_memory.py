@@ -75,8 +75,8 @@ class RankFuture(torch.futures.Future):
 
     def error(self) -> BaseException | None:
         """What went wrong here or in a future that follows this one."""
-        found = (child.error() for child in self._children)
-        return self._error or next((error for error in found if error is not None), None)
+        errors = (child.error() for child in self._children)
+        return self._error or next((error for error in errors if error is not None), None)
 
     def wait(self) -> Any:
         """The value, after waiting for it."""

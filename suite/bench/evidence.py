@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench import stats
+from shardproof.bench.lines import (
+    CellLine,
+    JudgedCell,
+    JudgedPair,
+    MeasuredCell,
+    MeasuredPair,
+    PairLine,
+    Telemetry,
+    pairs,
+)
 from shardproof.bench.model import scorecard
 from shardproof.bench.same_training import alike, losses_of, targets_of
 from shardproof.bench.scaling import judge
-from shardproof.bench.scaling.matrix import BASES, Cell
 from shardproof.bench.session import Measured
-from shardproof.bench.sides import LETTERS, Pair
+from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair
 from shardproof.bench.telemetry import sampling
 from shardproof.files import write_whole
 from shardproof.runs import run_folder
@@ -37,108 +46,116 @@ _COLUMNS = {
 _LATER = ("samples_per_second", "trained_alike", "scorecard")
 
 
-def result(measured: Measured) -> dict[str, Any]:
+def result(measured: Measured) -> PairLine | CellLine:
     """The line of ``cases.jsonl``, judged."""
+    subject = measured.subject
+    if isinstance(subject, Pair):
+        pair = _of_pair(subject, measured)
+        return PairLine.model_validate(pair.to_dict() | conclude(pair, measured.rows).to_dict())
+    cell = _of_cell(subject, measured)
+    judged = judge.conclude(cell, (measured.source or measured).rows)
+    return CellLine.model_validate(cell.to_dict() | judged.to_dict())
+
+
+def _of_pair(pair: Pair, measured: Measured) -> MeasuredPair:
+    line = MeasuredPair(
+        id=pair.id,
+        seconds=round(measured.seconds, 3),
+        problem=measured.problem,
+        pair=pair,
+        meshes=measured.meshes,
+        losses=losses(measured, LETTERS),
+        memory=measured.memory,
+        strategies=measured.strategies,
+        profile=measured.profile,
+        telemetry=_telemetry(measured),
+        probed=measured.probed,
+    )
+    if not measured.records:
+        return line
+    first = measured.records[0]
+    return line.model_copy(
+        update={
+            "threads": first[0].threads,
+            "cores": [record.cores for record in first],
+            "segment_steps": [ranks[0].segment_steps["a"] for ranks in measured.records],
+            "targets_per_step": {side: targets_of(first, side) for side in LETTERS},
+        }
+    )
+
+
+def _of_cell(cell: Cell, measured: Measured) -> MeasuredCell:
     source = measured.source or measured
-    line: dict[str, Any] = {
-        "id": measured.subject.id,
-        "seconds": round(measured.seconds, 3),
-        "problem": None if measured.problem is None else list(measured.problem),
-        "probed": source.probed,
-    }
-    if isinstance(measured.subject, Cell):
-        line |= _of_cell(measured.subject, measured, source)
-        return line | judge.conclude(line, source.rows)
-    line |= _of_pair(measured.subject, measured)
-    return line | conclude(line, measured.rows)
-
-
-def _of_pair(pair: Pair, measured: Measured) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "pair": pair.to_dict(),
-        "meshes": measured.meshes,
-        "losses": losses(measured, LETTERS),
-        "memory": measured.memory,
-        "strategies": measured.strategies,
-        "profile": measured.profile,
-        "telemetry": _telemetry(measured),
-    }
-    if measured.records:
-        first = measured.records[0]
-        line["threads"] = first[0].threads
-        line["cores"] = [record.cores for record in first]
-        line["segment_steps"] = [ranks[0].segment_steps["a"] for ranks in measured.records]
-        line["targets_per_step"] = {side: targets_of(first, side) for side in LETTERS}
-    return line
-
-
-def _of_cell(cell: Cell, measured: Measured, source: Measured) -> dict[str, Any]:
     records = source.records
     sides = (*BASES, *([] if measured.refused else ["ranks"]))
-    targets = {side: targets_of(records[0], side) for side in sides} if records else {}
-    return {
-        "mode": cell.mode,
-        "implementation": cell.system.implementation,
-        "backend": cell.backend,
-        "world": cell.world,
-        "target": cell.target,
-        "cell": cell.to_dict(),
-        "mesh": measured.meshes.get("ranks", {}),
-        "strategy": measured.strategies.get("ranks", ""),
-        "room": None if measured.room is None else asdict(measured.room),
-        "measured_in": None if source is measured else source.subject.id,
-        "peak_bytes": (measured.memory or {}).get("ranks"),
-        "losses": losses(source, sides),
-        "targets_per_step": targets,
-        "segment_steps": [ranks[0].segment_steps for ranks in records],
-    }
+    return MeasuredCell(
+        id=cell.id,
+        seconds=round(measured.seconds, 3),
+        problem=measured.problem,
+        probed=source.cell_probes,
+        mode=cell.mode,
+        implementation=cell.system.implementation,
+        backend=cell.backend,
+        world=cell.world,
+        target=cell.target,
+        cell=cell,
+        mesh=measured.meshes.get("ranks", {}),
+        strategy=measured.strategies.get("ranks", ""),
+        room=measured.room,
+        measured_in=None if source is measured else source.subject.id,
+        peak_bytes=measured.peak_bytes,
+        losses=losses(source, sides),
+        targets_per_step={side: targets_of(records[0], side) for side in sides} if records else {},
+        segment_steps=[ranks[0].segment_steps for ranks in records],
+    )
 
 
-def conclude(line: Mapping[str, Any], rows: Sequence[stats.TimedStep]) -> dict[str, Any]:
+def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
     """Verdict, reason and figures that raw times and the rest of the line give."""
-    judged = stats.judge(rows)
+    word: str
+    word, blocks, figures = stats.judge(rows)
     reason = ""
-    losses = line["losses"]
-    same, why = alike(losses.get("a"), losses.get("b"), line["pair"]["dtype"])
-    if line["problem"] is not None:
-        judged["verdict"], reason = line["problem"]
+    same, why = alike(line.losses.get("a"), line.losses.get("b"), line.pair.dtype)
+    if line.problem is not None:
+        word, reason = line.problem
     elif same is False:
-        judged["verdict"], reason = "fail", why
-    elif judged["verdict"] == "inconclusive" and "smallest_effect" not in judged:
-        reason = f"{judged['blocks']} whole blocks: an interval needs 2"
+        word, reason = "fail", why
+    elif figures is None:
+        reason = f"{blocks} whole blocks: an interval needs 2"
     elif same is None:
-        judged["verdict"], reason = "inconclusive", why
-    elif judged["verdict"] == "inconclusive":
-        reason = f"effects from {judged['smallest_effect']:.1%} on can be seen with these blocks"
-    goal = line["pair"]["goal"]
-    known = goal is not None and "high" in judged and same is not None
-    met = judged["high"] <= goal if known else None
-    rates = {}
-    for side, seconds in judged.get("median_seconds", {}).items():
-        rates[side] = line["targets_per_step"][side] / seconds if "targets_per_step" in line else 0
-    samples = line["pair"]["workload"]["global_batch"]
-    return {
-        **judged,
-        "reason": reason,
-        "trained_alike": same,
-        "scorecard": scorecard.cards(line) if same else None,
-        "goal_met": met,
-        "targets_per_second": rates,
-        "samples_per_second": {
-            side: samples / seconds for side, seconds in judged.get("median_seconds", {}).items()
+        word, reason = "inconclusive", why
+    elif word == "inconclusive":
+        reason = f"effects from {figures.smallest_effect:.1%} on can be seen with these blocks"
+    goal = line.pair.goal
+    met = None
+    if goal is not None and figures is not None and same is not None:
+        met = figures.high <= goal
+    seconds = {} if figures is None else figures.median_seconds
+    samples = line.pair.workload.global_batch
+    return JudgedPair(
+        verdict=word,
+        blocks=blocks,
+        figures=figures,
+        reason=reason,
+        trained_alike=same,
+        scorecard=scorecard.cards(line) if same else None,
+        goal_met=met,
+        targets_per_second={
+            side: line.targets_per_step.get(side, 0) / s for side, s in seconds.items()
         },
-    }
+        samples_per_second={side: samples / s for side, s in seconds.items()},
+    )
 
 
-def _telemetry(measured: Measured) -> dict[str, Any]:
+def _telemetry(measured: Measured) -> Telemetry:
     """What was seen of memory and GPUs, in launches and of each side alone."""
     seen = measured.seen
     places = [r.pci for records in measured.records for r in records if r.pci is not None]
-    return {
-        "launches": sampling.summary(seen, places or None) if seen.samples else None,
-        "sides": measured.sides,
-        "no_gpu": measured.no_gpu or None,
-    }
+    return Telemetry(
+        launches=sampling.summary(seen, places or None) if seen.samples else None,
+        sides=measured.sides,
+        no_gpu=measured.no_gpu or None,
+    )
 
 
 def losses(measured: Measured, sides: Sequence[str]) -> dict[str, list[float]]:
@@ -181,7 +198,7 @@ def load_times(path: Path) -> list[stats.TimedStep]:
         raise RecordError(f"{path}: no readable times: {error}") from None
 
 
-def keep(folder: run_folder.RunFolder, measured: Measured) -> dict[str, Any]:
+def keep(folder: run_folder.RunFolder, measured: Measured) -> PairLine | CellLine:
     """Write raw times and the line of a comparison or a cell; the line.
 
     A refused cell's raw times are those of its source, which is kept before it.
@@ -192,23 +209,28 @@ def keep(folder: run_folder.RunFolder, measured: Measured) -> dict[str, Any]:
         source.times = write_times(folder.path, measured.subject.id, source.rows)
         folder.seal(source.times)
     if source.times:
-        line["times"] = source.times
-    folder.add(line, measured.subject.kind)
+        line = line.model_copy(update={"times": source.times})
+    folder.add(line.to_dict(), line.kind)
     return line
 
 
 def keep_report(folder: run_folder.RunFolder) -> None:
     """Write what stands of all comparisons in the folder when they are shown together."""
-    told = stats.family(run_folder.read(folder.path).benches)
-    if told:
-        folder.add({"id": "report", "comparisons": told}, "bench report")
+    report = stats.family(pairs(run_folder.read(folder.path)))
+    if report:
+        comparisons = {name: beside.to_dict() for name, beside in report.items()}
+        folder.add({"id": "report", "comparisons": comparisons}, "bench report")
 
 
-def verify_line(run: Path, line: Mapping[str, Any]) -> str | None:
-    """What a stored line says otherwise than its raw times, judged again (``None``: the same)."""
-    rows = load_times(run / line["times"]) if line.get("times") else []
-    judged = (judge.conclude if line["kind"] == Cell.kind else conclude)(line, rows)
-    for key, value in json.loads(json.dumps(run_folder.standard(judged))).items():
-        if line.get(key) != value and (key in line or key not in _LATER):
-            return f"{line['id']}: the raw times give {key} {value!r}, not {line.get(key)!r}"
+def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
+    """Where a stored line differs from its raw times, judged again (``None``: nowhere)."""
+    rows = load_times(run / stored["times"]) if stored.get("times") else []
+    judged: JudgedPair | JudgedCell
+    if stored["kind"] == CellLine.kind:
+        judged = judge.conclude(MeasuredCell.model_validate(stored), rows)
+    else:
+        judged = conclude(MeasuredPair.model_validate(stored), rows)
+    for key, value in json.loads(json.dumps(run_folder.standard(judged.to_dict()))).items():
+        if stored.get(key) != value and (key in stored or key not in _LATER):
+            return f"{stored['id']}: the raw times give {key} {value!r}, not {stored.get(key)!r}"
     return None

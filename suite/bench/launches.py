@@ -10,48 +10,27 @@ Plain data that travels to leaders as JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass, field, replace
 
 from shardproof.bench.model import alpha_beta
 from shardproof.bench.model.records import AloneSteps, ProbeRecord
-from shardproof.bench.scaling.matrix import ALONE_ORDER, ORDER, PAIR, PLAIN, Cell, on_ranks
-from shardproof.bench.sides import Pair, Side
+from shardproof.bench.subjects import (
+    ALONE_ORDER,
+    ORDER,
+    ORDERS,
+    PLAIN,
+    SCALING,
+    SIDES,
+    Cell,
+    Pair,
+    Side,
+)
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
 
-#: Sides of a comparison, in the order of their set-up; ``twin`` is A once more.
-SIDES = ("a", "twin", "b")
-#: Order of the segments in a block of each pair.
-ORDERS = {"ab": ("a", "b", "b", "a"), "aa": ("a", "twin", "twin", "a")}
-
-Subject = Pair | Cell
 Meshes = Mapping[str, Mapping[str, int]]
-T = TypeVar("T")
-
-
-_adapters: dict[object, TypeAdapter[Any]] = {}
-
-
-def from_plain(cls: type[T], data: object) -> T:
-    """An instance of the dataclass ``cls`` from its JSON form, nested dataclasses included.
-
-    :raises ValueError: data that does not fit.
-    """
-    if cls not in _adapters:
-        _adapters[cls] = TypeAdapter(cls)
-    value: T = _adapters[cls].validate_python(data)
-    return value
-
-
-def to_json(value: object) -> str:
-    """JSON of nested plain data and dataclasses; :func:`from_plain` reads it back."""
-    return json.dumps(value, default=asdict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +146,7 @@ def cell_launch(
 
     The model is probed in the first launch, where its formulas know the backend.
     """
-    cell = cell if together else on_ranks(cell, 2)
+    cell = cell if together else cell.at(2)
     ranks = cell_run(cell, axis)
     wrapped = replace(ranks, axes={axis: 1}, workload=cell.base, first_rank_only=True)
     plain = replace(wrapped, axes={"replicate": 1}, side=Side(PLAIN))
@@ -178,7 +157,7 @@ def cell_launch(
         if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
             single = replace(cell.workload, global_batch=cell.world)
             probed.setdefault(1, replace(ranks, workload=single))
-    orders = {PAIR: ORDER if together else ALONE_ORDER}
+    orders = {SCALING: ORDER if together else ALONE_ORDER}
     return Launch(sides, orders, number, list(blocks), probed=probed)
 
 

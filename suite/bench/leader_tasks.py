@@ -19,13 +19,13 @@ from shardproof.bench.launches import (
     PeakRecord,
     RankTimes,
     SideRun,
-    from_plain,
-    to_json,
 )
 from shardproof.bench.model import measurement, step_time
 from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
+from shardproof.bench.plain import from_plain, to_json
 from shardproof.registry.declaration import ask
 
+#: Plain data, as JSON has it.
 Payload = dict[str, Any]
 T = TypeVar("T")
 

@@ -11,11 +11,13 @@ rows (:func:`shardproof.bench.stats.family`): a table of twenty finds a differen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from shardproof.bench import lines as stored
 from shardproof.bench import sides, stats
-from shardproof.bench.tables import Line, interval
+from shardproof.bench.lines import Memory, PairLine
+from shardproof.bench.subjects import Pair
+from shardproof.bench.tables import interval
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -38,25 +40,25 @@ HEADINGS = (
 )
 
 
-def lines_of(run: Run) -> list[Line]:
+def lines_of(run: Run) -> list[PairLine]:
     """The comparisons of a reference strategy with an upstream system, in the order of timing."""
-    return [line for line in run.benches if is_peers(line)]
+    return [line for line in stored.pairs(run) if is_peers(line)]
 
 
-def is_peers(line: Line) -> bool:
+def is_peers(line: PairLine) -> bool:
     """Whether A is ours and B somebody else's."""
-    a, b = (str(line["pair"][letter]["implementation"]) for letter in ("a", "b"))
+    a, b = line.pair.a.implementation, line.pair.b.implementation
     return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_UPSTREAM
 
 
 def missing(run: Run) -> list[str]:
     """Names of the pairs of ``scenarios/speed/peers.yaml`` of which ``run`` has no line.
 
-    Sides and name tell a pair; with a package missing its line is a ``precondition``.  A part of
-    the scenario, or a pair of the command line, is no table of every strategy.
+    Sides and name identify a pair; with a package missing its line is a ``precondition``.  A part
+    of the scenario, or a pair of the command line, is no table of every strategy.
     """
-    there = {_told(line["pair"]) for line in run.benches}
-    return [pair.name for pair in sides.read([SCENARIO]) if _told(pair.to_dict()) not in there]
+    there = {_key(line.pair) for line in stored.pairs(run)}
+    return [pair.name for pair in sides.read([SCENARIO]) if _key(pair) not in there]
 
 
 def why_not(missing: Sequence[str]) -> str:
@@ -65,56 +67,50 @@ def why_not(missing: Sequence[str]) -> str:
     return f"only a run of the whole scenario `{SCENARIO}` gives one, and this has no {names}"
 
 
-def _told(pair: Mapping[str, Any]) -> tuple[str, str, str]:
-    return pair["name"], pair["a"]["implementation"], pair["b"]["implementation"]
+def _key(pair: Pair) -> tuple[str, str]:
+    return pair.name, pair.versus
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[PairLine]) -> str:
     """The table as Markdown, and below it how to read it."""
-    told = [line for line in lines if is_peers(line)]
-    report = stats.family(told)
-    body = [
-        _row(line, report[line["id"]]["verdict"] if line["id"] in report else "") for line in told
-    ]
-    return f"{Table('', HEADINGS, body).markdown()}\n{_notes(told)}"
+    shown = [line for line in lines if is_peers(line)]
+    report = stats.family(shown)
+    body = [_row(line, report[line.id].verdict if line.id in report else "") for line in shown]
+    return f"{Table('', HEADINGS, body).markdown()}\n{_notes(shown)}"
 
 
-def _row(line: Line, verdict: str) -> tuple[str, ...]:
+def _row(line: PairLine, verdict: str) -> tuple[str, ...]:
+    figures = line.figures
+    first, *_ = line.reason.splitlines() or [""]
     return (
         _side(line, "a"),
         _side(line, "b"),
-        verdict or _broken(line),
-        interval(line) if "ratio" in line else "-",
-        f"{line['margin']:.1%}" if "margin" in line else "-",
+        verdict or f"{line.verdict}: {first[:120]}",
+        "-" if figures is None else interval(figures),
+        "-" if figures is None else f"{figures.margin:.1%}",
         _peak(line),
     )
 
 
-def _side(line: Line, letter: str) -> str:
+def _side(line: PairLine, letter: str) -> str:
     """Name, the options that tell one row from the next, and a mesh of several axes."""
-    side, mesh = line["pair"][letter], line["meshes"].get(letter) or {}
+    side, mesh = line.pair.side(letter), line.meshes.get(letter, {})
     words = [
         key if value is True else f"{value}"
-        for key, value in side["options"].items()
+        for key, value in side.options.items()
         if key in _TELLING
     ]
-    if side["options"].get("reshard_after_forward") is False:
+    if side.options.get("reshard_after_forward") is False:
         words.append("kept whole after forward")
     shape = " x ".join(f"{axis} {n}" for axis, n in mesh.items())
     words += [shape] if len(mesh) > 1 else []
-    return f"{side['implementation']}" + (f" ({', '.join(words)})" if words else "")
+    return side.implementation + (f" ({', '.join(words)})" if words else "")
 
 
-def _broken(line: Line) -> str:
-    """What stands where there is nothing to compare, in one clause."""
-    return f"{line['verdict']}: {line['reason'].splitlines()[0][:120]}"
-
-
-def _peak(line: Line) -> str:
-    told = line.get("memory")
-    if not told or "problem" in told:
+def _peak(line: PairLine) -> str:
+    if not isinstance(line.memory, Memory):
         return "-"
-    return f"{told['ratio']:.3f}" + ("" if told["kind"] == "ledger" else " (advisory)")
+    return f"{line.memory.ratio:.3f}" + ("" if line.memory.kind == "ledger" else " (advisory)")
 
 
 # ------------------------------------------------------------------------------------- a section
@@ -129,28 +125,27 @@ def section(run: Run) -> str:
     if absent:
         remedy = "time them: shardproof bench peers"
         raise SelectionError(Problem(why_not(absent), remedy, str(run.path)))
-    told = lines_of(run)
-    blocks = max(line["pair"]["blocks"] for line in told)
+    lines = lines_of(run)
+    blocks = max(line.pair.blocks for line in lines)
     again = f"`shardproof bench {SCENARIO} --blocks {blocks}`"
-    return f"{table(told)}\n{run.provenance} Again: {again}.\n"
+    return f"{table(lines)}\n{run.provenance} Again: {again}.\n"
 
 
-def _notes(lines: Sequence[Line]) -> str:
+def _notes(lines: Sequence[PairLine]) -> str:
     """How to read the table, with what is the same in all rows."""
-    told = [line for line in lines if "ratio" in line]
-    if not told:
+    timed = [(line, line.figures) for line in lines if line.figures is not None]
+    if not timed:
         return "Nothing was timed.\n"
-    first = told[0]["pair"]
-    work = first["workload"]
-    blocks = _span([line["blocks"] for line in told])
-    halves = [line["aa"]["half_width"] for line in told if line.get("aa")]
+    pair = timed[0][0].pair
+    blocks = _span([line.blocks for line, _ in timed])
+    halves = [figures.aa.half_width for _, figures in timed if figures.aa is not None]
     twins = (
         f"; a side beside its own twin: +-{min(halves):.1%} to {max(halves):.1%}" if halves else ""
     )
-    ranks = _span([line["pair"]["world"] for line in told])
+    ranks = _span([line.pair.world for line, _ in timed])
     return (
-        f"Above 1 the reference takes longer. {work['name']} {first['size']}, "
-        f"{first['optimizer']['name']}, {first['dtype']}, {ranks} {first['backend']} ranks, "
+        f"Above 1 the reference takes longer. {pair.workload.name} {pair.size}, "
+        f"{pair.optimizer.name}, {pair.dtype}, {ranks} {pair.backend} ranks, "
         f"{blocks} blocks A B B A{twins}. Verdicts are those beside all other rows (Holm); `same` "
         f"is certain to be within the margin. Peak: bytes of a step, reference over upstream.\n"
     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from shardproof.bench.launches import RankTimes
-from shardproof.bench.sides import LOSS_TOLERANCE
+from shardproof.bench.subjects import LOSS_TOLERANCE
 
 #: Part of stored evidence.  Why times of sides whose losses are not known have no verdict.
 UNKNOWN = (

@@ -1,6 +1,6 @@
 """A bench session: fresh ranks for every launch, and what they measured.
 
-A comparison and a scaling cell are measured alike: what their sides say of themselves is asked
+A comparison and a scaling cell are measured alike: the declarations of their sides are asked for
 before anything is timed, launches time sides in turns (:mod:`shardproof.bench.launches`), and
 passes of one side alone come after.  :mod:`shardproof.bench.evidence` judges and keeps it.
 
@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 
 from shardproof.backends import BACKENDS
 from shardproof.bench import launches, leader_tasks
-from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun, Subject
+from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
+from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
 from shardproof.bench.model import measurement, scorecard
 from shardproof.bench.model.records import Rounds
+from shardproof.bench.plain import from_plain, to_json
 from shardproof.bench.scaling import modelled
-from shardproof.bench.scaling.matrix import Cell, Room
-from shardproof.bench.sides import LETTERS, ON_COMMAND_LINE, Pair, Side, natural_mesh
+from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
+from shardproof.bench.subjects import LETTERS, Cell, Pair, Room, Side, Subject
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
@@ -58,11 +60,12 @@ class Measured:
     ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
     counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
     (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone,
-    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` is what the model of a step needs.
+    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` (of a cell ``cell_probes``) is what
+    the model of a step needs.
 
-    Of a cell only: ``room``, how many ranks fit here; ``source``, the cell in whose launches a
-    refused cell's single rank was timed (its own, where none fits); ``times``, the file of raw
-    times, once it is kept.
+    Of a cell only: ``peak_bytes`` of a step on its worst rank; ``room``, how many ranks fit here;
+    ``source``, the cell in whose launches a refused cell's single rank was timed (its own, where
+    none fits); ``times``, the file of raw times, once it is kept.
     """
 
     subject: Subject
@@ -74,11 +77,13 @@ class Measured:
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
     seen: sampling.Seen = field(default_factory=sampling.Seen)
-    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sides: dict[str, SideSummary | NoFigures] = field(default_factory=dict)
     no_gpu: str = ""
-    memory: dict[str, Any] | None = None
-    profile: dict[str, Any] | None = None
-    probed: dict[str, Any] | None = None
+    memory: Memory | NoFigures | None = None
+    profile: dict[str, dict[str, float]] | NoFigures | None = None
+    probed: PairProbes | NoFigures | None = None
+    cell_probes: CellProbes | None = None
+    peak_bytes: int | None = None
     room: Room | None = None
     source: Measured | None = None
     times: str = ""
@@ -139,7 +144,7 @@ class Session:
         :raises SelectionError: a system refuses its options, or the world cannot be put on its
             axes.
         """
-        found: list[Measured] = []
+        examined: list[Measured] = []
         groups: dict[object, list[Subject]] = {}
         for subject in subjects:
             groups.setdefault(subject.group, []).append(subject)
@@ -160,8 +165,8 @@ class Session:
             items = [Measured(subject) for subject in members]
             for item in items:
                 declare(item, answers, gpus)
-            found += in_order(items)
-        return found
+            examined += in_order(items)
+        return examined
 
     def _examined(
         self, subject: Subject, sides: Mapping[str, Side]
@@ -175,7 +180,7 @@ class Session:
         if end.value is None:
             why = Answer(missing=f"the measuring process {end.why_no_value}")
             return dict.fromkeys(sides, why), None
-        answers = {key: Answer.from_dict(told) for key, told in end.value["sides"].items()}
+        answers = {key: Answer.from_dict(answer) for key, answer in end.value["sides"].items()}
         return answers, end.value["gpus"]
 
     def time(self, measured: Measured, on_blocks: OnBlocks) -> None:
@@ -200,7 +205,9 @@ class Session:
             measured.records.append(timed.ranks)
             if timed.watched is not None and isinstance(subject, Cell):
                 own = next(iter(launch.probed.values()))
-                measured.probed = modelled.digest(subject, own.world, timed.watched, timed.ranks)
+                measured.cell_probes = modelled.digest(
+                    subject, own.world, timed.watched, timed.ranks
+                )
             done += count
             on_blocks(done)
 
@@ -211,22 +218,22 @@ class Session:
         if not measured.on_threads:
             measured.memory = _resident(measured)
             return
-        worst: dict[str, Any] = {}
+        worst = []
         for side in ("ranks",) if isinstance(measured.subject, Cell) else LETTERS:
             try:
-                ranks = self._one_side(
-                    leader_tasks.measure_memory, PeakRecord, measured, side, _PASS_SECONDS
-                )
+                ranks = self._one_side(leader_tasks.measure_memory, PeakRecord, measured, side)
             except LaunchFailed as failed:
-                measured.memory = {"problem": failed.reason}
+                measured.memory = NoFigures(problem=failed.reason)
                 return
-            worst[side] = max(record.ledger for record in ranks)
-        measured.memory = {"kind": "ledger", **worst}
-        if "a" in worst:
-            measured.memory["ratio"] = worst["a"] / worst["b"]
+            worst.append(max(record.ledger for record in ranks))
+        if isinstance(measured.subject, Cell):
+            (measured.peak_bytes,) = worst
+        else:
+            a, b = worst
+            measured.memory = Memory(kind="ledger", a=a, b=b, ratio=a / b)
 
     def run_alone(self, measured: Measured) -> None:
-        """Each side in passes of its own that nobody times: bytes, and what a GPU tells."""
+        """Each side in passes of its own that nobody times: bytes, and figures of GPUs."""
         if BACKENDS[measured.subject.backend].threads:
             return
         for letter in LETTERS:
@@ -235,15 +242,10 @@ class Session:
             try:
                 with sampler:
                     ranks = self._one_side(
-                        leader_tasks.run_alone,
-                        AloneRecord,
-                        measured,
-                        letter,
-                        _PASS_SECONDS,
-                        workdir,
+                        *(leader_tasks.run_alone, AloneRecord, measured, letter), workdir=workdir
                     )
             except LaunchFailed as failed:
-                measured.sides[letter] = {"problem": failed.reason}
+                measured.sides[letter] = NoFigures(problem=failed.reason)
             else:
                 measured.sides[letter] = sampling.of_side(sampler.seen, ranks)
 
@@ -260,17 +262,17 @@ class Session:
         reasons = {
             letter: scorecard.unscored(backend, measured.meshes[letter]) for letter in LETTERS
         }
-        letters = [each for each in LETTERS if not reasons[each]]
-        probed: dict[str, Any] = {"sides": {}}
-        if letters:
-            try:
-                rounds = self.measure_rounds([measured.run(letter) for letter in letters])
-            except LaunchFailed as failed:
-                measured.probed = {"problem": failed.reason}
-                return
-            probed = scorecard.digest(backend, letters, rounds)
-        probed["sides"] |= {each: {"problem": why} for each, why in reasons.items() if why}
-        measured.probed = probed
+        others = {letter: NoFigures(problem=why) for letter, why in reasons.items() if why}
+        letters = [letter for letter in LETTERS if letter not in others]
+        if not letters:
+            measured.probed = PairProbes(sides=others)
+            return
+        try:
+            rounds = self.measure_rounds([measured.run(letter) for letter in letters])
+        except LaunchFailed as failed:
+            measured.probed = NoFigures(problem=failed.reason)
+        else:
+            measured.probed = scorecard.digest(backend, letters, rounds, others)
 
     def measure_rounds(
         self,
@@ -293,16 +295,11 @@ class Session:
         for letter in LETTERS:
             try:
                 ranks = self._one_side(
-                    *(
-                        leader_tasks.profile,
-                        dict[str, float],
-                        measured,
-                        letter,
-                        measured.subject.deadline,
-                    )
+                    *(leader_tasks.profile, dict[str, float], measured, letter),
+                    seconds=measured.subject.deadline,
                 )
             except LaunchFailed as failed:
-                measured.profile = {"problem": failed.reason}
+                measured.profile = NoFigures(problem=failed.reason)
                 return
             phases[letter] = max(ranks, key=lambda rank: rank["wall"])
         measured.profile = phases
@@ -313,7 +310,7 @@ class Session:
         kind: type[T],
         measured: Measured,
         side: str,
-        seconds: float,
+        seconds: float = _PASS_SECONDS,
         workdir: Path | None = None,
     ) -> list[T]:
         payload = {"run": measured.run(side)}
@@ -343,7 +340,7 @@ class Session:
             raise LaunchFailed(verdict, f"the measuring process {end.why_no_value}")
         if "problem" in end.value:
             raise LaunchFailed(*end.value["problem"])
-        return launches.from_plain(kind, end.value["answer"])
+        return from_plain(kind, end.value["answer"])
 
     def _run(
         self,
@@ -355,7 +352,7 @@ class Session:
     ) -> TaskEnd[Any]:
         """``seconds`` is the deadline, without the leader's own work."""
         workdir = workdir or self._folder()
-        plain = json.loads(launches.to_json({**payload, "workdir": str(workdir)}))
+        plain = json.loads(to_json({**payload, "workdir": str(workdir)}))
         items = [(name, plain, seconds + JUDGING_SECONDS)]
         with closing(self._pool.run(task, items)) as ends:
             (end,) = list(ends)
@@ -420,17 +417,18 @@ def in_order(group: list[Measured]) -> list[Measured]:
     return [*broken, *fitting, *refused]
 
 
-def _resident(measured: Measured) -> dict[str, Any]:
+def _resident(measured: Measured) -> Memory | NoFigures:
     """Resident memory that each side added on its worst rank: advisory."""
     if not measured.sides:
-        return {"problem": "one side cannot run on threads, where bytes are counted"}
-    for side in measured.sides.values():
-        if "resident_bytes" not in side:
-            return {"problem": side["problem"]}
-    added = {letter: int(side["resident_bytes"]) for letter, side in measured.sides.items()}
+        return NoFigures(problem="one side cannot run on threads, where bytes are counted")
+    added = {}
+    for letter, side in measured.sides.items():
+        if isinstance(side, NoFigures):
+            return side
+        added[letter] = side.resident_bytes or 0
     if min(added.values()) <= 0:
-        return {"problem": "a side added nothing to what was resident before its set-up"}
-    return {"kind": "resident", **added, "ratio": added["a"] / added["b"]}
+        return NoFigures(problem="a side added nothing to what was resident before its set-up")
+    return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
 
 
 class Watch:

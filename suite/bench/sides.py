@@ -1,4 +1,4 @@
-"""What ``shardproof bench`` compares: two sides under one workload, and the procedure's constants.
+"""Pairs from scenario files and options, and the procedure's constants.
 
 A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend::
 
@@ -16,30 +16,26 @@ A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload an
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
+from shardproof.bench.subjects import LOSS_TOLERANCE, Pair, Side, Subject
 from shardproof.case import AXES, Axis, WorkloadSpec
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.files import Stored
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Label, Model, Size
+from shardproof.scenarios.source import Node
 
-#: Blocks of a comparison: chosen beforehand, so that the A/A half-width on the machine of the
-#: evidence is at most 5 % (results/evidence/bench-calibration.md).
-BLOCKS = 24
-#: Fresh sets of ranks over which the blocks are spread.
-LAUNCHES = 3
 #: A segment (one letter of A B B A) is at least this long and has at least this many steps.
 SEGMENT_SECONDS = 0.2
 SEGMENT_STEPS = 2
@@ -52,75 +48,9 @@ WARM_SECONDS = 2.0
 WARM_LEAST = 4
 #: Name of a pair that was given on the command line.
 ON_COMMAND_LINE = "pair"
-#: Letters of the sides of a comparison.
-LETTERS = ("a", "b")
-#: Relative difference of the first losses from which two sides do not train the same: sums in
-#: another order differ by 1e-6 in fp32.  Only a guard; numbers are what ``shardproof run`` judges.
-LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
-
 DTYPES = tuple(LOSS_TOLERANCE)
 #: Tried in this order where a side's mesh is not given.
 _AXES: tuple[Axis, ...] = ("shard", "replicate")
-
-
-@dataclass(frozen=True)
-class Side:
-    """One implementation and its options; an empty ``mesh`` is its natural axis, whole world."""
-
-    implementation: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Pair(Stored):
-    """A comparison of ``a`` with ``b``; plain data that travels to leaders as JSON."""
-
-    #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[Literal["bench"]] = "bench"
-
-    name: str
-    a: Side
-    b: Side
-    backend: str
-    world: int
-    workload: WorkloadSpec
-    optimizer: OptimizerSpec
-    dtype: str = "float32"
-    size: str = ""
-    goal: float | None = None
-    blocks: int = BLOCKS
-    launches: int = LAUNCHES
-    deadline: float = 900.0
-
-    @property
-    def id(self) -> str:
-        """Names the comparison in results; two of one name differ in more than the machine."""
-        words = (self.workload.name, *([self.size] if self.size else []))
-        sides = f"{self.a.implementation} v {self.b.implementation}"
-        return f"bench::{self.name}::{sides}::{self.backend}::{self.world}::{'+'.join(words)}"
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        """Sides are examined for one comparison at a time."""
-        return (self.id,)
-
-    def progress_name(self, refused: bool) -> str:
-        """What progress calls it."""
-        return f"{self.a.implementation} v {self.b.implementation}"
-
-    def side(self, letter: str) -> Side:
-        """``a``, ``b``, or A's ``twin`` in the A/A pair."""
-        return self.b if letter == "b" else self.a
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stored form, beside the id."""
-        return super().to_dict() | {"id": self.id}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Pair:
-        """The pair that :meth:`to_dict` described."""
-        return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 def default_optimizer(name: str) -> OptimizerSpec:
@@ -143,7 +73,7 @@ def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
 def spec_of(
     name: str,
     size: str,
-    params: Mapping[str, Any],
+    params: Options,
     global_batch: int,
     micro_batches: int,
     seed: int,
@@ -185,27 +115,37 @@ def check(pair: Pair) -> None:
             shape = " x ".join(f"{axis}={n}" for axis, n in side.mesh.items())
             remedy = f"axes must multiply to the world of {pair.world}"
             raise SelectionError(Problem("the mesh does not fit the world", remedy, shape))
-    if pair.backend not in BACKENDS:
-        remedy = nearest(pair.backend, BACKENDS, "backends")
-        raise SelectionError(Problem("unknown backend", remedy, pair.backend))
+    check_backend(pair.backend)
     if pair.dtype not in DTYPES:
         raise SelectionError(Problem("unknown dtype", nearest(pair.dtype, DTYPES), pair.dtype))
-    if not 1 <= pair.launches <= pair.blocks:
-        remedy = f"at most one launch a block, here {pair.blocks}"
-        raise SelectionError(Problem("launches do not fit", remedy, str(pair.launches)))
+    check_launches(pair)
+
+
+def check_backend(backend: str) -> None:
+    """:raises SelectionError: there is no such backend."""
+    if backend not in BACKENDS:
+        remedy = nearest(backend, BACKENDS, "backends")
+        raise SelectionError(Problem("unknown backend", remedy, backend))
+
+
+def check_launches(subject: Subject) -> None:
+    """:raises SelectionError: more launches than blocks."""
+    if not 1 <= subject.launches <= subject.blocks:
+        remedy = f"at most one launch a block, here {subject.blocks}"
+        raise SelectionError(Problem("launches do not fit", remedy, str(subject.launches)))
 
 
 _NUMBER = re.compile(r"[-+]?[0-9]+$")
 
 
-def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
+def parse_assignments(texts: Sequence[str], option: str) -> Options:
     """``["a=1", "b.c=true"]`` -> ``{"a": 1, "b": {"c": True}}``; values are YAML.
 
     :raises SelectionError: no ``=``, or a value that is no YAML.
     """
     from shardproof.scenarios.source import parse
 
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key and equals):
@@ -217,7 +157,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
                 Problem(f"{option}: {error.problems[0].what}", "quote the value", text)
             ) from None
         *parents, last = key.split(".")
-        place = found
+        place = assigned
         for parent in parents:
             inner = place.setdefault(parent, {})
             if not isinstance(inner, dict):
@@ -225,7 +165,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
                 raise SelectionError(Problem(f"{option}: two values for one key", remedy, text))
             place = inner
         place[last] = node["value"]
-    return found
+    return assigned
 
 
 def parse_mesh(text: str, option: str) -> dict[str, int]:
@@ -243,7 +183,8 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
 # ---------------------------------------------------------------------------- scenario files
 
 
-def _side(value: Any) -> Any:
+def named(value: Any) -> Any:
+    """A bare name stands for ``{implementation: name}``."""
     return {"implementation": value} if isinstance(value, str) else value
 
 
@@ -251,11 +192,11 @@ class SideModel(Model):
     """An implementation and its options; a bare name stands for `{implementation: ...}`."""
 
     implementation: str = Field(min_length=1, description="family/name, or package.module:Class")
-    options: dict[str, Any] = Field(default_factory=dict, description="handed to setup()")
+    options: Options = Field(default_factory=dict, description="handed to setup()")
     mesh: dict[Axis, Size] = Field(default_factory=dict, description="axes; default: one, whole")
 
 
-SideField = Annotated[SideModel, BeforeValidator(_side, json_schema_input_type=str | SideModel)]
+SideField = Annotated[SideModel, BeforeValidator(named, json_schema_input_type=str | SideModel)]
 
 
 class PairModel(Model):
@@ -274,23 +215,62 @@ class WorkloadModel(Model):
     name: str = Field(min_length=1, description="a workload of the suite")
     size: str = Field("", description="a preset of the workload's parameters, e.g. 20m")
     seed: int = Field(0, ge=0, lt=2**31)
-    global_batch: int = Field(16, ge=1, le=4096, description="samples in one optimizer step")
     micro_batches: int = Field(1, ge=1, le=64, description="per data coordinate")
-    params: dict[str, Any] = Field(default_factory=dict, description="knobs of the workload")
+    params: Options = Field(default_factory=dict, description="knobs of the workload")
+
+    def spec(self, global_batch: int, micro_batches: int | None = None) -> WorkloadSpec:
+        """The workload with a batch.
+
+        :raises SelectionError: unknown workload, size or parameter, or values that do not fit.
+        """
+        micro_batches = micro_batches or self.micro_batches
+        return spec_of(self.name, self.size, self.params, global_batch, micro_batches, self.seed)
 
 
-class SpeedScenario(Model):
-    """A file of pairs."""
+class BatchModel(WorkloadModel):
+    """A workload with one batch for all ranks."""
+
+    global_batch: int = Field(16, ge=1, le=4096, description="samples in one optimizer step")
+
+
+class TimedScenario(Model):
+    """A file that ``shardproof bench`` times."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique, lower case")
-    about: str = Field(min_length=3, description="why these pairs")
-    workload: WorkloadModel = Field(description="model, data and batch shape")
+    about: str = Field(min_length=3, description="why these systems")
     optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
+
+
+class SpeedScenario(TimedScenario):
+    """A file of pairs."""
+
+    workload: BatchModel = Field(description="model, data and batch shape")
     backend: str = Field("gloo", description="communication backend")
     world: int = Field(2, ge=1, le=1024, description="number of ranks")
     goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")
+
+
+class Faults:
+    """Problems of scenario files, each with its line."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    @contextmanager
+    def at(self, path: Path, node: Node, *place: str | int) -> Iterator[None]:
+        """What the block raises about input belongs to ``place`` in the file."""
+        try:
+            yield
+        except InputError as error:
+            line = node.locate(list(place))
+            self.problems += [replace(p, file=str(path), line=line) for p in error.problems]
+
+    def end(self) -> None:
+        """Raise :class:`ScenarioError` if there were any."""
+        if self.problems:
+            raise ScenarioError(dict.fromkeys(self.problems))
 
 
 def read(names: Sequence[str]) -> list[Pair]:
@@ -299,41 +279,28 @@ def read(names: Sequence[str]) -> list[Pair]:
     :raises InputError: faulty files, or a name that no file has.
     """
     pairs: list[Pair] = []
-    problems: list[Problem] = []
+    faults = Faults()
     for path in files(names):
         model, node = load.read_as(path, SpeedScenario)
         for index, item in enumerate(model.pairs):
-            try:
+            with faults.at(path, node, "pairs", index):
                 pairs.append(_pair(model, item))
                 check(pairs[-1])
-            except InputError as error:
-                line = node.locate(["pairs", index])
-                for fault in error.problems:
-                    problems.append(dataclasses.replace(fault, file=str(path), line=line))
-    if problems:
-        raise ScenarioError(dict.fromkeys(problems))
+    faults.end()
     return pairs
 
 
 def _pair(model: SpeedScenario, item: PairModel) -> Pair:
-    work = model.workload
     return Pair(
         name=item.name,
         a=Side(**item.a.model_dump()),
         b=Side(**item.b.model_dump()),
         backend=model.backend,
         world=item.world or model.world,
-        workload=spec_of(
-            work.name,
-            work.size,
-            work.params,
-            work.global_batch,
-            item.micro_batches or work.micro_batches,
-            work.seed,
-        ),
+        workload=model.workload.spec(model.workload.global_batch, item.micro_batches),
         optimizer=default_optimizer(model.optimizer),
         dtype=model.dtype,
-        size=work.size,
+        size=model.workload.size,
         goal=model.goal,
     )
 
@@ -342,11 +309,11 @@ def known() -> dict[str, Path]:
     """Timed scenarios of the default folder by name (``ddp``) and by folder and name
     (``speed/ddp``).
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in load.timed_files(load.default_folder()):
-        found.setdefault(path.stem, path)
-        found[f"{path.parent.name}/{path.stem}"] = path
-    return found
+        paths.setdefault(path.stem, path)
+        paths[f"{path.parent.name}/{path.stem}"] = path
+    return paths
 
 
 def files(names: Sequence[str]) -> list[Path]:
@@ -355,21 +322,21 @@ def files(names: Sequence[str]) -> list[Path]:
     :raises SelectionError: a name that no file has, or a folder without timed scenarios.
     """
     root, there = load.default_folder(), known()
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for name in names or [str(root / "speed")]:
         path = Path(name)
         if name in there:
-            found.setdefault(there[name])
+            paths.setdefault(there[name])
         elif path.is_dir() or (root / name).is_dir():
             folder = path if path.is_dir() else root / name
             inside = load.timed_files(folder)
             if not inside:
                 remedy = "name a file, or two implementations"
                 raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))
-            found |= dict.fromkeys(inside)
+            paths |= dict.fromkeys(inside)
         elif path.suffix in (".yaml", ".yml"):
-            found.setdefault(path)
+            paths.setdefault(path)
         else:
             remedy = nearest(name, there, "timed scenarios") + "; or name two implementations"
             raise SelectionError(Problem("unknown timed scenario", remedy, name))
-    return list(found)
+    return list(paths)

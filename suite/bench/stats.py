@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from scipy import stats as distributions
+
+from shardproof.bench.lines import Estimate, InReport, PairFigures, PairLine, Twin
 
 #: A difference below this is called small even where it is certain.
 SMALLEST_MARGIN = 0.05
@@ -35,33 +37,6 @@ BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition")
 
 Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the blocks say of A's time over B's; ``mean``, ``low``, ``high``, ``sd`` in log units.
-
-    ``p`` is that of the sign-flip permutation, exact if ``exact``; ``None`` below 6 blocks, where
-    it cannot get under 0.05.
-    """
-
-    blocks: int
-    mean: float
-    low: float
-    high: float
-    sd: float
-    p: float | None
-    exact: bool
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval, in log units."""
-        return (self.high - self.low) / 2
-
-    @property
-    def differs(self) -> bool:
-        """Whether the interval excludes "the same"."""
-        return self.low > 0 or self.high < 0
 
 
 def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
@@ -118,30 +93,30 @@ def margin(same: Estimate | None) -> float:
     return floor if same is None else max(floor, same.half_width)
 
 
-def verdict(found: Estimate, least: float) -> Verdict:
+def verdict(estimated: Estimate, least: float) -> Verdict:
     """The verdict on A beside B, where differences below ``least`` (log units) do not matter."""
-    if found.differs:
-        if abs(found.mean) >= least:
-            return "slower" if found.mean > 0 else "faster"
-        if _alike(found, least):
+    if estimated.differs:
+        if abs(estimated.mean) >= least:
+            return "slower" if estimated.mean > 0 else "faster"
+        if _alike(estimated, least):
             return "same"
-        small = abs(found.mean) < math.log1p(LARGEST_MARGIN)
+        small = abs(estimated.mean) < math.log1p(LARGEST_MARGIN)
         return "small difference" if small else "inconclusive"
-    return "same" if _alike(found, least) else "inconclusive"
+    return "same" if _alike(estimated, least) else "inconclusive"
 
 
-def _alike(found: Estimate, least: float) -> bool:
+def _alike(estimated: Estimate, least: float) -> bool:
     limit = min(least, math.log1p(LARGEST_MARGIN))
-    return -limit < found.low and found.high < limit
+    return -limit < estimated.low and estimated.high < limit
 
 
-def smallest_effect(found: Estimate, least: float, power: float = POWER) -> float:
+def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> float:
     """The difference (log units) that as many blocks as these call faster or slower so often.
 
     The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
     """
-    freedom = found.blocks - 1
-    error = found.sd / math.sqrt(found.blocks)
+    freedom = estimated.blocks - 1
+    error = estimated.sd / math.sqrt(estimated.blocks)
     hurdle = max(least, t_quantile(CONFIDENCE, freedom) * error)
     return hurdle + float(distributions.t.ppf(power, freedom)) * error
 
@@ -160,12 +135,12 @@ def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) ->
 DIFFERENT = ("faster", "slower", "small difference")
 
 
-def difference_p(found: Estimate) -> float:
+def difference_p(estimated: Estimate) -> float:
     """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
-    if found.sd == 0:
-        return 1.0 if found.mean == 0 else 0.0
-    t = abs(found.mean) / (found.sd / math.sqrt(found.blocks))
-    return 2 * float(distributions.t.sf(t, found.blocks - 1))
+    if estimated.sd == 0:
+        return 1.0 if estimated.mean == 0 else 0.0
+    t = abs(estimated.mean) / (estimated.sd / math.sqrt(estimated.blocks))
+    return 2 * float(distributions.t.sf(t, estimated.blocks - 1))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -181,8 +156,8 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def family(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Comparison -> ``p``, ``p_holm`` and ``verdict`` in a report that shows all of ``lines``.
+def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
+    """Comparison -> what becomes of it in a report that shows all of ``lines``.
 
     The hypotheses are "A and B take the same time", one a comparison that has a verdict of its
     own (none where it is not known whether the sides train the same); p is that of the interval,
@@ -191,18 +166,16 @@ def family(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     claims that a difference is small, errs in at most 5 of 100 each, and is left as it is.
     """
     claims = get_args(Verdict)
-    told = [
-        line
-        for line in lines
-        if "log" in line and line["verdict"] in claims and line.get("trained_alike", True)
-    ]
-    ps = [difference_p(Estimate(**line["log"])) for line in told]
-    found = {}
-    for line, p, adjusted in zip(told, ps, holm(ps), strict=True):
-        lost = line["verdict"] in DIFFERENT and adjusted >= 1 - CONFIDENCE
-        verdict = "inconclusive" if lost else line["verdict"]
-        found[str(line["id"])] = {"p": p, "p_holm": adjusted, "verdict": verdict}
-    return found
+    claiming = [line for line in lines if line.verdict in claims and line.trained_alike]
+    ps = {line.id: difference_p(line.figures.log) for line in claiming if line.figures is not None}
+    adjusted = dict(zip(ps, holm(list(ps.values())), strict=True))
+    report = {}
+    for line in claiming:
+        if line.id in ps:
+            lost = line.verdict in DIFFERENT and adjusted[line.id] >= 1 - CONFIDENCE
+            verdict = "inconclusive" if lost else line.verdict
+            report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=verdict)
+    return report
 
 
 # -------------------------------------------------------------------------------- from raw times
@@ -255,26 +228,31 @@ def step_times(
 def log_ratios(rows: Iterable[TimedStep]) -> dict[str, list[tuple[int, float]]]:
     """Pair -> (launch, log ratio) of every whole block; "ab" is A over B, "aa" A over its twin."""
     times = step_times(rows)
-    found: dict[str, list[tuple[int, float]]] = {"ab": [], "aa": []}
+    logs: dict[str, list[tuple[int, float]]] = {"ab": [], "aa": []}
     for (launch, pair, block, side), first in times.items():
         if side != "a":
             continue
         second = times[launch, pair, block, "b" if pair == "ab" else "twin"]
         ratio = math.log(statistics.median(first) / statistics.median(second))
-        found[pair].append((launch, ratio))
-    return found
+        logs[pair].append((launch, ratio))
+    return logs
 
 
-def judge(rows: Iterable[TimedStep]) -> dict[str, Any]:
-    """Verdict and figures of a comparison, as plain data; ``verify`` calls it again.
+class Judged(NamedTuple):
+    """A comparison by its times alone; no ``figures`` below 2 whole blocks."""
 
-    Ratios are A over B: 1.1 says that A takes 10 % longer.  Absolute medians stand beside them.
-    """
+    verdict: Verdict
+    blocks: int
+    figures: PairFigures | None
+
+
+def judge(rows: Iterable[TimedStep]) -> Judged:
+    """Verdict and figures of a comparison; ``verify`` calls it again."""
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:
-        return {"verdict": "inconclusive", "blocks": len(logs["ab"])}
-    found = estimate([value for _, value in logs["ab"]])
+        return Judged("inconclusive", len(logs["ab"]), None)
+    log = estimate([value for _, value in logs["ab"]])
     same = estimate([value for _, value in logs["aa"]]) if len(logs["aa"]) > 1 else None
     least = margin(same)
     medians = {
@@ -283,32 +261,27 @@ def judge(rows: Iterable[TimedStep]) -> dict[str, Any]:
         )
         for side in ("a", "b")
     }
-    return {
-        "verdict": verdict(found, least),
-        "blocks": found.blocks,
-        "launches": len({launch for launch, _ in logs["ab"]}),
-        **_ratios(found),
-        "p": found.p,
-        "p_exact": found.exact,
-        "margin": math.expm1(least),
-        "smallest_effect": math.expm1(smallest_effect(found, least)),
-        "aa": None
+    figures = PairFigures(
+        **log.ratios(),
+        sd=log.sd,
+        launches=len({launch for launch, _ in logs["ab"]}),
+        p=log.p,
+        p_exact=log.exact,
+        margin=math.expm1(least),
+        smallest_effect=math.expm1(smallest_effect(log, least)),
+        aa=None
         if same is None
-        else {**_ratios(same), "blocks": same.blocks, "blocks_needed": blocks_needed(same.sd)},
-        "median_seconds": medians,
-        "launches_differ_p": launches_differ(logs["ab"]),
-        "log": asdict(found),
-    }
-
-
-def _ratios(found: Estimate) -> dict[str, float]:
-    return {
-        "ratio": math.exp(found.mean),
-        "low": math.exp(found.low),
-        "high": math.exp(found.high),
-        "half_width": math.expm1(found.half_width),
-        "sd": found.sd,
-    }
+        else Twin(
+            **same.ratios(),
+            sd=same.sd,
+            blocks=same.blocks,
+            blocks_needed=blocks_needed(same.sd),
+        ),
+        median_seconds=medians,
+        launches_differ_p=launches_differ(logs["ab"]),
+        log=log,
+    )
+    return Judged(verdict(log, least), log.blocks, figures)
 
 
 def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
@@ -320,7 +293,7 @@ def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
     groups: dict[int, list[float]] = defaultdict(list)
     for launch, value in logs:
         groups[launch].append(value)
-    told = [values for values in groups.values() if len(values) > 1]
-    if len(told) < 2 or len({value for values in told for value in values}) < 2:
+    several = [values for values in groups.values() if len(values) > 1]
+    if len(several) < 2 or len({value for values in several for value in values}) < 2:
         return None
-    return float(distributions.f_oneway(*told).pvalue)
+    return float(distributions.f_oneway(*several).pvalue)

@@ -10,10 +10,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardproof.bench.launches import Subject
-from shardproof.bench.scaling.matrix import ORDER, Cell
 from shardproof.bench.session import Measured
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
+from shardproof.bench.subjects import ORDER, Cell, Subject
 from shardproof.runs.durations import Durations
 
 #: Where nothing is known of a pair or cell nor of its like: seconds of a launch besides warm-up and
@@ -66,7 +65,7 @@ def estimates(
     """Seconds by id: the median of the past, else that of its like, else a rough guess."""
     subjects = list(subjects)
     known = {s.id: durations.estimate(duration_name(s, passes)) for s in subjects}
-    found: dict[str, float] = {}
+    expected: dict[str, float] = {}
     for subject in subjects:
         own = known[subject.id]
         alike = [
@@ -75,8 +74,8 @@ def estimates(
             if _like(other) == _like(subject) and (seconds := known[other.id]) is not None
         ]
         typical = statistics.median(alike) if alike else _guess(subject, passes)
-        found[subject.id] = typical if own is None else own
-    return found
+        expected[subject.id] = typical if own is None else own
+    return expected
 
 
 def choose(

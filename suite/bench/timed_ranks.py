@@ -63,7 +63,7 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
     ``watched``: the calls to probe, where the launch probes the model.
     """
     assert_nothing_is_recorded(launch.backend)
-    sampling.say_who(workdir, os.getpid())
+    sampling.announce(workdir, os.getpid())
     cores = pinning.pin(rank, launch.world, backends.BACKENDS[launch.backend].threads)
     control = _everybody(launch.backend, launch.world)
     arms = {}
@@ -153,14 +153,14 @@ def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> tuple[list[fl
 
 def _segment_steps(launch: Launch, seconds: dict[str, float], control: Comm) -> dict[str, int]:
     """Steps of a segment by side, the same on all ranks, from rank 0's ``seconds`` of a step."""
-    found = {}
+    steps = {}
     for side in [launch.pace] if launch.pace else launch.sides:
-        # A rank without a part in the side has no time of it; what rank 0 says counts.
+        # A rank without a part in the side has no time of it; the number of rank 0 counts.
         wanted = max(SEGMENT_STEPS, round(SEGMENT_SECONDS / seconds.get(side, SEGMENT_SECONDS)))
         count = torch.tensor([wanted], device=control.device)
         control.broadcast(count)
-        found[side] = int(count.item())
-    return dict.fromkeys(launch.sides, found[launch.pace]) if launch.pace else found
+        steps[side] = int(count.item())
+    return dict.fromkeys(launch.sides, steps[launch.pace]) if launch.pace else steps
 
 
 def _agree(over: bool, control: Comm) -> bool:
@@ -242,7 +242,7 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
 
     With a GPU steps go on for ``sampling.ALONE_SECONDS``, so that there is energy to divide.
     """
-    sampling.say_who(workdir, os.getpid())
+    sampling.announce(workdir, os.getpid())
     on_gpu = backends.BACKENDS[of_side.backend].device == "cuda"
     arm = Arm(of_side, rank)
     before = psutil.Process().memory_info().rss

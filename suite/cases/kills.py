@@ -35,7 +35,7 @@ class Pair:
 
 
 def pair(mutant: Any) -> Pair:
-    """Cases of ``mutant`` and of its parent that differ in the implementation only.
+    """The cases of ``mutant`` and of its parent, which differ in the implementation only.
 
     Mutants that are triggered by the same case share their parent's: its id is made of what it
     runs.
@@ -139,7 +139,7 @@ def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
 
 
 def _in_turn(mutants: Sequence[Any]) -> list[Any]:
-    """One mutant of each file after the other."""
+    """The mutants in turns: one of each file, then the next of each."""
     files: dict[str, list[Any]] = {}
     for mutant in mutants:
         files.setdefault(mutant.implementation.__module__, []).append(mutant)

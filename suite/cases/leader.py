@@ -150,7 +150,7 @@ def _run_and_assemble(account: Account, workdir: Path, cache: Path, run: Run) ->
 
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
-    """What is claimed for a window of each size that there is; empty: nothing."""
+    """The schedule that is announced for each size of window; empty: none."""
     if "pipe" not in case.mesh:
         return {}
     cut = case.workload.cut(case.data_coordinates)
@@ -181,7 +181,7 @@ def _why_it_cannot_fit(case: Case, schedules: Mapping[int, Schedule], workload: 
 
 
 def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
-    """Run the case that a relation derives from this one, and put its records beside them."""
+    """Run the case that a relation derives from this one, and put its records beside this one's."""
     if run is not run_ranks:
         evidence.no_derived_run_because = (
             "these ranks were started elsewhere: they cannot run a second time"
@@ -237,7 +237,7 @@ def _train_oracle(
     records: list[RankRecord],
     cache: Path,
 ) -> Truth:
-    """The oracle of the kind that the implementation names."""
+    """Train the kind of oracle that the implementation names, or load it from the cache."""
     if declaration.oracle == "replay":
         shares = {record.steps[0].share for record in records} - {None}
         events = [event for record in records for event in record.history]

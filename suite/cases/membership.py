@@ -33,7 +33,7 @@ class Membership:
         return self._rank == self.mesh.ranks[0]
 
     def share(self) -> tuple[int | None, int]:
-        """The number of this rank's share of the batch (``None``: it gets no data), of how many."""
+        """This rank's share of the batch (``None``: no data), and the number of shares."""
         members = self.mesh.ranks
         roles = {r: self._system.role(r, self._case.world, self._case.options) for r in members}
         workers = [r for r, role in roles.items() if role == "worker"]

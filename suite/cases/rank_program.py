@@ -97,7 +97,7 @@ class _Rank:
         self.unmatched: dict[str, None] = {}
 
     def run(self) -> RankRecord:
-        """Drive the implementation; what it holds at every observation is the record."""
+        """Drive the implementation and record what it holds at every observation."""
         record = RankRecord(self.rank, cores(), self.declaration)
         with self.memory or nullcontext():
             self._run(record)
@@ -162,7 +162,7 @@ class _Rank:
         return self.implementation
 
     def _reload(self) -> None:
-        """A fresh instance, set up from other values, gets what this one holds, and goes on."""
+        """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
@@ -196,7 +196,7 @@ class _Rank:
             return _placed(batch, self.members.mesh.device, self.case.loss_scale), share
 
     def _aside(self) -> AbstractContextManager[None]:
-        """What is allocated inside is the suite's and not counted."""
+        """Do not count what is allocated inside: it is the suite's."""
         return self.memory.paused() if self.memory else nullcontext()
 
     def _measure_memory(self, point: str) -> None:
@@ -215,7 +215,7 @@ class _Rank:
         return {kind: copied(self.implementation.local_state(kind)) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
-        """Whether state between steps is one that others can tell: all ranks, always, in step."""
+        """Whether state between steps is judged: it takes a plain oracle and fixed members."""
         plain = self.declaration.oracle == "plain" and "after_update" in self.declaration.points
         return plain and not self.case.membership and self.implementation is not None
 
@@ -300,7 +300,7 @@ class _Rank:
 
 
 def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
-    """The rank's memory ledger, where ``case`` asks for it and it can be had."""
+    """The rank's memory ledger, if ``case`` asks for it and memory can be measured."""
     log = program_order.current()
     if log is None or not memory_is_measurable(case, capabilities.backends):
         return None
@@ -312,7 +312,7 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
 
     Of a parameter's optimizer slots the largest counts; counters and masters do not.
     """
-    found: dict[str, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = {}
     for kind, pieces in kinds.items():
         sizes: dict[str, int] = {}
         for piece in pieces:
@@ -325,8 +325,8 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
                 if slot != "step" and not slot.startswith("master"):
                     slots[owner] = max(slots.get(owner, 0), size)
             sizes = slots
-        found[kind] = sizes
-    return found
+        by_kind[kind] = sizes
+    return by_kind
 
 
 def _placed(batch: Batch, device: str, factor: float) -> Batch:

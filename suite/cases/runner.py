@@ -81,7 +81,7 @@ class Session:
         return results, [case for case in cases if case.id not in started]
 
     def check(self, implementation: str) -> None:
-        """Raise :class:`SelectionError` if it is a user's own and cannot be loaded."""
+        """Raise :class:`SelectionError` if a user's own implementation cannot be loaded."""
         preflight.check([implementation], self._pool)
 
     def axes(self, implementation: str, options: Options) -> list[str]:

@@ -41,7 +41,7 @@ def measure(evidence: Evidence) -> None:
 
 
 def decide(account: Account) -> CaseResult:
-    """The result of the case that ``account`` tells of."""
+    """The result of the case that ``account`` describes."""
     case = account.case
     if account.fault:
         return _result(case, "crash", account.fault)
@@ -90,7 +90,7 @@ def decide(account: Account) -> CaseResult:
 
 
 def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
-    """Verdict and sentence where the judging process was ended for its time, or died."""
+    """Verdict and sentence if the judging process ran out of time or died."""
     if leader.timed_out:
         verdict = "hang"
         text = f"no verdict after {leader.seconds:.0f} s: the case was ended"

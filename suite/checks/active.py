@@ -1,4 +1,4 @@
-"""The feature is really on: what a strategy claims is what it does.
+"""The strategy is in effect: each rank holds the shards that it implies.
 
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
@@ -30,7 +30,7 @@ from shardproof.evidence.assembled import Figures
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare claims with traces."""
+    """Compare what the strategy claims with what it left in calls, names and sizes."""
     strategy = evidence.declaration.strategy
     if strategy not in PROFILES:
         known = ", ".join(sorted(PROFILES))
@@ -62,7 +62,7 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("active", "pass", "", None, figures)
 
 
-#: Kind of state -> the observation point at which its sizes are compared, and the promise's field.
+#: Kind of state -> the point at which its sizes are compared, and the cost model's field.
 _SIZES = (
     ("parameters", "after_update", "parameters"),
     ("gradients", "gradients_final", "gradients"),
@@ -169,17 +169,17 @@ def _silent_accumulation(evidence: Figures) -> str:
 
 
 def _recomputation(evidence: Figures) -> str:
-    """As many forwards of each block inside backward as before it, or none."""
+    """Backward repeats every block's forward exactly once, or repeats none."""
     facts = evidence.model_facts
     every = facts.options.get("recompute_every") if facts else None
     if facts is None or every is None:
         return ""
     for record in evidence.records:
         for step in evidence.steps:
-            found = Counter((kind, unit) for _, kind, unit in record.events_of(step))
+            begun = Counter((kind, unit) for _, kind, unit in record.events_of(step))
             for unit in facts.units:
-                wanted = found["forward", unit] if every else 0
-                again = found["recompute", unit]
+                wanted = begun["forward", unit] if every else 0
+                again = begun["recompute", unit]
                 if again != wanted:
                     return (
                         f"rank {record.rank}, step {step}: {unit!r} is recomputed {again} "

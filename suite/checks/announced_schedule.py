@@ -29,13 +29,13 @@ _CLOCK = 1e-9
 
 
 class NoSchedule(RuntimeError):
-    """What an implementation gave for its schedule is none."""
+    """An implementation returned no valid schedule, or raised an error."""
 
 
 def claimed(
     implementation: type[Implementation], options: Options, ranks: int, size: int
 ) -> Schedule | None:
-    """What ``implementation`` says that it will run for a window of ``size`` micro-batches.
+    """The schedule that ``implementation`` announces for a window of ``size`` micro-batches.
 
     :raises Refused: it declines.
     :raises NoSchedule: it raises anything else, or gives something else.
@@ -57,7 +57,7 @@ def claimed(
 def unsound_schedules(
     case: Case, strategy: str, schedules: Mapping[int, Schedule]
 ) -> dict[str, list[str]]:
-    """What is wrong with what is claimed, by size of the window; empty: it can be run."""
+    """What is wrong with the announced schedules, by size of window; empty: nothing."""
     by_size = {}
     for size, schedule in schedules.items():
         wrong = problems(schedule)
@@ -76,7 +76,7 @@ def not_run(unsound: Mapping[str, Sequence[str]]) -> Outcome:
 
 
 def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
-    """What the options ask for, as far as they are in the words of the suite."""
+    """How the schedule differs from what the options ask for, if those are in the suite's words."""
     options, ranks = case.options, case.mesh["pipe"]
     name = schedule_name(options)
     if schedule.ranks != ranks:

@@ -74,7 +74,7 @@ class _Tally:
         return result.ok
 
     def not_tested(self, name: str, step: int, phase: str) -> None:
-        """A spoilt copy of this tensor would have passed."""
+        """Note that a spoilt copy of this tensor would have passed."""
         self.rows.append(ComparisonRow(step, phase, name, tested=False))
 
 
@@ -124,20 +124,20 @@ def decide(figures: Figures) -> Outcome:
             if not tally.add(result, row.name, row.step, row.phase, row.owner):
                 problem = problem or f"differs: {tally.worst}"
     problem = next((row.problem for row in rows if row.problem), problem)
-    told: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
+    numbers: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
     if figures.case.lane == "working_precision":
-        told["factor"] = working_precision.factor(figures)
+        numbers["factor"] = working_precision.factor(figures)
     replayed = {"updates": figures.oracle.updates, "stale": figures.oracle.stale}
-    told |= {name: value for name, value in replayed.items() if value is not None}
+    numbers |= {name: value for name, value in replayed.items() if value is not None}
     if problem:
-        return Outcome("equivalence", "fail", problem, tally.worst, told)
+        return Outcome("equivalence", "fail", problem, tally.worst, numbers)
     replay = figures.declaration.oracle == "replay"
     expected = {-1, figures.steps[-1]} if replay else {-1, *figures.steps}
     missing = sorted(expected - {row.step for row in tally.rows})
     if missing:
         message = f"nothing could be compared at steps {missing}"
-        return Outcome("equivalence", "undecidable", message, tally.worst, told)
-    return Outcome("equivalence", "pass", "", tally.worst, told)
+        return Outcome("equivalence", "undecidable", message, tally.worst, numbers)
+    return Outcome("equivalence", "pass", "", tally.worst, numbers)
 
 
 def not_promised(figures: Figures) -> str:
@@ -411,7 +411,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) 
 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The slots ``<parameter>.master`` that there must be: of ``values`` that are held rounded."""
+    """The slots ``<parameter>.master`` that must exist: one for each of ``values`` held rounded."""
     held = evidence.observed(step, "after_update", "parameters").first()
     built = getattr(torch, evidence.case.dtype)
     return {
@@ -427,9 +427,9 @@ def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
         built = getattr(torch, evidence.case.dtype)
         first = evidence.initial("parameters").first()
         return {name: tensor.to(built) for name, tensor in first.items()}
-    found = evidence.observed(step, "after_update", "parameters").first()
+    held = evidence.observed(step, "after_update", "parameters").first()
     slots = evidence.observed(step, "after_update", "optimizer").first()
-    return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in found.items()}
+    return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in held.items()}
 
 
 def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:

@@ -1,4 +1,4 @@
-"""Loss scaling: all ranks skip the same steps, keep the same scale, and a skipped step is no step.
+"""Loss scaling: all ranks skip the same steps at the same scale; a skipped step changes no state.
 
 The oracle follows the same policy, so scale and skipped steps must equal its, on every rank.  After
 a skipped step parameters, masters, moments and step counters are those of the step before, bit for
@@ -45,16 +45,16 @@ def decide(figures: Figures) -> Outcome:
     return Outcome("loss_scale", "pass", figures=numbers)
 
 
-def _metrics(found: Mapping[str, float], truth: OracleStep) -> str:
+def _metrics(metrics: Mapping[str, float], truth: OracleStep) -> str:
     """What is wrong with one rank's metrics (``""``: nothing)."""
-    missing = [name for name in ("scale", "skipped") if name not in found]
+    missing = [name for name in ("scale", "skipped") if name not in metrics]
     if missing:
         return f"its metrics lack {missing[0]!r}, which loss scaling must report"
-    if bool(found["skipped"]) != bool(truth.skipped):
-        did = "skipped the update" if found["skipped"] else "made the update"
+    if bool(metrics["skipped"]) != bool(truth.skipped):
+        did = "skipped the update" if metrics["skipped"] else "made the update"
         return f"it {did}, the oracle did not"
-    if found["scale"] != truth.scale:
-        return f"its scale was {found['scale']:g}, the oracle's {truth.scale:g}"
+    if metrics["scale"] != truth.scale:
+        return f"its scale was {metrics['scale']:g}, the oracle's {truth.scale:g}"
     return ""
 
 

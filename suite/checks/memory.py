@@ -1,4 +1,4 @@
-"""Every rank holds what the formula says: bytes by class, tolerance 0, at every observation point.
+"""Bytes held by every rank equal the formula, by class, with tolerance 0, at every point.
 
 Judged classes: parameters, masters, gradients, optimizer state (padding and step counters
 included), on the device and, where state is offloaded, on the host; a class that a promise
@@ -39,7 +39,7 @@ BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare every rank's bytes with the promise of the claimed strategy."""
+    """Compare every rank's bytes with the cost model of the claimed strategy."""
     case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("memory", "skip", "ledgers are off")

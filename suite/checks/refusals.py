@@ -1,4 +1,4 @@
-"""What must be refused is refused: by an error that says so, not by wrong numbers.
+"""Invalid options are refused with an error that names them, not with wrong numbers.
 
 The scenario states ``expect.refuses: TEXT``; the case passes if a rank raises and its message holds
 TEXT.  Judged from the ranks' errors, since a refusing implementation leaves no records.

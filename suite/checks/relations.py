@@ -1,4 +1,4 @@
-"""Metamorphic relations: a second run whose result follows from the first, with no oracle needed.
+"""Metamorphic relations: the result of a second run follows from the first, without an oracle.
 
 ``expect.relation`` names one of seven.  *split*: twice the micro-batches, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
@@ -254,7 +254,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
-    """What a forward that is computed again keeps, where that is not less than without."""
+    """Where a recomputed forward keeps no fewer bytes than one without recomputation."""
     for record, without in zip(evidence.records, other.records, strict=True):
         here, there = (_activations(run.memory) for run in (record, without))
         for step, most in there.items():
@@ -268,11 +268,11 @@ def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
 
 def _activations(memory: Sequence[MemoryRow]) -> dict[int, int]:
     """Bytes at the peak of the forward of every step, on all devices."""
-    found = Counter[int]()
+    peaks = Counter[int]()
     for row in memory:
         if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
-            found[row.step] += row.bytes
-    return found
+            peaks[row.step] += row.bytes
+    return peaks
 
 
 def _compare(
@@ -311,13 +311,13 @@ def _compare(
 
 def _observed(run: Evidence, step: int, point: str, kind: str) -> Assembled:
     """What ``run`` held, without masters: a system may keep them where another needs none."""
-    found = run.observed(step, point, kind)
-    kept = {n: t for n, t in found.tensors.items() if n.rpartition(".")[2] != "master"}
-    return dataclasses.replace(found, tensors=kept if kind == "optimizer" else found.tensors)
+    state = run.observed(step, point, kind)
+    kept = {n: t for n, t in state.tensors.items() if n.rpartition(".")[2] != "master"}
+    return dataclasses.replace(state, tensors=kept if kind == "optimizer" else state.tensors)
 
 
 def _of_rank_0(state: Assembled) -> Assembled:
-    """Its copies alone: what rank 0 has is the same whether the others keep buffers or get its."""
+    """Only rank 0's copies: they are the same whether other ranks keep buffers or receive its."""
     kept = {name: {0: copies[0]} for name, copies in state.tensors.items() if 0 in copies}
     return dataclasses.replace(state, tensors=kept)
 
@@ -330,12 +330,12 @@ def _pairs(
         return [("", compare(have, want))]
     quiet = [region for region in regions if root_mean_square([take(want, region)]) <= floor]
     rest, _ = split_zero(want, quiet)
-    found, silent = split_zero(have, quiet)
-    if not bool(rest.any()) or not bool(found.any()):
-        noise = max(root_mean_square([rest]), root_mean_square([found]))
+    loud, silent = split_zero(have, quiet)
+    if not bool(rest.any()) or not bool(loud.any()):
+        noise = max(root_mean_square([rest]), root_mean_square([loud]))
         pairs = [("", Comparison(noise if noise == noise else math.inf, floor))]
     else:
-        pairs = [("", compare(found, rest))]
+        pairs = [("", compare(loud, rest))]
     for part in silent:
         pairs.append((" (zero slice)", Comparison(root_mean_square([part]), floor)))
     return pairs
@@ -376,12 +376,12 @@ def decide(figures: Figures) -> Outcome:
                 worst = this
             if not this.error <= this.bound:
                 problem = str(this)
-    told = {"relation": relation, "compared": compared, "not_tested": sorted(not_tested)}
+    numbers = {"relation": relation, "compared": compared, "not_tested": sorted(not_tested)}
     if problem:
-        return Outcome("relations", "fail", f"{relation} does not hold: {problem}", worst, told)
+        return Outcome("relations", "fail", f"{relation} does not hold: {problem}", worst, numbers)
     if not compared:
-        return Outcome("relations", "undecidable", "nothing could be compared", None, told)
-    return Outcome("relations", "pass", "", worst, told)
+        return Outcome("relations", "undecidable", "nothing could be compared", None, numbers)
+    return Outcome("relations", "pass", "", worst, numbers)
 
 
 def _share(worst: Worst) -> float:

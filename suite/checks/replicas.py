@@ -1,4 +1,4 @@
-"""Copies of one tensor are equal, bit for bit, on all ranks that hold one.
+"""Replicas of a tensor are equal, bit for bit, on all ranks that hold one.
 
 Looks at parameters, gradients (final and after clipping) and optimizer state of every step, and at
 the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean
@@ -53,17 +53,17 @@ def decide(figures: Figures) -> Outcome:
 
 
 def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
-    """The stored copies that must agree, by moment."""
+    """The stored copies that must be equal, by moment."""
     kinds = ["parameters", "gradients", "optimizer"]
     if figures.declaration.buffers == "synced":
         kinds.append("buffers")
-    found: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
+    moments: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
             continue
-        moment = found.setdefault((row.step, row.point, row.kind), {})
+        moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row
-    return found
+    return moments
 
 
 def _elements(row: TensorRow) -> int:
@@ -71,7 +71,7 @@ def _elements(row: TensorRow) -> int:
 
 
 def _lone(state: Copies, initial: Copies) -> str:
-    """A name that has other replicas than one that it had equally many copies with after setup.
+    """A name whose replicas are not those of another name that started with as many.
 
     Names may differ in how often they exist (a weight split over tensor ranks exists once, a norm
     on each of them), but those that started alike stay alike.  Numbers that belong to a whole

@@ -1,4 +1,4 @@
-"""A pipeline runs the schedule that it claims, and that schedule is sound and what its name says.
+"""A pipeline runs the schedule that it announces; the schedule is sound and matches its name.
 
 Before any rank is started the implementation says, as data, what it will run for one window of each
 size (``Implementation.schedule``).  What is wrong with that fails without being run:
@@ -77,7 +77,7 @@ Log = list[Done]
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Claim, closed forms, log and memory, in this order."""
+    """Judge the announced schedule, then the log of the run, then memory."""
     case = evidence.case
     if "pipe" not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")

@@ -1,4 +1,4 @@
-"""What one micro-batch of a pipeline's stage takes, measured on the workload's own model."""
+"""The memory that one micro-batch takes on each stage, measured on the workload's own model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def stage_bytes(
     workload.load(model)
     build = workload.build_for(0)
     parts = [build.stage(model, units.start, units.stop) for units in ranges]
-    found: dict[tuple[int, str], dict[str, int]] = {}
+    by_stage: dict[tuple[int, str], dict[str, int]] = {}
     for place, micro in _micro_batches(case, workload):
         key = name(place, micro.inputs.shape)
-        if (0, key) not in found:
+        if (0, key) not in by_stage:
             for stage, weights in enumerate(_one(parts, build, micro)):
-                found[stage, key] = weights
-    return found
+                by_stage[stage, key] = weights
+    return by_stage
 
 
 def _micro_batches(case: Case, workload: Workload) -> Iterator[tuple[Place, MicroBatch]]:
@@ -51,7 +51,7 @@ def _micro_batches(case: Case, workload: Workload) -> Iterator[tuple[Place, Micr
 
 def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict[str, int]]:
     """One micro-batch through all ``parts``, each with a ledger of its own."""
-    found, given = [], micro.inputs
+    sizes, given = [], micro.inputs
     for number, part in enumerate(parts):
         if number:
             given = given.detach().requires_grad_()
@@ -72,11 +72,11 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
             hook.remove()
         own = ledger.bytes("kept")["activations"]
         inputs.pop(received._cdata, None)
-        found.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
+        sizes.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
         if number:
-            found[-1]["input"] = received.nbytes()
+            sizes[-1]["input"] = received.nbytes()
         given = kept
-    return found
+    return sizes
 
 
 def _trains(module: nn.Module) -> bool:

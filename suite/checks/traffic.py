@@ -1,4 +1,4 @@
-"""Calls and bytes equal the closed formula, axis by axis: exact, tolerance 0, in every step.
+"""Calls and bytes equal the closed formula on each axis, with tolerance 0, in every step.
 
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
@@ -30,7 +30,7 @@ CONTROL_BYTES_A_NAME = 64
 
 
 def decide(evidence: Figures) -> Outcome:
-    """Compare each step's floating-point payload with the cost_model, or the scenario's formula."""
+    """Compare each step's floating-point payload with the cost model or the scenario's formula."""
     case, strategy = evidence.case, evidence.declaration.strategy
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
@@ -135,7 +135,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
-    """The promise for ``step``: a skipped update clips nothing."""
+    """The cost model for ``step``; a skipped update clips nothing."""
     facts = evidence.model_facts
     if facts is not None and any(record.steps[step].skipped for record in evidence.records):
         facts = replace(facts, clipped=False, skipped=True)
@@ -201,7 +201,7 @@ def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
 
 
 def _too_much_control(evidence: Figures) -> str:
-    """A few integers per parameter, buffer and rank are agreed on, not some per element."""
+    """What is wrong if ranks exchange more integers than a few per parameter, buffer and rank."""
     if evidence.declaration.strategy not in COST_MODELS:
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}

@@ -1,4 +1,4 @@
-"""The lane ``working_precision``: errors are measured in those of one device in that precision.
+"""The lane ``working_precision``: errors relative to those of one device in that precision.
 
 Truth is an fp64 run that starts from the same rounded numbers.  Both it and a one-device run in the
 case's dtype are *teacher-forced*: each step begins from the parameters that the system under test
@@ -80,14 +80,14 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
 
 
 def ratios(
-    found: Tensors, single: Tensors, truth: Tensors, regions: Regions | None = None
+    held: Tensors, single: Tensors, truth: Tensors, regions: Regions | None = None
 ) -> dict[str, float]:
     """rho per tensor, small ones together; tensors whose true value is 0 are left out (see
     :func:`noise`).
     """
     regions = regions or {}
     parts = {
-        name: [split_zero(t, regions.get(name, []))[0] for t in (found[name], single[name], value)]
+        name: [split_zero(t, regions.get(name, []))[0] for t in (held[name], single[name], value)]
         for name, value in truth.items()
     }
     parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
@@ -110,20 +110,20 @@ def ratios(
     }
 
 
-def noise(found: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
+def noise(held: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
     """Root mean square of what should be 0, over its floor: 100 round-offs of the model's."""
     floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
     result = {}
     for name, parts in regions.items():
         if name in truth:
-            for part in split_zero(found[name], parts)[1]:
+            for part in split_zero(held[name], parts)[1]:
                 result[name] = _ratio(root_mean_square([part]), floor)
     return result
 
 
-def loss_ratio(found: float, single: float, truth: float, unit: float) -> float:
+def loss_ratio(loss: float, single: float, truth: float, unit: float) -> float:
     """rho of the loss; one device may be right by luck, so at least one round-off counts."""
-    return _ratio(abs(found - truth), max(abs(single - truth), unit * abs(truth)))
+    return _ratio(abs(loss - truth), max(abs(single - truth), unit * abs(truth)))
 
 
 def round_off(dtype: str) -> float:

@@ -15,8 +15,7 @@ from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
-    from shardproof.bench.launches import Subject
-    from shardproof.bench.sides import Pair
+    from shardproof.bench.subjects import Pair, Subject
     from shardproof.commands.bench_run import Request
 
 
@@ -157,6 +156,7 @@ def bench(
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
     from shardproof.bench import sides
+    from shardproof.bench.subjects import BLOCKS, LAUNCHES, Pair, Side
     from shardproof.bench.time_budget import Passes
     from shardproof.commands.bench_run import Request
     from shardproof.registry import preflight
@@ -183,7 +183,7 @@ def bench(
                 what = "--fail-on slower: scaling has a target, and no side that is slower"
                 remedy = "write --fail-on goal: exit code 1 below the target"
                 raise SelectionError(Problem(what, remedy, " ".join(names)))
-            cells = bench_scaling.cells(
+            cells = bench_scaling.chosen(
                 paths, expression, backend, world, blocks, launches, deadline
             )
             preflight.check(cell.system.implementation for cell in cells)
@@ -193,14 +193,14 @@ def bench(
             remedy = "leave it out: A and B are one pair"
             raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
         pairs = [
-            sides.Pair(
+            Pair(
                 name="pair",
-                a=sides.Side(
+                a=Side(
                     names[0],
                     sides.parse_assignments(option_a or (), "--option-a"),
                     sides.parse_mesh(mesh_a, "--mesh-a"),
                 ),
-                b=sides.Side(
+                b=Side(
                     names[1],
                     sides.parse_assignments(option_b or (), "--option-b"),
                     sides.parse_mesh(mesh_b, "--mesh-b"),
@@ -225,7 +225,7 @@ def bench(
         pairs = _chosen(sides.read(names or []), expression)
     changes: dict[str, Any] = {
         "blocks": blocks,
-        "launches": launches or min(sides.LAUNCHES, blocks or sides.BLOCKS),
+        "launches": launches or min(LAUNCHES, blocks or BLOCKS),
         "goal": goal,
         "backend": backend or None,
         "world": world,
@@ -289,17 +289,17 @@ def _are_implementations(names: Sequence[str]) -> bool:
     return True
 
 
-def _typed(context: typer.Context, *parameters: str) -> dict[str, Any]:
+def _typed(context: typer.Context, *parameters: str) -> dict[str, object]:
     """The options of ``parameters`` that were given, by name; not those left at their default."""
-    told = {name: context.get_parameter_source(name) for name in parameters}
+    sources = {name: context.get_parameter_source(name) for name in parameters}
     return {
         f"--{name.replace('_', '-')}": context.params[name]
-        for name, source in told.items()
+        for name, source in sources.items()
         if source is not None and source.name != "DEFAULT"
     }
 
 
-def _refuse(given: Mapping[str, Any], remedy: str) -> None:
+def _refuse(given: Mapping[str, object], remedy: str) -> None:
     """Raise for an option that was given and does not belong to what was named."""
     for option, value in given.items():
         if value:

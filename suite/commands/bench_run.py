@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from shardproof import verdicts
+from shardproof.bench import lines as stored
 from shardproof.bench import stats
 from shardproof.bench.evidence import keep, keep_report
-from shardproof.bench.launches import Subject
-from shardproof.bench.scaling.matrix import Cell
+from shardproof.bench.lines import CellLine, PairLine
 from shardproof.bench.session import Measured, Session
-from shardproof.bench.sides import Pair
+from shardproof.bench.subjects import Cell, Pair, Subject
 from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
 from shardproof.commands import supervision
 from shardproof.commands.console import Blocks, make_console, print_line
@@ -27,7 +27,7 @@ from shardproof.runs.run_folder import read
 if TYPE_CHECKING:
     from rich.console import Console
 
-Line = Mapping[str, Any]
+Line = PairLine | CellLine
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(
     timed = [item for item in items if item.timed]
     scaling = bool(items) and isinstance(items[0].subject, Cell)
     expected = estimates((item.subject for item in items), durations, request.passes)
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     late: list[Measured] = []
 
     def fits(item: Measured) -> bool:
@@ -90,13 +90,13 @@ def run(
 
     with supervision.open_folder(results) as folder:
 
-        def stored() -> Sequence[Line]:
-            found = read(folder.path)
-            return found.scalings if scaling else found.benches
+        def kept() -> Sequence[Line]:
+            run = read(folder.path)
+            return stored.cells(run) if scaling else stored.pairs(run)
 
         def body(interrupts: supervision.Interrupts) -> int:
             folder.plan_benches([item.subject.id for item in items])
-            known = {line["id"] for line in stored()}
+            known = {line.id for line in kept()}
             if request.budget is not None:
                 print_line(console, schedule.summary())
             for item in items:
@@ -124,14 +124,15 @@ def run(
                 keep_report(folder)
             show(lines, console)
             names = [item.subject.id for item in late]
-            earlier = [line for line in stored() if line["id"] in names]
-            _tell_late(names, earlier, console)
+            earlier = [line for line in kept() if line.id in names]
+            _print_late(names, earlier, console)
             # Figures of before are no work of now, but a budget hides no failure among them.
             failed = exit_code(earlier, request.fail_on) == verdicts.BROKEN
             return verdicts.BROKEN if failed else exit_code(lines, request.fail_on)
 
         def show(lines: Sequence[Line], console: Console) -> None:
-            (show_cells if scaling else show_pairs)(lines, console)
+            show_cells([line for line in lines if isinstance(line, CellLine)], console)
+            show_pairs([line for line in lines if isinstance(line, PairLine)], console)
 
         def interrupted() -> None:
             if not scaling:
@@ -151,7 +152,7 @@ def _measure(
     with Blocks(
         console, f"{number} {subject.progress_name(item.refused)}", subject.blocks
     ) as progress:
-        session.time(item, progress.tell)
+        session.time(item, progress.update)
         steps = [("memory", session.measure_memory)] if item.on_threads and not item.refused else []
         if isinstance(subject, Pair):
             steps = [
@@ -162,13 +163,13 @@ def _measure(
             ]
         for name, step in steps:
             if item.problem is None:
-                progress.say(name)
+                progress.note(name)
                 step(item)
 
 
-def _tell_late(names: Sequence[str], earlier: Sequence[Line], console: Console) -> None:
+def _print_late(names: Sequence[str], earlier: Sequence[Line], console: Console) -> None:
     """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
-    stays = {line["id"]: f" (stays as it was: {line['verdict']})" for line in earlier}
+    stays = {line.id: f" (stays as it was: {line.verdict})" for line in earlier}
     for name in names:
         print_line(console, f"left out by the budget: {name}{stays.get(name, '')}")
 
@@ -177,9 +178,9 @@ def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     """1 something broke (or is slower, or missed its goal, if asked), 3 something is open or all of
     it was refused, 0 all decided.
     """
-    words = {line["verdict"] for line in lines}
+    words = {line.verdict for line in lines}
     slower = FailOn.slower in fail_on and "slower" in words
-    missed = "below" in words or any(line.get("goal_met") is False for line in lines)
+    missed = any(line.missed for line in lines)
     if words & set(stats.BROKEN) or slower or (FailOn.goal in fail_on and missed):
         return verdicts.BROKEN
     if words & set(stats.OPEN) or words <= {"oversubscribed"}:
@@ -187,7 +188,7 @@ def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     return verdicts.HELD
 
 
-def show_pairs(lines: Sequence[Line], console: Console) -> None:
+def show_pairs(lines: Sequence[PairLine], console: Console) -> None:
     """The table of comparisons, and what belongs to each row."""
     if not lines:
         return
@@ -202,7 +203,7 @@ def show_pairs(lines: Sequence[Line], console: Console) -> None:
         print_line(console, caution)
 
 
-def show_cells(lines: Sequence[Line], console: Console) -> None:
+def show_cells(lines: Sequence[CellLine], console: Console) -> None:
     """Both tables of scaling cells, and remarks on single rows."""
     if not lines:
         return

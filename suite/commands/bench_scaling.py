@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardproof.bench import sides
 from shardproof.bench.scaling import matrix
-from shardproof.bench.scaling.matrix import Cell
+from shardproof.bench.subjects import Cell
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios.load import timed
 from shardproof.scenarios.select import compile_expression
@@ -27,7 +27,7 @@ def files(names: Sequence[str]) -> list[Path]:
     return scaling
 
 
-def cells(
+def chosen(
     paths: Sequence[Path],
     expression: str,
     backend: str,
@@ -40,21 +40,21 @@ def cells(
 
     :raises InputError: faulty files, options that do not fit, or nothing that matches.
     """
-    found = matrix.read(paths)
+    cells = matrix.read(paths)
     if backend:
-        moved = [replace(cell, backend=backend) for cell in found]
-        found = list({cell.id: cell for cell in moved}.values())
+        moved = [replace(cell, backend=backend) for cell in cells]
+        cells = list({cell.id: cell for cell in moved}.values())
     if world is not None:
-        found = matrix.with_worlds(found, [world])
+        cells = matrix.with_worlds(cells, [world])
     changed = []
-    for cell in found:
+    for cell in cells:
         count = blocks or cell.blocks
         many = launches or min(cell.launches, count)
         changed.append(replace(cell, blocks=count, launches=many, deadline=deadline))
         matrix.check(changed[-1])
     matches = compile_expression(expression)
-    chosen = [cell for cell in changed if matches(cell.id)]
-    if not chosen:
+    matching = [cell for cell in changed if matches(cell.id)]
+    if not matching:
         remedy = nearest(expression, [cell.title for cell in changed], "systems")
         raise SelectionError(Problem("-k matches no cell", remedy, expression))
-    return chosen
+    return matching

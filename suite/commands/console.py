@@ -156,7 +156,7 @@ class Blocks:
         if self._bar is not None:
             self._bar.stop()
 
-    def tell(self, done: int) -> None:
+    def update(self, done: int) -> None:
         """So many blocks are over."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
@@ -166,7 +166,7 @@ class Blocks:
             self._spoke = now
             self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
 
-    def say(self, what: str) -> None:
+    def note(self, what: str) -> None:
         """What comes after the blocks."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._what}: {what}")

@@ -88,8 +88,8 @@ def _cores() -> Finding:
 
 
 def _threads() -> Finding:
-    told = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
-    text = ", ".join(f"{k}={v}" for k, v in told.items()) or "not set"
+    given = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
+    text = ", ".join(f"{k}={v}" for k, v in given.items()) or "not set"
     # Ranks are forked from a process that computes with one thread, whatever is set here.
     return Finding("threads of math libraries", "good", f"{text}; ranks use 1 each")
 

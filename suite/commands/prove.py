@@ -91,7 +91,9 @@ def prove(
     _sizes((steps,), "steps", "steps=3")
     _sizes((jobs,), "jobs", "jobs=2")
     if not _positive(deadline):
-        raise SelectionError(Problem("deadline is no time", "give seconds above 0", str(deadline)))
+        raise SelectionError(
+            Problem("deadline is not a time", "give seconds above 0", str(deadline))
+        )
     clips = {lane: _clips(clip, optimizer, lane) for lane in lanes}
     workloads = {lane: _workload(workload, traits, lane) for lane in lanes}
     optimizers = {lane: _optimizer(optimizer, lane) for lane in lanes}
@@ -163,7 +165,7 @@ def _known(
         names = (names,)
     remedy = f"{what}: {', '.join(valid)}"
     if not isinstance(names, Collection) or not (names or empty):
-        raise SelectionError(Problem(f"{what} names none", remedy, repr(names)))
+        raise SelectionError(Problem(f"{what} is empty", remedy, repr(names)))
     if kind is not None:
         names = [old_words.current(kind, name) for name in names]
     for name in names:
@@ -176,17 +178,17 @@ def _sizes(numbers: Any, what: str, example: str) -> Sequence[int]:
     """``numbers``, whole and from 1 to the most ranks that a scenario may ask for."""
     remedy = f"whole numbers from 1 to {MOST}, e.g. {example}"
     if isinstance(numbers, str) or not isinstance(numbers, Collection) or not numbers:
-        raise SelectionError(Problem(f"{what} is no list of numbers", remedy, repr(numbers)))
+        raise SelectionError(Problem(f"{what} is not a list of numbers", remedy, repr(numbers)))
     for number in numbers:
         if type(number) is not int or not 1 <= number <= MOST:
-            raise SelectionError(Problem(f"{what} cannot be this", remedy, repr(number)))
+            raise SelectionError(Problem(f"{what} has an invalid value", remedy, repr(number)))
     return tuple(numbers)
 
 
 def _check_mesh(mesh: Any, axes: Sequence[str]) -> None:
     remedy = f"an axis ({', '.join(axes)}) and its ranks, e.g. {{'replicate': 2, 'shard': 2}}"
     if not isinstance(mesh, Mapping) or not mesh:
-        raise SelectionError(Problem("meshes: no mesh", remedy, repr(mesh)))
+        raise SelectionError(Problem("meshes: not a mesh", remedy, repr(mesh)))
     for axis in mesh:
         if axis not in axes:
             raise SelectionError(Problem("meshes: unknown axis", remedy, repr(mesh)))
@@ -201,13 +203,15 @@ def _clips(clip: Any, optimizer: str | OptimizerSpec, lane: str) -> list[float |
     """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
     if isinstance(clip, str) or not isinstance(clip, Collection) or not clip:
         remedy = "None (off) or numbers above 0, e.g. clip=(None, 0.5)"
-        raise SelectionError(Problem("clip is no list of norms", remedy, repr(clip)))
+        raise SelectionError(Problem("clip is not a list of norms", remedy, repr(clip)))
     own = None if isinstance(optimizer, str) else optimizer.clip_norm
     for norm in (*clip, own):
         if norm is not None and not _positive(norm):
-            raise SelectionError(Problem("clip: no norm", "None or a number above 0", repr(norm)))
+            raise SelectionError(
+                Problem("clip: not a norm", "None or a number above 0", repr(norm))
+            )
         if norm is not None and lane in ("bitwise", "dyadic"):
-            what = f"lane {lane} compares with clipping off: the order of a norm's sum is free"
+            what = f"lane {lane} needs clipping off: a norm's sum has no fixed order"
             raise SelectionError(
                 Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
             )
@@ -218,7 +222,7 @@ def _path_of(cls: Any) -> str:
     """How other processes import ``cls``."""
     if not isinstance(cls, type):
         remedy = "give a name, e.g. 'reference/ddp', or a class"
-        raise SelectionError(Problem("no implementation", remedy, repr(cls)))
+        raise SelectionError(Problem("not an implementation", remedy, repr(cls)))
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         what = "ranks cannot import this class"
         raise SelectionError(Problem(what, "put it at the top of a module", cls.__qualname__))

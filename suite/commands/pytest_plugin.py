@@ -95,7 +95,7 @@ def _matches_nothing(error: Exception) -> bool:
     from shardproof.errors import SelectionError
 
     return isinstance(error, SelectionError) and any(
-        told in str(error) for told in ("matches nothing", "unknown implementation")
+        text in str(error) for text in ("matches nothing", "unknown implementation")
     )
 
 

@@ -59,7 +59,7 @@ def report(
 
 def _report(found: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
-    from shardproof.bench import peers, tables
+    from shardproof.bench import lines, peers, tables
     from shardproof.bench.scaling import tables as scaling_tables
     from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
@@ -83,8 +83,8 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
     elif form is Format.markdown:
         timed = [
-            *([tables.table(found.benches).markdown()] if found.benches else []),
-            *([scaling_tables.markdown(found.scalings)] if found.scalings else []),
+            *([tables.table(lines.pairs(found)).markdown()] if found.benches else []),
+            *([scaling_tables.markdown(lines.cells(found))] if found.scalings else []),
         ]
         judged = [reports.markdown(found)] if found.cases or not timed else []
         typer.echo("\n".join([*judged, *timed]), nl=False)
@@ -98,7 +98,7 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
             reports.show_bubbles(found.cases, console.print)
         if found.kills:
             reports.show_kills(found.kills, console.print)
-        bench_run.show_pairs(found.benches, console)
-        bench_run.show_cells(found.scalings, console)
+        bench_run.show_pairs(lines.pairs(found), console)
+        bench_run.show_cells(lines.cells(found), console)
         if found.cases or not (found.benches or found.scalings):
             print_line(console, reports.closing(found))

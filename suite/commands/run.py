@@ -52,7 +52,7 @@ def run(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="go on with the run of --results (default: the newest): what is left"
+            "--resume", help="run what is left of the run of --results (default: the newest)"
         ),
     ] = False,
     rerun_failed: Annotated[
@@ -77,12 +77,12 @@ def run(
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
-    shardproof run --rerun-failed --backend gloo        a part of what did not hold
+    shardproof run --rerun-failed --backend gloo        some of the cases that failed
 
-    With --resume and --rerun-failed nothing is run but what that run had planned: filters choose
-    among it, and what was not planned is refused.
+    --resume and --rerun-failed run only what that run had planned: filters choose among these
+    cases, and any other case is refused.
 
-    A case id, whole, selects that case: as SCENARIO or after -k. The folder results/RUN holds the
+    A whole case id selects that case, as SCENARIO or after -k. The folder results/RUN holds the
     evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
     """
     from shardproof.commands.supervision import RESULTS
@@ -93,8 +93,8 @@ def run(
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
     for name in scenarios or ():
         if (Path(name) / "run.json").is_file():
-            remedy = f"a run is named by --results {name}, beside --resume or --rerun-failed"
-            raise SelectionError(Problem("a run is no scenario", remedy, name))
+            remedy = f"name a run by --results {name}, with --resume or --rerun-failed"
+            raise SelectionError(Problem("a run is not a scenario", remedy, name))
     if campaign is not None:
         given = {
             "SCENARIO": scenarios,
@@ -117,7 +117,7 @@ def run(
         drawn = by_id((expression or "").strip())
         if drawn is None:
             remedy = "give the whole id of one of its cases after -k"
-            raise SelectionError(Problem("no case of a campaign", remedy, expression or ""))
+            raise SelectionError(Problem("not a case of a campaign", remedy, expression or ""))
         cases = [drawn]
     else:
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
@@ -227,7 +227,7 @@ def execute(
         for line in report.skips(results):
             print_line(console, line)
         if stay:
-            what = f"not run again, results of before stay ({len(stay)})"
+            what = f"not run again, earlier results stay ({len(stay)})"
             print_line(console, f"{what}: no room in a budget of {budget:g} minutes")
         print_line(console, verdicts.summary(verdicts.count(results), len(left_out) - len(stay)))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]

@@ -168,6 +168,7 @@ def _timed_again(path: Path, line: Line) -> Iterator[str]:
 def _reported_again(path: Path) -> Iterator[str]:
     """Adjust the comparisons that stood before each report for one another again."""
     from shardproof.bench import stats
+    from shardproof.bench.lines import PairLine
 
     so_far: dict[str, Line] = {}
     for line in lines(path):
@@ -176,16 +177,17 @@ def _reported_again(path: Path) -> Iterator[str]:
         if line["kind"] != "bench report":
             continue
         try:
-            again = json.loads(json.dumps(standard(stats.family(so_far.values()))))
-            reported = line["comparisons"]
+            report = stats.family(PairLine.model_validate(one) for one in so_far.values())
+            again = {name: json.loads(beside.model_dump_json()) for name, beside in report.items()}
+            stored = line["comparisons"]
         except (KeyError, TypeError, ValueError) as error:
             yield f"{path / 'cases.jsonl'}: the report over comparisons cannot be made: {error!r}"
             return
-        for name in sorted({*again, *reported}):
-            if again.get(name) != reported.get(name):
+        for name in sorted({*again, *stored}):
+            if again.get(name) != stored.get(name):
                 where = f"{path / 'cases.jsonl'}: {name} in the report over all comparisons"
-                was, now = _short(reported.get(name)), _short(again.get(name))
-                yield f"{where}: they give {now}, not {was}"
+                now, before = _short(again.get(name)), _short(stored.get(name))
+                yield f"{where}: they give {now}, not {before}"
 
 
 def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardproof import verdicts
+from shardproof.bench import lines as timed
+from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine, Twin
+from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.subjects import LETTERS
 from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
 from shardproof.compare.exact_figures import Json, JsonObject
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.header import Invocation
-from shardproof.runs.run_folder import Line, Run
+from shardproof.runs.run_folder import Run
 
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
 _CELL = (
@@ -144,13 +148,10 @@ def of_run(run: Run) -> Snapshot:
         | {line.id: line.reason for line in run.left_out},
         keys=[one.key.model_dump(exclude_unset=True) for one in invocations if one.key is not None],
     )
-    for line in run.timed:
-        entry = _bench if line["kind"] == "bench" else _scaling
-        name = str(line.get("id") or "a line")
-        try:
-            snapshot.timed[name] = entry(line, by_id.get(name, versions[-1]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise _damaged(run.path / "cases.jsonl", name, error) from None
+    for pair in timed.pairs(run):
+        snapshot.timed[pair.id] = _bench(pair, by_id.get(pair.id, versions[-1]))
+    for cell in timed.cells(run):
+        snapshot.timed[cell.id] = _scaling(cell, by_id.get(cell.id, versions[-1]))
     return snapshot
 
 
@@ -187,62 +188,63 @@ def _case(result: CaseResult, version: Version) -> Entry:
     )
 
 
-def _bench(line: Line, version: Version) -> Entry:
-    pair, ratio = line["pair"], line.get("log")
-    names = [pair[side]["implementation"] for side in ("a", "b")]
-    known = bool(ratio) and _means_something(line)
+def _bench(line: PairLine, version: Version) -> Entry:
+    pair, figures = line.pair, line.figures
+    known = figures is not None and _means_something(line)
     beside: dict[str, float] = {}
     exact: dict[str, exact_figures.Scalar] = {}
-    memory = line.get("memory") or {}
-    for side in ("a", "b"):
-        if memory.get("kind") == "ledger":
-            exact[f"memory.ledger_bytes_{side}"] = memory[side]
-        elif side in memory:
-            beside[f"resident_bytes_{side}"] = float(memory[side])
-    for side, card in (line.get("scorecard") or {}).items():
-        beside |= {f"{name}, {side.upper()}": value for name, value in _numbers(card).items()}
-    cell = _cell(pair, _TIMED_CELL)
-    cell["sides"] = {side: {"options": pair[side]["options"]} for side in ("a", "b")}
-    cell["meshes"] = {side: dict(line["meshes"].get(side) or {}) for side in ("a", "b")}
-    same = line.get("aa")
+    if isinstance(line.memory, Memory):
+        for letter, peak in (("a", line.memory.a), ("b", line.memory.b)):
+            if line.memory.kind == "ledger":
+                exact[f"memory.ledger_bytes_{letter}"] = peak
+            else:
+                beside[f"resident_bytes_{letter}"] = float(peak)
+    for letter, card in (line.scorecard or {}).items():
+        if isinstance(card, Scorecard):
+            scores = _numbers(asdict(card))
+            beside |= {f"{name}, {letter.upper()}": value for name, value in scores.items()}
+    cell = _cell(pair.to_dict(), _TIMED_CELL)
+    cell["sides"] = {letter: {"options": pair.side(letter).options} for letter in LETTERS}
+    cell["meshes"] = {letter: line.meshes.get(letter, {}) for letter in LETTERS}
     return Entry(
-        id=line["id"],
-        implementation=" v ".join(names),
-        strategy=strategy_of(names[0]),
-        backend=pair["backend"],
-        world=int(pair["world"]),
-        verdict=TIMED if known else str(line["verdict"]),
+        id=line.id,
+        implementation=pair.versus,
+        strategy=strategy_of(pair.a.implementation),
+        backend=pair.backend,
+        world=pair.world,
+        verdict=TIMED if known else line.verdict,
         version=version,
         figures=exact,
         cell=_cell(cell, tuple(cell)),
-        reason=str(line.get("reason") or ""),
-        samples={"time": _sample(ratio)} if known and ratio else {},
-        same=_sample(same | {"mean": math.log(same["ratio"])}) if same else None,
+        reason=line.reason,
+        samples={"time": _sample(figures.log)} if known and figures is not None else {},
+        same=_same(figures.aa if figures is not None else None),
         beside=beside,
     )
 
 
-def _scaling(line: Line, version: Version) -> Entry:
-    cell, samples = line["cell"], {}
-    for base, efficiency in (line.get("efficiency") or {}).items():
-        if efficiency and _means_something(line):
-            samples[f"efficiency ({base})"] = _sample(efficiency["log"])
+def _scaling(line: CellLine, version: Version) -> Entry:
+    samples = {}
+    for base, efficiency in (line.efficiency or {}).items():
+        if _means_something(line):
+            samples[f"efficiency ({base})"] = _sample(efficiency.log)
     # A cell that was refused repeats what its source measured.
-    if samples and line.get("wrapping"):
-        samples["time (wrapped / plain)"] = _sample(line["wrapping"]["log"])
-    modelled, score = line.get("modelled") or {}, line.get("scorecard") or {}
-    beside = {f"modelled {k}": v for k, v in modelled.items() if k == "efficiency"} | dict(score)
+    if samples and line.wrapping is not None:
+        samples["time (wrapped / plain)"] = _sample(line.wrapping.log)
+    beside: dict[str, object] = {"modelled efficiency": line.modelled_efficiency}
+    if line.scorecard is not None:
+        beside |= asdict(line.scorecard)
     return Entry(
-        id=line["id"],
-        implementation=_titled(str(line["implementation"]), cell.get("label")),
-        strategy=strategy_of(str(line["implementation"])),
-        backend=line["backend"],
-        world=int(line["world"]),
-        verdict=str(line["verdict"]),
+        id=line.id,
+        implementation=line.title,
+        strategy=strategy_of(line.implementation),
+        backend=line.backend,
+        world=line.world,
+        verdict=line.verdict,
         version=version,
         figures={},
-        cell=_cell(cell, (*_TIMED_CELL, "system")),
-        reason=str(line.get("reason") or ""),
+        cell=_cell(line.cell.to_dict(), (*_TIMED_CELL, "system")),
+        reason=line.reason,
         samples=samples,
         beside=_numbers(beside),
     )
@@ -256,13 +258,17 @@ def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _means_something(line: Line) -> bool:
+def _means_something(line: PairLine | CellLine) -> bool:
     """Whether the ratios of a timed line are those of sides that train the same."""
-    return line["verdict"] not in _NO_RATIO and bool(line.get("trained_alike", True))
+    return line.verdict not in _NO_RATIO and bool(line.trained_alike)
 
 
-def _sample(log: Line) -> Sample:
-    return Sample(float(log["mean"]), float(log["sd"]), int(log["blocks"]))
+def _sample(log: Estimate) -> Sample:
+    return Sample(log.mean, log.sd, log.blocks)
+
+
+def _same(twin: Twin | None) -> Sample | None:
+    return None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks)
 
 
 def _titled(implementation: str, more: str | None) -> str:

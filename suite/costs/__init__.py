@@ -2,7 +2,8 @@
 
 A cost model never asks the implementation that is judged: it computes from
 :class:`~shardproof.costs.model_facts.ModelFacts`.  Bytes that one step sends, summed over ranks
-(N ranks of the axis, m rounds, G and P bytes of gradients and parameters):
+(N ranks of the axis, m rounds; P, G and O are total bytes of the model's parameters, gradients and
+optimizer state; Psi, where a paper is cited, is the number of elements):
 
     strategy      file          class            bytes sent
     naive_ddp     ddp.py        NaiveDDP         2 (N-1) G

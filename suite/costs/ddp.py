@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
@@ -14,10 +12,10 @@ _ALL_REDUCE = (
 
 
 class Single(CostModel):
-    """Everything once, nothing sent: (P + G + O) Psi."""
+    """Everything once, nothing sent: P + G + O bytes."""
 
-    strategy: ClassVar[str] = "single"
-    source: ClassVar[str] = "one process sends nothing"
+    strategy = "single"
+    source = "one process sends nothing"
 
     def flows(self) -> list[Flow]:
         """None."""
@@ -51,8 +49,8 @@ class Single(CostModel):
 class NaiveDDP(Single):
     """Full replication; every gradient in a call of its own, once a step."""
 
-    strategy: ClassVar[str] = "naive_ddp"
-    source: ClassVar[str] = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
+    strategy = "naive_ddp"
+    source = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:
         """2 (N-1) G bytes: one all-reduce for each trained tensor."""
@@ -66,8 +64,8 @@ class DDP(Single):
     from one a dtype to one a tensor.
     """
 
-    strategy: ClassVar[str] = "ddp"
-    source: ClassVar[str] = (
+    strategy = "ddp"
+    source = (
         "gradients as naive_ddp; floating-point buffers are broadcast once a step, N-1 copies: "
         f"torch DistributedDataParallel, broadcast_buffers. {_ALL_REDUCE}"
     )

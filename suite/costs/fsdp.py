@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar
 
 from shardproof.costs.layout import Unit
 from shardproof.costs.model import Bound, Flow, Prefetch, flow, norm_flow
@@ -12,14 +11,14 @@ from shardproof.costs.zero import Zero3
 
 
 class FSDP(Zero3):
-    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O) Psi / F over F shards.
+    """NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD; (P + G + O)/F bytes over F shards.
 
     Gathers before forward, and before backward of all but the root unless they are kept whole;
     reductions over the shards every round, or once a step; over the replicas once a step.
     """
 
-    strategy: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy = "fsdp"
+    source = (
         "FSDP (arXiv 2304.11277) sections 3.2.1 (padding) and 3.2.2: 3 (F-1)/F Psi a rank and "
         "micro-batch, and 2 (R-1)/R of a shard between replicas (exact ring factors); the root "
         "stays whole between forward and backward; torch fully_shard, reshard_after_forward"
@@ -72,21 +71,21 @@ class FSDP(Zero3):
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
             if not facts.called(unit.name):
                 continue
             gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(facts, "shard", "all_gather", gathered, self.forwards)
-            found += self.again(gathered, self.gathers_again(unit))
+            flows += flow(facts, "shard", "all_gather", gathered, self.forwards)
+            flows += self.again(gathered, self.gathers_again(unit))
         reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
         crossing = [size // facts.size("shard") for size in reduced]
         once = min(facts.rounds, 1)
         times = once if self.is_silent else facts.rounds
-        found += flow(facts, "shard", "reduce_scatter", reduced, times)
-        found += flow(facts, "replicate", "all_reduce", crossing, once)
-        return [*found, *norm_flow(facts, "shard")]
+        flows += flow(facts, "shard", "reduce_scatter", reduced, times)
+        flows += flow(facts, "replicate", "all_reduce", crossing, once)
+        return [*flows, *norm_flow(facts, "shard")]
 
     def again(self, payloads: list[int], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
@@ -109,34 +108,34 @@ class FSDP(Zero3):
             gathers += count if follows else 0
             gathers += count if self.facts.option("prefetch_backward", 1) and self.rests > 1 else 0
         scatters, crosses = (self.facts.size(axis) > 1 for axis in ("shard", "replicate"))
-        found = super().prefetch()
-        late = found.late_when_computing
-        kept = {"backward": (0, 0)} if found.depth and self.rests == 1 else {}
+        of_zero3 = super().prefetch()
+        late = of_zero3.late_when_computing
+        kept = {"backward": (0, 0)} if of_zero3.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(
-            found,
+            of_zero3,
             gathers=gathers,
             late_when_computing=late if scatters else 0,
-            late_when_idle=found.late_when_idle if scatters else 0,
+            late_when_idle=of_zero3.late_when_idle if scatters else 0,
             last_when_computing=late + before if crosses and self.held_up else 0,
-            last_when_idle=found.late_when_idle if crosses else 0,
+            last_when_idle=of_zero3.late_when_idle if crosses else 0,
             once=self.is_silent,
-            depth={**found.depth, **kept},
+            depth={**of_zero3.depth, **kept},
         )
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """As ZeRO-3; all units where they are kept, 1/k of them where they rest over k ranks."""
-        found = super().peaks(rank, phase, step)
-        if "parameters" not in found:
-            return found
-        sizes, bound = self.whole_bytes(), found["parameters"]
+        bounds = super().peaks(rank, phase, step)
+        if "parameters" not in bounds:
+            return bounds
+        sizes, bound = self.whole_bytes(), bounds["parameters"]
         whole = sum(sizes.values())
         if self.rests == 1:
             level = self.resident(rank, step, step)["parameters"] + whole
             not_always = sum(sizes[name] for name in self.uncalled)
-            return found | {"parameters": Bound(level - not_always, level)}
+            return bounds | {"parameters": Bound(level - not_always, level)}
         chunk = whole // self.rests if self.rests < self.facts.size("shard") else 0
-        return found | {"parameters": replace(bound, high=bound.high + chunk)}
+        return bounds | {"parameters": replace(bound, high=bound.high + chunk)}
 
     @property
     def adds_up(self) -> bool:

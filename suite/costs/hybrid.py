@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
@@ -32,8 +32,8 @@ _SCALARS = 64
 class Hybrid(CostModel):
     """The sum over stages and tensor ranks; under sequence parallelism stages hand on 1/T."""
 
-    strategy: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = (
+    strategy = "hybrid"
+    source = (
         "Narayanan et al. (arXiv 2104.04473) sections 3.1 to 3.3: the axes' costs add up, each on "
         "what the others leave; in a pipeline shards are gathered and reduced once a step"
     )
@@ -62,12 +62,12 @@ class Hybrid(CostModel):
             return [self.model(self.facts.parameters, self.facts.buffers, tensor)]
         held = [t for t in self.facts.parameters if pipe in self.stages.ranks(t)]
         tied = [t for t in held if self.is_tied(t)]
-        found = []
+        models = []
         for stage in self.stages.of(pipe):
             own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
             buffers = [b for b in self.facts.buffers if self.stages.homes(b) == [stage]]
-            found.append(self.model(own, buffers, tensor))
-        return found + [self.model([t], [], tensor, tied=True) for t in tied]
+            models.append(self.model(own, buffers, tensor))
+        return models + [self.model([t], [], tensor, tied=True) for t in tied]
 
     def is_tied(self, tensor: TensorFacts) -> bool:
         """Whether several stages use ``tensor``."""
@@ -138,7 +138,7 @@ class Hybrid(CostModel):
     def flows(self) -> list[Flow]:
         """Of the data axes, of the layers, between stages, the norm."""
         facts = self.facts
-        found = [
+        flows = [
             self.renamed(one)
             for pipe in range(facts.size("pipe"))
             for tensor in range(facts.size("tensor"))
@@ -147,7 +147,7 @@ class Hybrid(CostModel):
         ]
         norm = [8] if facts.clipped else []
         return [
-            *found,
+            *flows,
             *self.layers.flows(),
             *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
             *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
@@ -237,27 +237,27 @@ class Hybrid(CostModel):
             "replicated": {name: n for name, n in held.items() if name not in split},
         }
 
-    def added(self, rank: int, told: Callable[[CostModel, int], dict[str, int]]) -> dict[str, int]:
+    def added(self, rank: int, asked: Callable[[CostModel, int], dict[str, int]]) -> dict[str, int]:
         """The sum, key by key, of what is ``told`` of the models of ``rank``."""
         models, number = self.of(rank)
         total: dict[str, int] = {}
         for model in models:
-            for key, count in told(model, number).items():
+            for key, count in asked(model, number).items():
                 total[key] = total.get(key, 0) + count
         return total
 
     def why_not_measured(self) -> str:
         """What any of the models says."""
         every = range(self.facts.world)
-        told = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
-        return next((text for text in told if text), "")
+        reasons = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
+        return next((text for text in reasons if text), "")
 
     def local(self, rank: int) -> Local:
         """Elements of all models of ``rank``."""
         models, number = self.of(rank)
-        told = [model.local(number) for model in models]
+        parts = [model.local(number) for model in models]
         return Local(
-            {name: n for one in told for name, n in one.parameters.items()},
-            {name: n for one in told for name, n in one.gradients.items()},
-            {name: n for one in told for name, n in one.optimizer.items()},
+            {name: n for one in parts for name, n in one.parameters.items()},
+            {name: n for one in parts for name, n in one.gradients.items()},
+            {name: n for one in parts for name, n in one.optimizer.items()},
         )

@@ -63,13 +63,13 @@ class Flat:
     def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what one shard holds; a tensor of none lies where it starts."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        found = []
+        held = []
         for tensor, (start, stop) in zip(self.members, self._spans, strict=True):
             first, last = max(start, low), min(stop, high)
             home = min(start // self.shard_numel, self.shards - 1) if self.shard_numel else 0
             if first < last or (start == stop and home == shard):
-                found.append((tensor, max(0, last - first)))
-        return found
+                held.append((tensor, max(0, last - first)))
+        return held
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def buckets(tensors: Sequence[TensorFacts], limit: int, shards: int) -> list[Fla
     A tensor over the limit has a bucket of its own.
     """
     filling: dict[str, list[TensorFacts]] = {}
-    found: list[list[TensorFacts]] = []
+    full: list[list[TensorFacts]] = []
     for tensor in tensors:
         now = filling.setdefault(tensor.dtype, [])
         if now and sum(t.nbytes for t in now) + tensor.nbytes > limit:
-            found.append(now)
+            full.append(now)
             now = filling[tensor.dtype] = []
         now.append(tensor)
-    return [Flat(tuple(members), shards) for members in [*found, *filling.values()]]
+    return [Flat(tuple(members), shards) for members in [*full, *filling.values()]]
 
 
 def units(facts: ModelFacts, shards: int) -> list[Unit]:

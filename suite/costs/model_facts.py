@@ -121,10 +121,10 @@ class ModelFacts(Stored):
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of global ``rank`` on the mesh, the last axis innermost."""
-        found = {}
+        place = {}
         for axis, size in reversed(list(self.axes.items())):
-            rank, found[axis] = divmod(rank, size)
-        return found
+            rank, place[axis] = divmod(rank, size)
+        return place
 
     def called(self, name: str) -> int:
         """How often one forward calls the module ``name``."""
@@ -235,12 +235,12 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
 
 def _homes(workload: Workload, model: nn.Module) -> dict[int, tuple[int, ...]]:
     """Parameter or buffer (its ``id``) -> numbers of the units whose part of the model has it."""
-    found: dict[int, tuple[int, ...]] = {}
+    homes: dict[int, tuple[int, ...]] = {}
     for unit in range(len(workload.units)):
         part = workload.build_for(0).stage(model, unit, unit + 1)
         for tensor in (*part.parameters(), *part.buffers()):
-            found[id(tensor)] = (*found.get(id(tensor), ()), unit)
-    return found
+            homes[id(tensor)] = (*homes.get(id(tensor), ()), unit)
+    return homes
 
 
 def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
@@ -256,13 +256,13 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
 
 def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Query and KV heads of every module that attends with a fused projection."""
-    found = {}
+    heads = {}
     for name, module in model.named_modules():
         if hasattr(module, "head_size") and hasattr(module, "group"):
             rows = module.get_parameter("qkv.weight").shape[0]
             kv = rows // int(module.head_size) // (int(module.group) + 2)
-            found[name] = kv * int(module.group), kv
-    return found
+            heads[name] = kv * int(module.group), kv
+    return heads
 
 
 def shape_key(shape: Iterable[int]) -> str:
@@ -279,22 +279,22 @@ def _hidden(
     """
     import torch
 
-    found: dict[str, tuple[int, ...]] = {}
+    hidden: dict[str, tuple[int, ...]] = {}
     wanted = {shape_key(s) for step in inputs for share in step for w in share for s in w}
     model, sizes = workload.model(), dict[str, int]()
     for name in workload.units if wanted else ():
         model.get_submodule(name).register_forward_hook(partial(_note, sizes, name))
     for step in range(len(inputs)):
-        if wanted <= set(found):
+        if wanted <= set(hidden):
             break
         for batch in workload.batch(step, case.data_coordinates):
             for micro in batch.micro_batches:
                 key = shape_key(micro.inputs.shape)
-                if key not in found:
+                if key not in hidden:
                     with torch.no_grad():
                         model(micro.inputs)
-                    found[key] = tuple(sizes[name] for name in workload.units[:-1])
-    return found
+                    hidden[key] = tuple(sizes[name] for name in workload.units[:-1])
+    return hidden
 
 
 def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any) -> None:

@@ -35,7 +35,7 @@ class Offloaded(CostModel):
     """A strategy of which a part rests in host memory; the network sees no difference."""
 
     whole: ClassVar[type[Zero1 | Zero3]]
-    source: ClassVar[str] = (
+    source = (
         "ZeRO-Offload (arXiv 2101.06840) section 4.1: 2 Psi of gradients down and 2 Psi of "
         "parameters up in 16 bits, each rank its share; no optimizer state on the device"
     )
@@ -68,20 +68,20 @@ class Offloaded(CostModel):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""
-        found = self.inner.resident(rank, step, updated)
+        held = self.inner.resident(rank, step, updated)
         if self.shards_rest_there:
-            return dict.fromkeys(found, 0)
-        return found | {"masters": 0, "optimizer_state": 0}
+            return dict.fromkeys(held, 0)
+        return held | {"masters": 0, "optimizer_state": 0}
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Optimizer state, and masters of what this rank updates unless its shards are masters."""
-        found = self.inner.resident(rank, step, updated)
+        held = self.inner.resident(rank, step, updated)
         if self.shards_rest_there:  # gradients come down to where those of every step lie
             assert isinstance(self.inner, Zero3)
             ever = used_by(self.facts.parameters, self.facts.steps - 1)
-            return found | {"gradients": self.inner.gradient_bytes(rank, ever)}
+            return held | {"gradients": self.inner.gradient_bytes(rank, ever)}
         masters = sum(n * ITEMSIZE[t.dtype] for t, n in self.trained(rank))
-        return {"masters": masters, "optimizer_state": found["optimizer_state"]}
+        return {"masters": masters, "optimizer_state": held["optimizer_state"]}
 
     def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """Gradients down, parameters up; after a skipped update only shards for computing move."""
@@ -112,11 +112,11 @@ class Offloaded(CostModel):
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """The same as without offload, less the shards that are on the host."""
-        found = self.inner.peaks(rank, phase, step)
-        if not self.shards_rest_there or "parameters" not in found:
-            return found
-        bound, away = found["parameters"], self.inner.resident(rank, step, step)["parameters"]
-        return found | {"parameters": Bound(bound.low - away, bound.high - away)}
+        bounds = self.inner.peaks(rank, phase, step)
+        if not self.shards_rest_there or "parameters" not in bounds:
+            return bounds
+        bound, away = bounds["parameters"], self.inner.resident(rank, step, step)["parameters"]
+        return bounds | {"parameters": Bound(bound.low - away, bound.high - away)}
 
     def trained(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""

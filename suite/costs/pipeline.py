@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
 
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Bytes, Flow, Local, norm_flow, state_bytes
@@ -25,8 +24,8 @@ class Pipeline(Single):
     pipe axis.  Ranks that share a tied tensor exchange its gradients once a step.
     """
 
-    strategy: ClassVar[str] = "pipeline"
-    source: ClassVar[str] = (
+    strategy = "pipeline"
+    source = (
         "Narayanan et al. (arXiv 2104.04473) sections 2.2 and 3.2.1: bsh elements a micro-batch "
         "and boundary in each direction, v times with v chunks a rank; tied ends: Megatron-LM "
         "sums the gradients of embedding and head"

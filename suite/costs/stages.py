@@ -81,11 +81,11 @@ def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
     if not sizes:
         small, larger = divmod(units, stages)
         sizes = [small + 1] * larger + [small] * (stages - larger)
-    found, start = [], 0
+    stage_units, start = [], 0
     for size in sizes:
-        found.append(range(start, start + size))
+        stage_units.append(range(start, start + size))
         start += size
-    return tuple(found)
+    return tuple(stage_units)
 
 
 def stages_of(facts: ModelFacts) -> Stages:

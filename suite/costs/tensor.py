@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import ClassVar
 
 from shardproof.costs.model import (
     Bytes,
@@ -31,11 +30,11 @@ _VOCABULARY = ("embed.token", "head")
 
 
 class TensorParallel(CostModel):
-    """A rank holds (P + G + O) (Psi_split / t + Psi_whole)."""
+    """A rank of t holds P + G + O bytes: 1/t of those of split layers, all of those of others."""
 
-    strategy: ClassVar[str] = "tensor"
+    strategy = "tensor"
     divided = (True, True, True)
-    source: ClassVar[str] = (
+    source = (
         "two all-reduces forward and two backward of bsh elements a layer: Megatron-LM (arXiv "
         "1909.08053) section 3, arXiv 2104.04473 section 3.2; in their place all-gathers and "
         "reduce-scatters of the same bytes: arXiv 2205.05198 section 4.2.2; one more pair for the "
@@ -101,15 +100,15 @@ class TensorParallel(CostModel):
         """Trained tensors of which each rank has one term of the gradient, and how many elements
         are summed.
         """
-        found = []
+        terms = []
         for tensor in self.facts.trainable if self.ranks > 1 else ():
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
-                found += [(tensor, tensor.numel)] if self.is_sequence else []
+                terms += [(tensor, tensor.numel)] if self.is_sequence else []
             elif layer.endswith("attention.qkv") and self.kv_copies(layer) > 1:
                 queries, kv = self.heads(layer)
-                found.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
-        return found
+                terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
+        return terms
 
     # ---------------------------------------------------------------------------------- traffic
 
@@ -160,8 +159,8 @@ class TensorParallel(CostModel):
             calls = [("all_gather", gathers), ("reduce_scatter", scatters)]
         else:
             calls = [("all_reduce", into + out + (rows if again else 0))]
-        found = [f for operation, n in calls for f in self.each(operation, hidden, n)]
-        return [*found, *self.outputs(), *self.sums(), *self.norms()]
+        flows = [f for operation, n in calls for f in self.each(operation, hidden, n)]
+        return [*flows, *self.outputs(), *self.sums(), *self.norms()]
 
     def gathered_twice(self) -> int:
         """Layers whose output's gradient is gathered for B and for W: the latter goes through what
@@ -250,7 +249,7 @@ def cannot_fit(facts: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
     cost_model, ranks = TensorParallel(facts), facts.size("tensor")
 
-    def told(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
+    def reason(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
         valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
         return (
             f"mesh axis 'tensor' = {ranks}: {layer!r} has {what}, which so many ranks cannot "
@@ -260,7 +259,7 @@ def cannot_fit(facts: ModelFacts) -> str:
     for name, (heads, kv) in facts.heads.items():
         shares = partial(_shares_heads, heads, kv)
         if not shares(ranks):
-            return told(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
+            return reason(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
     for tensor in facts.parameters:
         layer, _, leaf = tensor.name.rpartition(".")
         if leaf != "weight" or layer.endswith("attention.qkv"):
@@ -268,7 +267,7 @@ def cannot_fit(facts: ModelFacts) -> str:
         for names, dim, what in ((_COLUMNS, 0, "output"), (ROWS, 1, "input")):
             size = tensor.shape[dim] if cost_model.in_unit(layer, names) else 0
             if size % ranks:
-                return told(layer, f"{size} {what} features", partial(_divides, size), size)
+                return reason(layer, f"{size} {what} features", partial(_divides, size), size)
     return ""
 
 

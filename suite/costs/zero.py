@@ -1,11 +1,16 @@
 """ZeRO 1 to 3: what is sharded, gathered and reduced.
 
-Bytes that one step sends, summed over ranks: N ranks of the axis ``shard``, m rounds (micro-batches
-of the busiest rank), G bytes of all gradients and P of all trained parameters, padded.
+Letters: N ranks of the axis ``shard``; m rounds, the micro-batches of the busiest rank.  P, G and O
+are total bytes of the whole model, padding included: of its trained parameters, of their gradients
+and of their optimizer state.  They are not bytes an element.
 
-    Zero1   (N-1) (G + P)         ZeRO (arXiv 1910.02054) sections V-A, VII-A
-    Zero2   (N-1) (m G + P)       sections V-B, VII-B, gradients reduced in every round
-    Zero3   (N-1) (m G + 2 m P)   sections V-C, VII-B; P with frozen parameters
+            sent in a step, all ranks   held by one rank   ZeRO (arXiv 1910.02054)
+    Zero1   (N-1) (G + P)               P + G + O/N        sections V-A, VII-A
+    Zero2   (N-1) (m G + P)             P + (G + O)/N      sections V-B, VII-B
+    Zero3   (N-1) (m G + 2 m P)         (P + G + O)/N      sections V-C, VII-B
+
+Zero2 reduces gradients in every round.  Zero3 counts frozen parameters in P.  In a ``source``, Psi
+is the paper's number of elements: its volumes count elements.
 
 Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
 """
@@ -16,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import takewhile
-from typing import ClassVar
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.layout import Flat, Unit, buckets, units
@@ -43,14 +47,14 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Zero1(CostModel):
-    """Optimizer state sharded: (P + G) Psi + O Psi / N.
+    """Optimizer state sharded: a rank holds P + G + O/N bytes.
 
     Gradients lie in flat buckets, each reduced and scattered once a step, whatever the number of
     micro-batches; updated shards are gathered again.
     """
 
-    strategy: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy = "zero1"
+    source = (
         f"{_ZERO} section V-A and VII-A: reduce-scatter of gradients + all-gather of parameters = "
         "2 Psi, an all-reduce's volume; one fp64 scalar is all-reduced where gradients are clipped"
     )
@@ -155,13 +159,13 @@ class Zero1(CostModel):
 
 
 class Zero2(Zero1):
-    """Gradients sharded as well: P Psi + (G + O) Psi / N.
+    """Gradients sharded as well: a rank holds P + (G + O)/N bytes.
 
     Every micro-batch is reduced and scattered into the kept shard: m reductions, one gather.
     """
 
-    strategy: ClassVar[str] = "zero2"
-    source: ClassVar[str] = (
+    strategy = "zero2"
+    source = (
         f"{_ZERO} section V-B and VII-B; with m micro-batches every one is reduced: "
         "(m + 1) (N-1)/N Psi a rank"
     )
@@ -180,28 +184,28 @@ class Zero2(Zero1):
         one filling and the next one begun; plus the shard that receives the sum.  A bucket that
         waits for a late, tied or unused parameter blocks every bucket behind it.
         """
-        facts, found = self.facts, super().peaks(rank, phase, step)
+        facts, bounds = self.facts, super().peaks(rank, phase, step)
         if phase != "backward":
-            return found
+            return bounds
         held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in facts.trainable)
         if held_up or facts.size("shard") == 1:
-            return {"gradients": found["gradients"]}
+            return {"gradients": bounds["gradients"]}
         sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
         high = sum(whole) + shard + self.communication_at_rest(rank, step)
-        return found | {"communication": Bound(0, high)}
+        return bounds | {"communication": Bound(0, high)}
 
 
 class Zero3(CostModel):
-    """Everything sharded: (P + G + O) Psi / N, plus the units that are gathered at the moment.
+    """Everything sharded: (P + G + O)/N bytes a rank, plus the units that are gathered right now.
 
     Each micro-batch gathers a unit twice, before its forward (before each, if it is called again)
     and before its backward, and reduces its gradients once.
     """
 
-    strategy: ClassVar[str] = "zero3"
-    source: ClassVar[str] = (
+    strategy = "zero3"
+    source = (
         f"{_ZERO} section V-C and VII-B: 3 (N-1)/N Psi a rank and micro-batch; padding: FSDP "
         "(arXiv 2304.11277) section 3.2.1"
     )
@@ -231,14 +235,14 @@ class Zero3(CostModel):
 
     def flows(self) -> list[Flow]:
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
             gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            found += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
+            flows += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
         reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
-            *found,
+            *flows,
             *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
             *norm_flow(facts, "shard"),
         ]
@@ -355,15 +359,15 @@ class Zero3(CostModel):
         """
         if phase not in ("forward", "backward") or self.facts.size("shard") == 1:
             return {}
-        found = {}
+        bounds = {}
         if phase == "backward":
             held = self.resident(rank, step, step)["gradients"]
-            found = {
+            bounds = {
                 "communication": Bound(0, self.in_flight(rank, step)),
                 "gradients": Bound(0, held),
             }
         if not self.facts.micro_batches[self._coordinate(rank)]:
-            return found
+            return bounds
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
         in_vain = sum(sizes.pop(name) for name in self.uncalled)
@@ -380,7 +384,7 @@ class Zero3(CostModel):
             most = max(most, sum(sizes[name] for name in self._ahead_of_blocks() if name in sizes))
         resting = self.resident(rank, step, step)["parameters"]
         level = resting + root
-        return found | {"parameters": Bound(level + least, level + most + in_vain)}
+        return bounds | {"parameters": Bound(level + least, level + most + in_vain)}
 
     def in_flight(self, rank: int, step: int) -> int:
         """Most bytes of class ``communication`` in backward: whole gradients of the root and of

@@ -28,7 +28,7 @@ WHOLE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class LeaderEnd:
-    """How a judging process ended that left nothing else."""
+    """How a judging process ended that left no result."""
 
     exit_code: int | None
     signal: int | None

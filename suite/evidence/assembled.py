@@ -67,9 +67,9 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
             owners = result.owners.setdefault(piece.name, [])
             if rank not in owners:
                 owners.append(rank)
-    for (name, replica), found in sorted(parts.items(), key=lambda item: item[0][1]):
+    for (name, replica), own in sorted(parts.items(), key=lambda item: item[0][1]):
         first = result.tensors.get(name, {}).get(0)
-        tensor = _merge(name, replica, found, result.problems, first)
+        tensor = _merge(name, replica, own, result.problems, first)
         if tensor is not None:
             result.tensors.setdefault(name, {})[replica] = tensor
     return result
@@ -78,22 +78,22 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
 def _merge(
     name: str,
     replica: int,
-    found: list[tuple[int, Piece]],
+    pieces: list[tuple[int, Piece]],
     problems: list[str],
     first: Tensor | None,
 ) -> Tensor | None:
-    """The tensor that the pieces ``found`` make; an incomplete copy is filled up from ``first``."""
-    shape = tuple(found[0][1].global_shape)
+    """The tensor that ``pieces`` make; an incomplete copy is filled up from ``first``."""
+    shape = tuple(pieces[0][1].global_shape)
     where = f"{name!r} (replica {replica})"
-    if any(tuple(piece.global_shape) != shape for _, piece in found):
-        shapes = {rank: tuple(piece.global_shape) for rank, piece in found}
+    if any(tuple(piece.global_shape) != shape for _, piece in pieces):
+        shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
         problems.append(f"{where}: ranks disagree on the global shape: {shapes}")
         return None
-    if len(found) == 1 and tuple(found[0][1].tensor.shape) == shape:
-        return found[0][1].tensor
-    full = torch.zeros(shape, dtype=found[0][1].tensor.dtype)
+    if len(pieces) == 1 and tuple(pieces[0][1].tensor.shape) == shape:
+        return pieces[0][1].tensor
+    full = torch.zeros(shape, dtype=pieces[0][1].tensor.dtype)
     count = torch.zeros(shape, dtype=torch.int16)
-    for rank, piece in found:
+    for rank, piece in pieces:
         tensor = piece.tensor
         target, tally, expected = _region(full, count, piece)
         if target is None or tally is None:
@@ -107,12 +107,12 @@ def _merge(
             return None
         target.copy_(tensor)
         tally.add_(1)
-    if first is not None and any(piece.incomplete for _, piece in found):
+    if first is not None and any(piece.incomplete for _, piece in pieces):
         full = torch.where(count > 0, full, first.to(full.dtype))
         count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
         missing, double = int((count == 0).sum()), int((count > 1).sum())
-        ranks = sorted({rank for rank, _ in found})
+        ranks = sorted({rank for rank, _ in pieces})
         if missing:
             problems.append(f"{where}: {missing} of {full.numel()} elements owned by no rank")
         if double:

@@ -117,7 +117,7 @@ class RankRecord(Stored):
         return [event for event in self.events if first <= event[0] < last]
 
     def without_tensors(self) -> RankRecord:
-        """This record as the account keeps it: points stay, what was held there goes."""
+        """This record without tensors: observation points stay, what was held there goes."""
         steps = [
             replace(step, observed={point: {} for point in step.observed}) for step in self.steps
         ]
@@ -198,11 +198,6 @@ class ComparisonRow(Stored):
         if not self.tested:
             return place | {"tested": False}
         return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
-
-    @property
-    def is_comparison(self) -> bool:
-        """Whether an error was measured."""
-        return self.error is not None and self.bound is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
 @dataclass
 class RankProcess:
-    """A rank process: whose it is, and what is known of its end."""
+    """A rank process: its ranks, and what is known about its end."""
 
     pid: int
     ranks: tuple[int, ...]
@@ -165,10 +165,10 @@ class _Dead:
         text = f" {stack.place}" if stack and stack.frames else ""
         if last.state == heartbeat.DONE:
             text += " after it had returned"
-        said = _WHAT.search(
+        printed = _WHAT.search(
             self._tail(self.launch.output(last.rank)) + self._tail(self.launch.shared_output)
         )
-        return text + (f": {said[1]}" if said else "")
+        return text + (f": {printed[1]}" if printed else "")
 
     def _tail(self, path: Path) -> str:
         if not path.exists():

@@ -1,4 +1,4 @@
-"""A process that has imported torch once and forks a leader per case.
+"""A process that imports torch once and then forks a leader for each case.
 
 Importing torch and what it loads lazily takes two seconds, forking a process that has done so ten
 milliseconds.  Forking is safe only while the parent has a single thread: after OpenMP has run with

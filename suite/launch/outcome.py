@@ -81,7 +81,7 @@ class RankOutcome:
 
 
 def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
-    """The outcome of a rank that was left by ``error``."""
+    """The outcome of a rank whose program raised ``error``."""
     if isinstance(error, SystemExit):
         code = error.code
         number = code if isinstance(code, int) else 0 if code is None else 1
@@ -110,7 +110,7 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
 
 
 def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
-    """Decide who is cause and who consequence, now that all ranks have ended.
+    """Tell causes from consequences, now that all ranks have ended.
 
     Hung ranks whose stack ends in a communication call (marked ``is_comm_error``) wait for
     someone: they are consequences if there is anybody to wait for.  If only consequences are left,
@@ -172,7 +172,7 @@ def root_cause(outcomes: Sequence[RankOutcome]) -> RankOutcome | None:
 
 
 def _differing_calls(outcomes: Sequence[RankOutcome]) -> str:
-    """Ranks that made equally many calls, but whose last one, in one group, is not the same."""
+    """Two ranks that made the same number of calls, but whose last calls in one group differ."""
     for one in outcomes:
         for other in outcomes[one.rank + 1 :]:
             call, _, group = one.last_call.rpartition(" on ")

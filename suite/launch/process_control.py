@@ -1,4 +1,4 @@
-"""Processes that never outlive us: parent-death signals, adoption of orphans, certain ends.
+"""Processes that never outlive their parent: death signals, adopted orphans, certain ends.
 
 Three mechanisms, because each has a hole.  A parent-death signal ends a child when its parent is
 killed, but is not inherited by grandchildren.  Killing a process group reaches those, but not one
@@ -54,13 +54,13 @@ def is_subreaper() -> bool:
 
 def children() -> set[int]:
     """Pids of this process's children (zombies too), adopted ones included."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:
-            found.update(map(int, (task / "children").read_text().split()))
+            pids.update(map(int, (task / "children").read_text().split()))
         except FileNotFoundError:  # the thread ended meanwhile
             continue
-    return found
+    return pids
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
@@ -132,21 +132,21 @@ def by_core() -> list[list[int]] | None:
 
     ``None``: the kernel does not tell.
     """
-    found: dict[str, list[int]] = {}
+    threads_of: dict[str, list[int]] = {}
     for number in sorted(os.sched_getaffinity(0)):
         place = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings")
         try:
-            found.setdefault(place.read_text().strip(), []).append(number)
+            threads_of.setdefault(place.read_text().strip(), []).append(number)
         except OSError:
             return None
-    return list(found.values())
+    return list(threads_of.values())
 
 
 def physical_cores() -> int:
     """Physical cores among those that this process may use: two threads of one core are one."""
-    found = by_core()
-    if found is not None:
-        return len(found)
+    per_core = by_core()
+    if per_core is not None:
+        return len(per_core)
     import psutil  # what it counts, cut to what may be used
 
     return min(cores(), psutil.cpu_count(logical=False) or cores())

@@ -38,13 +38,13 @@ _exit = os._exit  # the real one: see _announce_exits
 
 
 class Hub(Protocol):
-    """What ranks that are threads share."""
+    """What the ranks of one process share."""
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Wake all ranks: ``rank`` was left by ``error``."""
+        """Wake all ranks: the program of ``rank`` raised ``error``."""
 
     def rank_done(self, rank: int) -> None:
-        """``rank`` will make no more calls."""
+        """``rank`` makes no more calls."""
 
 
 class Link(Protocol):
@@ -223,7 +223,7 @@ def _line_buffered(descriptor: int) -> Any:
 
 
 def _announce_exits() -> None:
-    """Have calls that end or stop this process say so first, in the heartbeat of the calling rank.
+    """Make calls that end or stop this process announce it first, in the calling rank's heartbeat.
 
     Among threads nothing else tells which of them it was.
     """

@@ -120,7 +120,7 @@ class _Watch:
         self._processes: list[RankProcess] = []
 
     def outcomes(self) -> list[RankOutcome]:
-        """Start the ranks and wait until all have ended, which they do; outcomes by rank."""
+        """Start the ranks and wait until all have ended; one outcome for each rank."""
         strangers_before = process_control.children()
         heartbeat.create(self._launch.heartbeat, self._launch.world)
         try:
@@ -160,7 +160,7 @@ class _Watch:
             self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
-        """Until a process ends or the next look is due."""
+        """Wait until a process ends or the next check is due."""
         left = self._launch.began + self._deadline_s - time.monotonic()
         timeout = max(0.0, min(_TICK_SECONDS, left))
         if any(process.handle is None for process in alive):
@@ -218,7 +218,7 @@ class _Watch:
         return (text if _size(self._launch.shared_output) > OUTPUT_LIMIT else ""), frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
-        """Ask for stacks where time ran out, then kill and collect."""
+        """Ask for stacks if time ran out, then kill."""
         doomed = [p for p in processes if p.ended is None and not p.reason]
         for process in doomed:
             process.reason = reason

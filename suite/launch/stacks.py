@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def waits(self) -> bool:
-        """Whether the thread stands in a communication call."""
+        """Whether the thread is inside a communication call."""
         outside = [file for file, _, _ in self.frames if not file.endswith(_STANDARD)]
         return bool(outside) and _communicates(outside[-1])
 
@@ -71,7 +71,7 @@ def arm(path: Path) -> None:
 
 
 def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:
-    """Have the processes write their stacks to their files; returns when they did or time is up."""
+    """Make the processes write their stacks; returns when they have, or when time is up."""
     waiting = {}
     for pid, path in pids.items():
         size = path.stat().st_size if path.exists() else -1

@@ -209,7 +209,7 @@ class _ForwardEnded:
         if current() is None:
             return
         # One hook a call: of several outputs the first that carries a gradient stands for all.
-        for tensor in _tensors(outputs):
+        for tensor in nested_tensors(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(_BackwardBegins(self.unit))
                 return
@@ -238,12 +238,13 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
         unit.register_forward_hook(_ForwardEnded(name))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from nested_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from nested_tensors(item)

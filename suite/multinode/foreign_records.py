@@ -154,16 +154,16 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
     began = [rank for rank in range(world) if (folder / f"rank{rank}.began").exists()]
     if not began:
         return None
-    found = []
+    outcomes = []
     for rank in range(world):
-        told = _end(folder, rank).get("outcome")
-        if told is not None:
+        outcome = _end(folder, rank).get("outcome")
+        if outcome is not None:
             record = folder / f"rank{rank}.rec"
-            told["record"] = record if told["status"] == "ok" and record.exists() else None
-            found.append(RankOutcome(**told))
+            outcome["record"] = record if outcome["status"] == "ok" and record.exists() else None
+            outcomes.append(RankOutcome(**outcome))
         else:
-            found.append(_silent(folder, rank, rank in began))
-    return mark_consequences(found)
+            outcomes.append(_silent(folder, rank, rank in began))
+    return mark_consequences(outcomes)
 
 
 def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
@@ -186,10 +186,10 @@ def _top_frame(stacks: str) -> str:
 
 def _end(folder: Path, rank: int) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads((folder / f"rank{rank}.end").read_text())
+        end: dict[str, Any] = json.loads((folder / f"rank{rank}.end").read_text())
     except (OSError, ValueError):
         return {}
-    return told
+    return end
 
 
 def results_of(
@@ -248,8 +248,8 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
                 print(f"digests against local processes, {row.sentence()}")
             if any(row.unequal and row.lane in EXACT_LANES for row in rows):
                 code = verdicts.BROKEN
-            told = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
-            (results / "digests.json").write_text(json.dumps(told, indent=1) + "\n")
+            lanes = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
+            (results / "digests.json").write_text(json.dumps(lanes, indent=1) + "\n")
         run.close(code)
     return code
 

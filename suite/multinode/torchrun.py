@@ -201,12 +201,12 @@ def _one(
 
 def _sockets() -> set[int]:
     """Descriptors of this process's sockets."""
-    found = set()
+    sockets = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):
             if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
-                found.add(int(entry.name))
-    return found
+                sockets.add(int(entry.name))
+    return sockets
 
 
 def _wake_peers(before: set[int]) -> None:

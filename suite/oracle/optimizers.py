@@ -55,7 +55,7 @@ def largest_terms(
 
     Where terms cancel, the sum's own last place says nothing of the error of adding them.
     """
-    found: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     names = {parameter: name for name, parameter in named.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -69,8 +69,8 @@ def largest_terms(
                 terms = [parameter.grad * (1 - kept)]
             before = optimizer.state[parameter].get(slot)
             terms += [] if before is None else [before * kept]
-            found[f"{names[parameter]}.{slot}"] = torch.stack([t.abs() for t in terms]).amax(0)
-    return found
+            largest[f"{names[parameter]}.{slot}"] = torch.stack([t.abs() for t in terms]).amax(0)
+    return largest
 
 
 def load_slots(

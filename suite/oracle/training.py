@@ -80,7 +80,7 @@ def train(
         draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
     if buffers_rule == "synced" and draws[0]:
         raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-    record = Truth(_copies(parameters), buffers[0])
+    record = Truth(_copies(parameters))
     for step in range(steps):
         batches = workload.batch(step, coordinates)
         if buffers_rule == "synced":

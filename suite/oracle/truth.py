@@ -40,7 +40,7 @@ class TruthStep:
 
 @dataclass
 class Truth(Stored):
-    """A whole training: parameters and buffers at the start, every step, and what exactness takes.
+    """A whole training: the parameters at the start, every step, and what exactness takes.
 
     Of a replay there are no steps, but ``final`` parameters, the number of ``updates``, how many
     versions the stalest of them was behind (``stale``), or the ``problem`` of a history that cannot
@@ -48,7 +48,6 @@ class Truth(Stored):
     """
 
     initial: Tensors = field(default_factory=dict)
-    initial_buffers: Tensors = field(default_factory=dict)
     steps: list[TruthStep] = field(default_factory=list)
     budget: Budget | None = None
     final: Tensors = field(default_factory=dict)

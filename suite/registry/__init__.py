@@ -56,7 +56,7 @@ class BrokenImplementation(RuntimeError):
 
 
 class NotAnImplementation(BrokenImplementation):
-    """What a name leads to is no (complete) subclass of ``shardproof.contract.Implementation``."""
+    """The named object is no complete subclass of ``shardproof.contract.Implementation``."""
 
 
 def names() -> list[str]:
@@ -146,7 +146,7 @@ def _root() -> Path:
 @cache
 def _folder() -> Mapping[str, str]:
     """Name -> module, of every file under ``impls`` that exports ``IMPLEMENTATION``."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     root = _root()
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py"), *root.glob("*/*/__init__.py")]):
         parts = path.relative_to(root).with_suffix("").parts
@@ -154,21 +154,23 @@ def _folder() -> Mapping[str, str]:
             parts = parts[:-1]
         hidden = any(part.startswith("_") for part in parts) or parts[:1] == ("mutants",)
         if parts and not hidden and _EXPORT.search(path.read_text(encoding="utf-8")):
-            found["/".join(parts)] = ".".join(("shardproof.impls", *parts))
-    return found
+            modules["/".join(parts)] = ".".join(("shardproof.impls", *parts))
+    return modules
 
 
 @cache
 def _mutant_modules() -> Mapping[str, str]:
     """Mutant -> module, read off the decorators ``@mutant("name", ...)``."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for path in sorted((_root() / "mutants").glob("**/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "mutant":
                     module = path.relative_to(_root()).with_suffix("").parts
-                    found[ast.literal_eval(call.args[0])] = ".".join(("shardproof.impls", *module))
-    return found
+                    modules[ast.literal_eval(call.args[0])] = ".".join(
+                        ("shardproof.impls", *module)
+                    )
+    return modules
 
 
 @cache

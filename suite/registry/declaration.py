@@ -80,7 +80,7 @@ class Declaration(Capabilities, Stored):
         return ""
 
     def excludes_case(self, case: Case, missing: str) -> str:
-        """Why ``case`` lies outside what it declares or what the machine has; empty: inside."""
+        """Why ``case`` is outside what it declares or what the machine has; empty: it is not."""
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason

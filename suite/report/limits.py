@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
+from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
 from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, looks, matrix, summary
@@ -133,29 +134,34 @@ def _open(results: Iterable[CaseResult]) -> Limit:
     )
 
 
+_OPEN_TIMES = (
+    "Times that decide nothing",
+    "Comparisons and efficiencies that were not measured, or whose interval leaves it open.",
+    ("timing", "verdict", "reason"),
+)
+
+
 def _open_times(run: Run) -> Limit:
     """Comparisons and cells of scaling that were not measured, or do not suffice for a verdict.
 
     A comparison that others beside it make undecided (Holm) is open as well.
     """
+    if not run.benches and not run.scalings:
+        return Limit(*_OPEN_TIMES, ())
     from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
 
-    family = stats.family(run.benches) if run.benches else {}
+    pairs, cells = lines.pairs(run), lines.cells(run)
+    family = stats.family(pairs)
     rows = []
-    for line in run.timed:
-        word, why = str(line["verdict"]), str(line.get("reason") or "")
-        beside = str(family.get(line["id"], {}).get("verdict", word))
+    timed: list[lines.PairLine | lines.CellLine] = [*pairs, *cells]
+    for line in timed:
+        word, why = line.verdict, line.reason
+        beside = family[line.id].verdict if line.id in family else word
         if looks.head(beside) in summary.OPEN and beside != word:
             word, why = beside, f"{word} alone, not beside {len(family)} comparisons (Holm)"
         if looks.head(word) in (*summary.OPEN, "oversubscribed"):
-            rows.append((line["id"], word, why))
-    return Limit(
-        "Times that decide nothing",
-        "Comparisons and efficiencies that were not measured, or whose interval is too wide.",
-        ("timing", "verdict", "reason"),
-        tuple(rows[:MOST]),
-        rest=len(rows[MOST:]),
-    )
+            rows.append((line.id, word, why))
+    return Limit(*_OPEN_TIMES, tuple(rows[:MOST]), rest=len(rows[MOST:]))
 
 
 def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:

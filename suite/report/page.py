@@ -16,6 +16,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from shardproof import verdicts
+from shardproof.bench import lines
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import bars, curves, forest, heat, timelines
@@ -92,6 +93,7 @@ def html(run: Run) -> str:
     grouped = _groups(run.cases, [name for name, _ in capabilities.columns], anchors)
     drawn, more = timelines.timelines(run.path, run.cases)
     judged = kills.judged(run.kills)
+    pairs, cells = lines.pairs(run), lines.cells(run)
     return jinja.get_template("report.html").render(
         run=run,
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -119,12 +121,12 @@ def html(run: Run) -> str:
         bubbles=bubbles.tables(run.cases),
         timelines=drawn,
         more_timelines=more,
-        panels=curves.panels(run.scalings),
-        scaling=curves.table(run.scalings),
-        scaling_remarks=curves.remarks(run.scalings),
-        comparisons=forest.table(run.benches) if run.benches else None,
-        comparison_notes=[row.notes for row in forest.rows(run.benches)] if run.benches else [],
-        lost=forest.lost(run.benches) if run.benches else "",
+        panels=curves.panels(cells),
+        scaling=curves.table(cells),
+        scaling_remarks=curves.remarks(cells),
+        comparisons=forest.table(pairs) if pairs else None,
+        comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
+        lost=forest.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",
         limits=limits(run),
@@ -213,9 +215,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         alive = len(kills.survivors(run.kills))
         state = "fail" if alive else "pass"
         tiles.append((state, f"{len(judged) - alive:,}/{len(judged):,}", "faults killed"))
-    for what, lines in (("comparisons", run.benches), ("scaling", run.scalings)):
-        if lines:
-            heads = Counter(head(line["verdict"]) for line in lines)
+    for what, timed in (("comparisons", run.benches), ("scaling", run.scalings)):
+        if timed:
+            heads = Counter(head(line["verdict"]) for line in timed)
             tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]
     return tiles
 

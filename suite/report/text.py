@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
@@ -110,18 +111,20 @@ def _timed(run: Run) -> Iterator[str]:
         return
     from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
 
-    family = stats.family(run.benches)
-    rows = [times.cells(line, family) for line in run.benches]
+    timed = stored.pairs(run)
+    family = stats.family(timed)
+    rows = [times.cells(line, family) for line in timed]
     table = Table("Comparisons of times", times.HEADINGS, rows)
     yield from ("", f"## {table.title}", "", table.markdown())
-    for line in run.benches:
+    for line in timed:
         yield from ("", *_fenced(times.details(line)))
 
 
 def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
-        yield from ("", "## Scaling", "", curves.table(run.scalings).markdown())
-        for heading, items in curves.remarks(run.scalings):
+        cells = stored.cells(run)
+        yield from ("", "## Scaling", "", curves.table(cells).markdown())
+        for heading, items in curves.remarks(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
 

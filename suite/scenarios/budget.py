@@ -1,7 +1,7 @@
-"""Which cases fit into the time there is.
+"""The cases that fit into a time budget.
 
-Cases are taken in turn from every (implementation, backend), so that a small budget still touches
-each of them, and until the estimated time is used up.  What is left out is named, never dropped.
+Every (implementation, label, backend) gives one case in turn, until the estimated time is used up.
+So a small budget still covers each of them.  Cases without room are reported, never dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardproof.case import Case
 from shardproof.runs.durations import Durations
 
-#: Seconds a case where nothing is known yet (4 ranks, two cores).
+#: Seconds per case without an earlier duration (4 ranks, two cores).
 DEFAULT_SECONDS = {"in_memory": 0.4}
 OTHER_SECONDS = 0.8
 #: Starting and stopping the launcher.
@@ -34,7 +34,7 @@ class CaseSchedule:
 def fit_cases(
     cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None
 ) -> CaseSchedule:
-    """Choose from ``cases`` what ``jobs`` workers can run in ``minutes`` (``None``: all)."""
+    """Choose the ``cases`` that ``jobs`` leaders can run in ``minutes`` (``None``: all)."""
     estimates = _estimates(cases, durations)
     if minutes is None:
         used = START_SECONDS + sum(estimates.values()) / jobs

@@ -1,4 +1,4 @@
-"""Scenario files: found by name, folder or file, read, and checked with the line of every fault."""
+"""Finds scenario files by name, folder or path, reads them and reports each fault with its line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Scenario
 from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
 
-#: Scenarios shipped with the suite, used where the working folder has no ``scenarios/``.
+#: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
 
 #: Keys of files whose values had other names before 1.0.
@@ -33,7 +33,7 @@ _JUDGED = re.compile(r"^matrix[ \t]*:", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ScenarioFile:
-    """A valid scenario and where each part of it stands."""
+    """A valid scenario, and the line of each of its parts."""
 
     scenario: Scenario
     file: str
@@ -45,29 +45,29 @@ class ScenarioFile:
         return self.scenario.name
 
     def problem(self, path: Iterable[str | int], what: str, remedy: str, value: str) -> Problem:
-        """A fault of the part that ``path`` leads to."""
+        """A fault of the part at ``path``."""
         return Problem(what, remedy, value, self.file, self.node.locate(path))
 
 
 def load(path: Path) -> ScenarioFile:
     """Read one file.
 
-    :raises ScenarioError: with all faults of its first faulty stage (text, then shape), or for a
-        file that is timed (:func:`timed`).
+    :raises ScenarioError: all faults of the first faulty stage (text, then shape); or the file is
+        timed (:func:`timed`).
     """
     if kind := timed(path):
         raise ScenarioError([_not_judged(path, f"a {kind} scenario")])
     if _head(path, _POLICY):
         remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
-        raise ScenarioError(Problem("a policy, no scenario", remedy, file=_shown(path)))
+        raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
     return _validate(read(path), _shown(path))
 
 
 def timed(path: Path) -> str:
     """``"speed"`` or ``"scaling"`` for a file that ``shardproof bench`` times, else ``""``.
 
-    What stands at the top level says so, whatever the file's folder: ``pairs:`` or ``mode:``, and
-    no ``matrix:``.  A file that cannot be read is left to who loads it.
+    Its top-level keys decide, not its folder: ``pairs:`` or ``mode:``, and no ``matrix:``.  The
+    caller that loads an unreadable file reports it.
     """
     match = _head(path, _TIMED)
     if match is None:
@@ -76,7 +76,7 @@ def timed(path: Path) -> str:
 
 
 def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
-    """The first of ``keys`` in a file that is no scenario; one that cannot be read has none."""
+    """The first of ``keys`` in a file other than a scenario; ``None`` for an unreadable file."""
     if not path.is_file():
         return None
     try:
@@ -98,16 +98,16 @@ def _not_judged(path: Path, what: str) -> Problem:
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
-    """The same for text in hand; ``file`` names it in errors."""
+    """The same for text; ``file`` names it in errors."""
     return _validate(parse(text, file), file)
 
 
 def read_as(path: Path, kind: type[Shape], noun: str = SCENARIO) -> tuple[Shape, Node]:
-    """A file of another shape than a scenario's, and where its parts stand.
+    """A file of another shape than a scenario, and the lines of its parts.
 
     ``noun`` names it in errors; it may be empty where no key is required.
 
-    :raises ScenarioError: with all its faults.
+    :raises ScenarioError: all its faults.
     """
     optional = not any(field.is_required() for field in kind.model_fields.values())
     node = read(path, noun, optional)
@@ -115,15 +115,15 @@ def read_as(path: Path, kind: type[Shape], noun: str = SCENARIO) -> tuple[Shape,
 
 
 def default_folder() -> Path:
-    """``scenarios/`` of the working folder, else the one shipped with the suite."""
+    """``scenarios/`` of the working folder, else the scenarios shipped with the suite."""
     here = Path("scenarios")
     return here if here.is_dir() else SHIPPED
 
 
 def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[ScenarioFile]:
-    """Load what ``arguments`` name: files, folders (all levels) or scenario names.
+    """Load the files, folders (all levels) or scenario names in ``arguments``.
 
-    Nothing named means ``conformance/`` of ``folder`` (default: :func:`default_folder`).
+    No arguments mean ``conformance/`` of ``folder`` (default: :func:`default_folder`).
 
     :raises ScenarioError: for faulty files and for a scenario name that two files use.
     :raises SelectionError: for a name that no scenario has.
@@ -185,7 +185,7 @@ def _paths(argument: str, root: Path) -> list[Path]:
             raise SelectionError(_not_judged(candidate, f"a {timed(candidate)} scenario"))
     if path.parent != Path():
         return [path]
-    # The name inside a file may differ from the file's own.
+    # The name inside a file may differ from the file name.
     names: list[str] = []
     for candidate in stems.values():
         try:
@@ -200,7 +200,7 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 
 def _judged_in(folder: Path) -> list[Path]:
-    """The scenarios below a folder that was named; one with timed files only is a mistake."""
+    """The scenarios below a named folder; a folder with only timed files is an error."""
     files = _in_folder(folder)
     if not files and timed_files(folder):
         raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
@@ -228,7 +228,7 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-# ----------------------------------------------------------- pydantic's errors, in our words
+# ----------------------------------------------------------- pydantic's errors as problems
 
 
 def _validate(node: Node, file: str) -> ScenarioFile:
@@ -245,7 +245,7 @@ def _as(kind: type[Shape], node: Node, file: str) -> Shape:
 
 
 def _rename(node: Node, file: str) -> None:
-    """Give lanes, checks and verdicts under ``node`` their names of now, with a warning."""
+    """Replace old names of lanes, checks and verdicts under ``node``, with a warning."""
     if isinstance(node.value, list):
         for item in node.value:
             _rename(item, file)
@@ -259,7 +259,7 @@ def _rename(node: Node, file: str) -> None:
             for old in list(verdicts.value):
                 new = old_words.current("verdict", old, file, verdicts.keys[old].line)
                 if new in verdicts.value:
-                    continue  # the old name of one that is there, too, is an unknown key
+                    continue  # with both names given, the old one is an unknown key
                 verdicts.value[new] = verdicts.value.pop(old)
                 verdicts.keys[new] = verdicts.keys.pop(old)
 
@@ -290,7 +290,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """A path as every message names it: ``matrix.cases[0].backend``."""
+    """A path as messages write it: ``matrix.cases[0].backend``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -1,7 +1,7 @@
-"""From a scenario to its cases: axes multiply, rules add, remove and mark cells.
+"""Expands a scenario into cases: axes multiply; rules add, remove and mark cells.
 
 Order: the product of the axes, ``include``, ``exclude``, ``skip`` and ``xfail``, ``quick``.  A rule
-that changes nothing is an error, because it is a typo or has outlived its reason.
+that changes nothing is an error: it is a typo, or outdated.
 
 Ids are stable: ``scenario::implementation::backend::mesh::optimizer::clip::lane::tier``, with
 ``scenario[variant]`` where the workload is an axis, ``implementation+label`` where it has one, and
@@ -45,7 +45,7 @@ MAX_CELLS = 20_000
 #: The trait that needs a loss scaler.
 OVERFLOW = "overflow_on_one_rank"
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
-#: Equal bits are the harder to reach, the fewer bits there are to absorb another order.
+#: Fewer bits absorb less of another order of adding, so equal bits are harder to reach.
 _DTYPES = {
     "bitwise": "float32",
     "dyadic": "float32",
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells cells apart; the middle of the id."""
+        """What distinguishes cells; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
         optimizer = self.optimizer.label or self.optimizer.name
         clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
@@ -106,7 +106,7 @@ def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
 def expand(file: ScenarioFile, vocabulary: Vocabulary) -> list[Case]:
     """All cases of a scenario, in a stable order.
 
-    :raises ScenarioError: unknown names, rules that match nothing, cells that are given twice.
+    :raises ScenarioError: unknown names, rules without a match, duplicate cells.
     """
     return _Expansion(file, vocabulary).cases()
 
@@ -192,13 +192,13 @@ class _Expansion:
             self._add(path, "unknown implementation", nearest(name, known, "implementations"), name)
 
     def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
-        """What gives axes, and its place in the file."""
+        """The parts of the file that have axes, and their paths."""
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
 
     def _expectations(self) -> Iterator[tuple[Keys, Expect]]:
-        """Every ``expect`` of the file and its place, those that override others first."""
+        """Every ``expect`` of the file and its path, overriding ones first."""
         for axis in ("workload", "implementation"):
             for path, axes in self._parts():
                 for index, choice in enumerate(getattr(axes, axis)):
@@ -221,7 +221,7 @@ class _Expansion:
             fault = self.vocabulary.fault_of(spec)
             if fault is not None:
                 remedy = "correct it, or see `shardproof list traits`"
-                self._add(path, f"this workload cannot be made: {fault}", remedy, spec.name)
+                self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
 
     # --------------------------------------------------------------------------------- cells
 
@@ -282,7 +282,7 @@ class _Expansion:
         if OVERFLOW in workload.traits and cell.optimizer.scaler is None:
             yield (
                 ["matrix", "optimizer"],
-                f"trait {OVERFLOW} makes gradients that only a loss scaler can leave out",
+                f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients",
                 "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
             )
         if ("relations" in self.scenario.checks) != (self._related(cell).relation is not None):
@@ -297,7 +297,7 @@ class _Expansion:
             if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
                 yield (
                     self._relation_at(cell),
-                    "same_as describes the case itself: the second run must be another one",
+                    "same_as describes the case itself: the second run must differ",
                     "name another implementation, mesh or options",
                 )
             ranks, own = (math.prod(sizes.values()) for sizes in (other.mesh or mesh, mesh))
@@ -310,29 +310,28 @@ class _Expansion:
         if cell.lane == "dyadic" and workload.name not in self.vocabulary.dyadic:
             yield (
                 ["matrix", "lane"],
-                f"workload {workload.name} has no form for lane dyadic: it is no net of small "
-                "integers",
+                f"workload {workload.name} has no form for lane dyadic, which needs small integers",
                 f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
             )
         if cell.lane == "bitwise" and cell.clip is not None:
             yield (
                 ["matrix", "lane"],
-                "lane bitwise compares with clipping off: the order of a norm's sum is free",
+                "lane bitwise needs clipping off: a norm's sum has no fixed order",
                 "exclude {lane: bitwise, clip: ...}",
             )
 
     def _related(self, cell: Cell) -> Expect:
-        """The expectation that says what ``cell`` is compared with, if any does."""
+        """The expectation that holds the relation of ``cell``, if any."""
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
     def _other(self, cell: Cell) -> Other | None:
-        """The second run that the relation of ``cell`` describes."""
+        """The second run in the relation of ``cell``."""
         relation = self._related(cell).relation
         return relation.same_as if isinstance(relation, SameAs) else None
 
     def _relation_at(self, cell: Cell) -> Keys:
-        """Where the relation of ``cell`` stands."""
+        """The path of the relation of ``cell``."""
         given = self._related(cell)
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
@@ -340,7 +339,7 @@ class _Expansion:
     def _marks(
         self, cells: Sequence[Cell], section: str, rules: Sequence[Match]
     ) -> dict[tuple[str, ...], str]:
-        """Key -> reason of the first rule that matches, for every cell that one matches."""
+        """Key -> reason of the first matching rule, for every matched cell."""
         marks: dict[tuple[str, ...], str] = {}
         for index, rule in enumerate(rules):
             keys = [cell.key for cell in cells if matches(rule, cell)]
@@ -435,11 +434,11 @@ class _Expansion:
                 if own is choice:
                     line = self.file.node.locate([*path, "implementation", index])
                     return f"{_portable(self.file.file)}:{line}"
-        raise AssertionError("every cell's implementation stands in the file")
+        raise AssertionError("no cell has an implementation from outside of the file")
 
 
 def _portable(file: str) -> str:
-    """``file`` from the suite's own folder on, if it is one of the suite's."""
+    """``file`` from ``scenarios/`` on if it is one of the suite's."""
     path = Path(file)
     if path.is_relative_to(SHIPPED):
         return str(Path("scenarios") / path.relative_to(SHIPPED))
@@ -476,11 +475,11 @@ def matches(rule: Match, cell: Cell) -> bool:
 
 
 def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
-    """The cells of ``cases`` with another implementation in them, each once.
+    """The cells of ``cases`` with another implementation, each once.
 
-    Serves systems that no scenario names: a user's own, or a mutant.  Cells that expect a refusal
-    or what another system gives are left out (they hang on options), as are ``skip``, ``xfail`` and
-    expected ``buckets``.  A cell is of the quick tier if any implementation has it there.
+    Serves systems that no scenario names: a user's own, or a mutant.  It drops cells that expect a
+    refusal or the result of another system (both depend on options), and ``skip``, ``xfail`` and
+    expected ``buckets``.  A cell is in the quick tier if any implementation has it there.
     """
     substituted: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):

@@ -1,10 +1,10 @@
-"""The words of a scenario file, as pydantic models; :func:`json_schema` exports them for editors.
+"""The shape of a scenario file, as pydantic models; :func:`json_schema` exports it for editors.
 
-Only the shape is checked here.  Whether an implementation, a trait or a check of that name exists,
-and whether every rule matches something, is checked when the matrix is expanded
-(:mod:`shardproof.scenarios.matrix`), because that depends on what is installed.
+This module checks only the shape.  The expansion of the matrix (:mod:`shardproof.scenarios.matrix`)
+checks that names of implementations, traits and checks exist and that every rule matches a cell,
+because that depends on what is installed.
 
-Wherever a list is expected, a single value may stand for a list of one.
+A single value may stand for a list of one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
-Reason = Annotated[str, Field(min_length=3, description="why, in a sentence")]
+Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
 Size = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Model(BaseModel):
-    """Base of all: unknown keys are errors, and no type is converted silently."""
+    """Base of all models: unknown keys are errors, and no type is silently converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -75,7 +75,7 @@ Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
 
 
 def _expression(text: str) -> str:
-    """A traffic expectation must be a formula that can be parsed."""
+    """Refuse a traffic expectation that is not a formula."""
     expression.parse(text)
     return text
 
@@ -86,13 +86,13 @@ Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
 class Other(Model):
-    """What the second run of `same_as` is: another implementation, mesh or options."""
+    """The second run of `same_as`: another implementation, mesh or options."""
 
     implementation: str | None = Field(None, min_length=1, description="default: the case's own")
     options: Values = Field(
         default_factory=dict,
-        description="all options of another implementation; changes to the case's own options "
-        "if it is the same one",
+        description="all options of another implementation; for the same implementation, changes "
+        "to the case's own options",
     )
     mesh: dict[Axis, Size] | None = Field(
         None,
@@ -103,7 +103,7 @@ class Other(Model):
 
 
 class SameAs(Model):
-    """The relation of a case to a second run that is described."""
+    """The relation of a case to a second run."""
 
     same_as: Other
 
@@ -119,21 +119,21 @@ Relation = Annotated[
 
 
 class Expect(Model):
-    """What must come out, beyond being right."""
+    """Expectations beyond correct numbers."""
 
     traffic: Expression | None = Field(
         None,
-        description="floating-point payload sent in one optimizer step, in bytes summed over "
-        "ranks: a named formula or an expression of numbers, facts, + - * / ( ) min max ceil",
+        description="floating-point payload of one optimizer step, in bytes summed over ranks: a "
+        "named formula, or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
     buckets: int | None = Field(
-        None, ge=1, le=100_000, description="gradient buckets of a step, at least this many"
+        None, ge=1, le=100_000, description="smallest number of gradient buckets per step"
     )
     refuses: str | None = Field(
-        None, min_length=1, description="words that the implementation's refusal must contain"
+        None, min_length=1, description="text that the refusal must contain"
     )
     relation: Relation | None = Field(
-        None, description="what a second run must agree with: see the check `relations`"
+        None, description="relation to a second run: see the check `relations`"
     )
 
 
@@ -141,8 +141,8 @@ class ImplementationChoice(Model):
     """An implementation and its options; a bare name stands for `{name: ...}`."""
 
     name: str = Field(min_length=1, description="family/name, or package.module:Class")
-    options: Values = Field(default_factory=dict, description="handed to setup()")
-    label: Label | None = Field(None, description="tells option sets apart in ids and tables")
+    options: Values = Field(default_factory=dict, description="passed to setup()")
+    label: Label | None = Field(None, description="name of the options in ids and tables")
     expect: Expect | None = Field(None, description="overrides the scenario's expect")
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ class ImplementationChoice(Model):
 
 
 class Group(Model):
-    """A parameter group of the optimizer: names that `pattern` finds (re.search)."""
+    """A parameter group of the optimizer: names that match `pattern` (re.search)."""
 
     pattern: str
     lr_scale: float = 1.0
@@ -166,9 +166,9 @@ class Scaler(Model):
     """Dynamic loss scaling, by the rule of torch.amp.GradScaler."""
 
     initial: float = Field(65536.0, gt=0, description="scale of the first step")
-    growth: float = Field(2.0, gt=1, description="factor after `interval` updates in a row")
+    growth: float = Field(2.0, gt=1, description="factor after `interval` updates without overflow")
     backoff: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
-    interval: int = Field(2000, ge=1, description="updates without overflow until it grows")
+    interval: int = Field(2000, ge=1, description="updates without overflow until the scale grows")
 
 
 class OptimizerChoice(Model):
@@ -189,19 +189,21 @@ class OptimizerChoice(Model):
 
 
 class PrecisionChoice(Model):
-    """A mixed-precision policy; what is not named is as built.
+    """A mixed-precision policy; keys without a value keep the built dtype.
 
-    It is handed to the implementation as its option `precision`, and to the oracle.
+    The implementation gets it as its option `precision`; so does the oracle.
     """
 
-    label: Label = Field(description="names the policy in ids")
+    label: Label = Field(description="name of the policy in ids")
     built: DtypeName | None = Field(
-        None, description="dtype that the model is built in; that of the lane by default"
+        None, description="dtype of the built model; default: that of the lane"
     )
-    parameters: DtypeName | None = Field(None, description="compute, and parameters on the wire")
-    reduce: DtypeName | None = Field(None, description="sums of gradients over ranks")
-    output: DtypeName | None = Field(None, description="outputs of the model")
-    buffers: DtypeName | None = Field(None, description="floating-point buffers")
+    parameters: DtypeName | None = Field(
+        None, description="dtype of compute and of sent parameters"
+    )
+    reduce: DtypeName | None = Field(None, description="dtype of gradient sums over ranks")
+    output: DtypeName | None = Field(None, description="dtype of the model's outputs")
+    buffers: DtypeName | None = Field(None, description="dtype of floating-point buffers")
 
 
 class Workload(Model):
@@ -217,9 +219,9 @@ class Workload(Model):
 
 
 class WorkloadChoice(Model):
-    """A value of the workload axis: what it changes in the scenario's workload, and its label."""
+    """A value of the workload axis: a label, and changes to the scenario's workload."""
 
-    label: Label = Field(description="names the variant in ids")
+    label: Label = Field(description="name of the variant in ids")
     name: str | None = None
     traits: list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=2**31)
@@ -249,14 +251,14 @@ class Matrix(Model):
     optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
-    precision: Precisions = Field([], description="mixed-precision policies; none: all as built")
+    precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")
     workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class Match(Model):
-    """Cells for which every key given holds; a list means any of its values.
+    """Cells for which every given key holds; a list means any of its values.
 
-    A key that is not given stays an empty list; ``clip: null`` is a list of one.
+    A missing key is an empty list; ``clip: null`` is a list of one.
     """
 
     implementation: Words = Field([], description="glob on the name or name+label")
@@ -272,13 +274,13 @@ class Match(Model):
 
 
 class Rule(Match):
-    """A match and why it is made."""
+    """A match and its reason."""
 
     reason: Reason
 
 
 class Include(Model):
-    """Cells to add: a small matrix; axes that are not given keep the matrix's values."""
+    """Cells to add: a small matrix; missing axes keep the values of the matrix."""
 
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
@@ -298,11 +300,11 @@ class Scenario(Model):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique; lower case, digits, - _ ."
     )
-    about: str = Field(min_length=3, description="why this scenario exists")
-    sees: Annotated[Words, Field(description="fault classes that it is meant to catch")]
+    about: str = Field(min_length=3, description="the purpose of this scenario")
+    sees: Annotated[Words, Field(description="fault classes that it must catch")]
     tier: Tier = Field("quick", description="tier of the cells that no `quick` rule matches")
     workload: Workload = Field(description="model, data and batch shape")
-    matrix: Matrix = Field(description="axes that multiply")
+    matrix: Matrix = Field(description="axes, multiplied into cells")
     steps: int = Field(3, ge=1, le=1000, description="optimizer steps")
     checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
     expect: Expect = Field(
@@ -310,12 +312,12 @@ class Scenario(Model):
     )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")
-    xfail: list[Rule] = Field(default_factory=list, description="cells that are known to fail")
-    skip: list[Rule] = Field(default_factory=list, description="cells that are not run")
+    xfail: list[Rule] = Field(default_factory=list, description="cells known to fail")
+    skip: list[Rule] = Field(default_factory=list, description="cells that do not run")
     quick: list[Match] = Field(
-        default_factory=list, description="cells of the quick tier; the others are `full`"
+        default_factory=list, description="cells of the quick tier; all others are `full`"
     )
-    deadline: float = Field(60.0, gt=0, le=3600, description="seconds until a case is stopped")
+    deadline: float = Field(60.0, gt=0, le=3600, description="seconds before a case is stopped")
     memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
 
     @model_validator(mode="after")

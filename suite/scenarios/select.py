@@ -1,8 +1,7 @@
 """``-k EXPR``: pytest's grammar on case ids.
 
-``and``, ``or``, ``not`` and parentheses combine words; a word holds where it is part of the id,
-whatever the case of its letters, and ids match by their old words, too.  A whole case id selects
-just that case.
+``and``, ``or``, ``not`` and parentheses combine words.  A word matches if the id contains it, in
+upper or lower case; ids also match by their old words.  A whole case id selects only that case.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ MAX_DEPTH = 64
 
 
 def compile_expression(text: str) -> Predicate:
-    """A function that says whether a case id matches ``text``; empty text matches all.
+    """A function that matches case ids against ``text``; empty text matches all.
 
-    :raises SelectionError: text outside the grammar; names the column.
+    :raises SelectionError: text outside of the grammar, with its column.
     """
     if not text.strip():
         return lambda name: True
@@ -30,7 +29,7 @@ def compile_expression(text: str) -> Predicate:
 
 
 class _Parser:
-    """``or`` binds least, then ``and``, then ``not``; a token is (text, column)."""
+    """``not`` binds tightest, then ``and``, then ``or``; a token is (text, column)."""
 
     def __init__(self, text: str) -> None:
         self.text = text

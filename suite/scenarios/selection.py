@@ -1,4 +1,4 @@
-"""Which cases a command line means: scenarios, filters, and systems that no scenario names."""
+"""The cases that a command line selects: scenarios, filters, systems outside of all scenarios."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardproof.scenarios.vocabulary import Vocabulary
 
 _SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
 _ID_PARTS = 8
-#: What a filter looks at.
+#: The names of a case that a filter matches.
 Names = Callable[[Case], tuple[str | int, ...]]
-_NOT_PLANNED = "cases of another plan run without --resume and --rerun-failed"
+_NOT_PLANNED = "for other cases drop --resume and --rerun-failed"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The filters of ``run`` and ``list cases``; every one that is given must hold.
+    """The filters of ``run`` and ``list cases``; every given filter must hold.
 
     ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
-    ``package.module:Class``, a mutant or any other name without a scenario takes the cells of all.
+    ``package.module:Class``, a mutant or any other name without a scenario gets the cells of all.
     """
 
     scenarios: Sequence[str] = ()
@@ -42,7 +42,7 @@ class Selection:
         """The selected cases in the order of their scenarios.
 
         :raises ScenarioError: a faulty scenario file.
-        :raises SelectionError: an unknown name, a bad expression, or nothing that matches.
+        :raises SelectionError: an unknown name, a bad expression, or no match.
         """
         ids, names = _split(self.scenarios)
         named_by_ids = [_scenario_of(name) for name in ids]
@@ -56,12 +56,12 @@ class Selection:
         return selected
 
     def within(self, planned: list[Case]) -> list[Case]:
-        """Those of ``planned``, the cases of an earlier run, that every filter keeps.
+        """The cases of ``planned``, those of an earlier run, that every filter keeps.
 
-        Each value of a filter must match some of them: filters narrow a run and never add to it.
+        Each value of a filter must match some of them: filters only narrow a run.
         An empty ``tier`` keeps both.
 
-        :raises SelectionError: a value that was not planned; what was is named.
+        :raises SelectionError: a value outside of the plan; the error names planned values.
         """
         expression = _expression(self.expression)
         cases = self._of_scenarios(planned)
@@ -186,13 +186,13 @@ def _is_id(text: str) -> bool:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Case ids, in the words of now, and names of scenarios, files or folders."""
+    """Case ids, in current words, and names of scenarios, files or folders."""
     ids = [old_words.current_name(name) for name in arguments if _is_id(name)]
     return ids, [name for name in arguments if not _is_id(name)]
 
 
 def _expression(text: str) -> str:
-    """``-k`` without spaces around it; a whole case id in the words of now."""
+    """``-k`` without surrounding spaces; a whole case id in current words."""
     text = text.strip()
     return old_words.current_name(text) if _is_id(text) else text
 
@@ -207,7 +207,7 @@ def _narrow(
     values: Sequence[str | int],
     names: Names,
 ) -> list[Case]:
-    """The cases that one of ``values`` matches (all without any), each of which must match some."""
+    """The cases that ``values`` match (no values: all); each value must match some."""
     if not values:
         return cases
     matches = fnmatchcase if option == "--impl" else str.__eq__

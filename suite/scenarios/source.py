@@ -1,11 +1,11 @@
-"""YAML text as plain nodes that remember their lines; no object is ever built from a tag.
+"""YAML text as plain nodes with their lines; no tag ever builds an object.
 
-The text is read as libyaml's *event stream*.  Limits (size, depth, aliases and what they expand to)
-are counted on the events, before anything is built: an alias bomb costs nothing, and a million
-``[`` are refused (``yaml.compose`` recurses in C and would end the process).  A small closed table
-resolves scalars instead of PyYAML's constructors.  It follows YAML 1.2 where YAML 1.1 surprises:
+The text is read as libyaml's *event stream*.  Limits (size, depth, aliases and their expansion)
+apply to the events, before anything is built: an alias bomb costs nothing, and a million ``[`` are
+refused (``yaml.compose`` recurses in C and would end the process).  A small closed table resolves
+scalars instead of PyYAML's constructors.  It follows YAML 1.2 where YAML 1.1 is surprising:
 ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``, ``off``, ``yes`` or
-``no`` is an error because half of its readers mean a word and half a boolean.
+``no`` is an error, because it may mean a word or a boolean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_NODES = 100_000
 MAX_DEPTH = 32
 
 Scalar = str | int | float | bool | None
-#: What a file is that says nothing else.
+#: The default kind of file.
 SCENARIO = "scenario"
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -45,7 +45,7 @@ _NULL = {"", "~", "null", "Null", "NULL"}
 class Node:
     """A scalar, a list of nodes, or a mapping (``keys`` holds the nodes of its keys).
 
-    ``line`` counts from 1 and is that of the node's first character.
+    ``line`` counts from 1 and is the line of the first character.
     """
 
     line: int
@@ -62,7 +62,7 @@ class Node:
         return self.value
 
     def locate(self, path: Iterable[str | int]) -> int:
-        """Line of what ``path`` leads to, or of the deepest part of it that exists."""
+        """Line of the node at ``path``, or of the deepest existing part of the path."""
         node, line = self, self.line
         for step in path:
             if isinstance(node.value, dict) and step in node.value:
@@ -77,10 +77,10 @@ class Node:
 def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     """The node of the file at ``path``, whose top level must be a mapping.
 
-    ``noun`` names in errors what the file is; ``optional``: all of it may be left out, so an empty
-    file is an empty mapping.
+    ``noun`` names the kind of file in errors; ``optional``: no key is required, so an empty file is
+    an empty mapping.
 
-    :raises ScenarioError: what cannot be read, or is no YAML that stays within the limits.
+    :raises ScenarioError: an unreadable file, invalid YAML, or YAML beyond the limits.
     """
     shown = str(path)
 
@@ -96,7 +96,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
         more = "; `shardproof list scenarios` shows all" if noun == SCENARIO else ""
         raise refuse("no such file", f"check the path of the {noun}{more}") from None
     except OSError as error:
-        raise refuse("cannot be read", "check the file's rights", error.strerror) from None
+        raise refuse("cannot be read", "check the file's permissions", error.strerror) from None
     if len(raw) > MAX_BYTES:
         raise refuse("file is over 1 MiB", _too_large(noun))
     if b"\0" in raw:
@@ -114,7 +114,7 @@ def _too_large(noun: str) -> str:
 
 
 def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) -> Node:
-    """The node of YAML ``text``; ``file`` and ``noun`` are only named in errors."""
+    """The node of YAML ``text``; ``file`` and ``noun`` only serve error messages."""
     if len(text) > MAX_BYTES:
         raise ScenarioError(Problem("text is over 1 MiB", _too_large(noun), None, file))
     reader = _Reader(file, noun)
@@ -134,7 +134,7 @@ def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) ->
 
 
 def _events(text: str) -> Iterator[Any]:
-    """PyYAML's events; its stubs leave out that node events have anchors, tags and marks."""
+    """PyYAML's events; its stubs lack anchors, tags and marks of node events."""
     events: Iterator[Any] = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return events
 
@@ -151,7 +151,7 @@ class _Reader:
     # ---------------------------------------------------------------- pass 1: limits, no objects
 
     def check(self, text: str) -> list[Any]:
-        """The node events of the only document, every limit checked on the way."""
+        """The node events of the only document, within every limit."""
         events: list[Any] = []
         sizes: dict[str | None, int] = {}
         open_nodes: list[tuple[str | None, int]] = []
@@ -164,7 +164,7 @@ class _Reader:
                     documents += 1
                     if documents > 1:
                         raise self.error(
-                            line, "second document", f"one {self.noun} a file; remove `---`"
+                            line, "second document", f"one {self.noun} per file; remove `---`"
                         )
                 if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
                     continue
@@ -181,7 +181,7 @@ class _Reader:
                     self._check_tag(event, line)
                     total += 1
                     if isinstance(event, yaml.CollectionStartEvent):
-                        # An anchor given again means the new node, which is open from here on.
+                        # A repeated anchor means the new node, which is open from here on.
                         sizes.pop(event.anchor, None)
                         open_nodes.append((event.anchor, total - 1))
                     elif event.anchor:
@@ -211,7 +211,7 @@ class _Reader:
             raise self.error(
                 line,
                 "unknown or self-containing alias",
-                "define `&name` before",
+                "define `&name` first",
                 f"*{event.anchor}",
             )
         return sizes[event.anchor]
@@ -220,7 +220,7 @@ class _Reader:
         tag = getattr(event, "tag", None)
         if tag is not None and tag != "!" and tag not in _TAGS:
             shown = tag.replace(_PREFIX, "!!")
-            raise self.error(line, "YAML tag", "remove it: files are plain data", shown)
+            raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
 
     @staticmethod
     def _syntax_hint(text: str, line: int) -> str:
@@ -232,7 +232,7 @@ class _Reader:
     # -------------------------------------------------------------------------- pass 2: the nodes
 
     def build(self, event: Any, events: Iterator[Any]) -> Node:
-        """The node that begins with ``event``; takes the rest of it from ``events``."""
+        """The node that begins with ``event``; takes its rest from ``events``."""
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             return self.anchors[event.anchor]

@@ -1,4 +1,4 @@
-"""The names that scenarios may use: what is installed, looked up late because it imports torch."""
+"""The names that scenarios may use.  Installed names are looked up late: that imports torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from shardproof.contract import GroupSpec
 class Vocabulary:
     """Valid names.
 
-    ``groups`` gives the parameter groups that traits suggest; ``fault_of`` says why a workload
-    whose names are all known still cannot be made (``None``: it can).  ``dyadic`` are the workloads
-    that have a form for that lane.
+    ``groups``: the parameter groups that traits suggest.  ``fault_of``: why a workload of known
+    names cannot be built, or ``None``.  ``dyadic``: the workloads with a form for that lane.
     """
 
     implementations: Collection[str]
@@ -31,7 +30,7 @@ class Vocabulary:
 
 @cache
 def installed() -> Vocabulary:
-    """What this installation has."""
+    """The names of this installation."""
     from shardproof import registry
     from shardproof.backends import BACKENDS
     from shardproof.checks import CHECKS

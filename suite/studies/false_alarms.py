@@ -18,18 +18,20 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scipy import stats as distributions
 
 from shardproof import registry, verdicts
+from shardproof.bench import lines as stored
 from shardproof.bench import sides
 from shardproof.bench.evidence import keep
+from shardproof.bench.lines import Interval, PairLine
 from shardproof.bench.session import Session
 from shardproof.bench.stats import SMALLEST_MARGIN
+from shardproof.bench.subjects import BLOCKS, Pair, Side
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs import run_folder
@@ -42,8 +44,6 @@ SLOWDOWN = 0.10
 #: The aims: a 95 % interval may err in 5 of 100; 10 or more would be a chance of 3 %.
 ALIKE, MOST_ALARMS = 100, 9
 LEAST_DETECTED = 0.90
-
-Line = Mapping[str, Any]
 
 
 class Slowed(registry.load(PARENT)):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class Slowed(registry.load(PARENT)):  # type: ignore[misc]
         return result
 
 
-def sessions(alike: int, slowed: int) -> list[sides.Pair]:
+def sessions(alike: int, slowed: int) -> list[Pair]:
     """Pairs to time: ``slowed`` with a slower A, and as many with B = A as ``alike`` needs.
 
     Every session gives an A/A comparison and one with B = A gives two.
@@ -70,11 +70,11 @@ def sessions(alike: int, slowed: int) -> list[sides.Pair]:
     return [_pair(kind, number) for _, kind, number in sorted(places)]
 
 
-def _pair(kind: str, number: int) -> sides.Pair:
-    return sides.Pair(
+def _pair(kind: str, number: int) -> Pair:
+    return Pair(
         name=f"{kind}-{number:03d}",
-        a=sides.Side(SLOWED if kind == "slowed" else PARENT),
-        b=sides.Side(PARENT),
+        a=Side(SLOWED if kind == "slowed" else PARENT),
+        b=Side(PARENT),
         backend="gloo",
         world=2,
         workload=sides.spec_of("charnames_gpt", SIZE, {}, 16, 1, 0),
@@ -101,22 +101,23 @@ class Counts:
     ratio_median: float | None
 
 
-def count(lines: Sequence[Line]) -> Counts:
-    """The counts among lines of kind ``bench``."""
-    alike: list[Line] = []
-    slowed: list[Line] = []
+def count(lines: Sequence[PairLine]) -> Counts:
+    """The counts among comparisons."""
+    alike: list[Interval] = []
+    slowed: list[PairLine] = []
+    ratios = []
     for line in lines:
-        if line["problem"] is not None or "ratio" not in line or not line.get("aa"):
+        if line.problem is not None or line.figures is None or line.figures.aa is None:
             continue
-        alike.append(line["aa"])
-        a, b = line["pair"]["a"], line["pair"]["b"]
-        if a["implementation"] == SLOWED:
+        alike.append(line.figures.aa)
+        if line.pair.a.implementation == SLOWED:
             slowed.append(line)
-        elif a == b:
-            alike.append(line)
-    alarms = sum(each["low"] > 1 or each["high"] < 1 for each in alike)
-    words = Counter(str(line["verdict"]) for line in slowed)
-    half_widths = [each["half_width"] for each in alike]
+            ratios.append(line.figures.ratio)
+        elif line.pair.a == line.pair.b:
+            alike.append(line.figures)
+    alarms = sum(each.low > 1 or each.high < 1 for each in alike)
+    words = Counter(line.verdict for line in slowed)
+    half_widths = [each.half_width for each in alike]
     return Counts(
         comparisons=len(alike),
         alarms=alarms,
@@ -128,7 +129,7 @@ def count(lines: Sequence[Line]) -> Counts:
         detected=words["slower"],
         detected_interval=_share_interval(words["slower"], len(slowed)),
         verdicts=dict(sorted(words.items())),
-        ratio_median=_median([line["ratio"] for line in slowed]),
+        ratio_median=_median(ratios),
     )
 
 
@@ -174,9 +175,7 @@ def held(counts: Counts) -> bool:
     return enough and quiet and counts.detected >= LEAST_DETECTED * counts.slowed
 
 
-def _measure(
-    folder: run_folder.RunFolder, pairs: Sequence[sides.Pair], minutes: float | None
-) -> None:
+def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float | None) -> None:
     """Time those of ``pairs`` that ``folder`` does not have yet, while there is time."""
     began, longest = time.monotonic(), 0.0
     done = {line["id"] for line in run_folder.read(folder.path).benches}
@@ -196,8 +195,9 @@ def _measure(
             session.time(measured, lambda blocks: None)
             line = keep(folder, measured)
             longest = max(longest, time.monotonic() - start)
-            ratio = f"{line['ratio']:.3f}" if "ratio" in line else line["reason"]
-            print(f"{pair.name}: {line['verdict']} {ratio}, {spent:.0f} s", flush=True)
+            figures = line.figures if isinstance(line, PairLine) else None
+            ratio = line.reason if figures is None else f"{figures.ratio:.3f}"
+            print(f"{pair.name}: {line.verdict} {ratio}, {spent:.0f} s", flush=True)
 
 
 def run(
@@ -218,7 +218,7 @@ def run(
     """
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
-    others = [line for path in also for line in run_folder.read(path).benches]
+    others = [line for path in also for line in stored.pairs(run_folder.read(path))]
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
             _measure(folder, sessions(alike, slowed), minutes)
@@ -226,8 +226,8 @@ def run(
             folder.close(verdicts.INTERRUPTED)
             print("stopped: the sessions that had ended are kept", file=sys.stderr)
             return verdicts.INTERRUPTED
-    lines = run_folder.read(results).benches
-    counts = count([*lines, *(line for line in others if line.get("blocks") == sides.BLOCKS)])
+    lines = stored.pairs(run_folder.read(results))
+    counts = count([*lines, *(line for line in others if line.blocks == BLOCKS)])
     print("\n".join(sentences(counts)))
     if counts.comparisons < alike or counts.slowed < slowed:
         return verdicts.NOT_DECIDED

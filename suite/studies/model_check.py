@@ -17,11 +17,13 @@ from pathlib import Path
 
 from shardproof import registry, verdicts
 from shardproof.bench import sides
-from shardproof.bench.launches import SideRun, to_json
+from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, measurement, step_time
 from shardproof.bench.model.records import Rounds
+from shardproof.bench.plain import to_json
 from shardproof.bench.session import Session
+from shardproof.bench.subjects import Side
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
 
@@ -44,20 +46,20 @@ DEADLINE = 900.0
 INTRODUCTION = """\
 # Does the alpha-beta prediction hold?
 
-Written by `shardproof study model-check`; how: [docs/model.md](../../docs/model.md).
-Models of three sizes train side by side; none of their messages has a probed size (the
-study refuses), none of their steps is in the fit. Limit: 15 %, for the whole interval;
-`open`: the machine was too restless to tell.
+Written by `shardproof study model-check`; method: [docs/model.md](../../docs/model.md).
+Models of three sizes train side by side. None of their messages has a probed size, and none of
+their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
+to decide.
 """
 PREDICTED_HEADINGS = (
-    *("model", "calls, bytes a step", "compute ms", "communication ms (alpha + beta)"),
+    *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
     *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
 )
 CARD_HEADINGS = (
     *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
 )
 FIT_HEADINGS = (
-    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "cores busy a rank"),
+    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
     "us at each payload (bytes)",
 )
 
@@ -72,7 +74,7 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
     return [
         SideRun(
             name=name,
-            side=sides.Side(implementation),
+            side=Side(implementation),
             axes=axes,
             backend=backend,
             world=world,
@@ -86,13 +88,13 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
 
 
 def judge(
-    runs: Sequence[SideRun], found: Rounds
+    runs: Sequence[SideRun], rounds: Rounds
 ) -> tuple[list[measurement.Score], alpha_beta.Machine]:
     """As :func:`shardproof.bench.model.measurement.judge`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
-    scores, machine = measurement.judge(runs, found)
+    scores, machine = measurement.judge(runs, rounds)
     for run, score in zip(runs, scores, strict=True):
         for operation, payloads in step_time.sizes(score.calls).items():
             if shared := set(payloads) & set(machine.times.get(operation, ())):
@@ -174,7 +176,7 @@ def run(
     """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
 
     Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
-    machine was too restless to tell.
+    machine was too noisy to decide.
 
     :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
         message that was probed at its own size.
@@ -190,14 +192,14 @@ def run(
     ladder = dict.fromkeys(alpha_beta.ALGORITHMS[backend], LADDER)
     try:
         with Session() as session:
-            found = session.measure_rounds(runs, rounds, ladder)
+            measured = session.measure_rounds(runs, rounds, ladder)
     except LaunchFailed as failed:
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
     if records is not None:
-        records.write_text(to_json(found))
+        records.write_text(to_json(measured))
     try:
-        scores, machine = judge(runs, found)
+        scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula
         raise SelectionError(Problem("no prediction to hold", str(error))) from None
     about = (

@@ -1,24 +1,24 @@
 """Traits: trigger conditions that make faults show, and the odd modules that create them.
 
-Any workload can carry any combination.  Most traits add a small odd module whose output is added
-to the hidden state, at one of four places: ``front`` (after the embedding; registered first),
+Any workload can carry any combination.  Most traits add a small odd module, whose output is added
+to the hidden state at one of four places: ``front`` (after the embedding; registered first),
 ``inner`` (inside the middle block, hence inside a unit), ``final`` (between norm and head) and
-``tail`` (after the blocks; registered last).  The others change how the batch is made or suggest
-parameter groups.  Place ``backend`` changes neither model nor data: such a trait asks for bad
-disturbances on the wire (``shardproof.backends.disturbances``).
+``tail`` (after the blocks; registered last).  The others change the batch or suggest parameter
+groups.  Place ``backend`` changes neither model nor data: such a trait asks for disturbances
+(``shardproof.backends.disturbances``).
 
 *Conditional* branches must depend on the data, not on the rank, or no single process could repeat
 the training.  Each sample therefore carries flag bits inside its inputs (the start token of a name,
-a pixel that is 0 in every image); a branch runs in a micro-batch if one of its samples is flagged,
-and adds to the flagged samples only.  So the gradient is the same however the batch is cut, while
-*whether* a rank or a micro-batch uses the branch differs.  Such a forward reads values: it does not
-run on meta or fake tensors.
+a pixel that is 0 in every image).  A branch runs in a micro-batch if one of its samples is flagged,
+and adds only to flagged samples.  So the gradient is the same however the batch is cut, but the
+ranks and micro-batches that use the branch differ.  Such a forward reads values, so it does not run
+on meta or fake tensors.
 
 *Dropout* comes in two forms.  ``dropout_counter`` draws its mask from (seed, step, site, sample,
-position): a key for seed, step and sample travels inside the inputs, beside the flags, so that
-every cut, stage and repetition draws the same.  ``dropout_stateful`` has a generator in its module,
-seeded per data coordinate; each forward in training moves it on.  Who repeats a forward must put
-the state of ``module.generator`` back first.
+position).  A key for seed, step and sample travels inside the inputs, beside the flags, so every
+cut, stage and repetition draws the same mask.  ``dropout_stateful`` has a generator in its module,
+seeded per data coordinate; each forward in training advances it.  Recomputation must first restore
+the state of ``module.generator``.
 
 The numbers in ``conditions`` are those of docs/trigger-conditions.md.
 """
@@ -46,23 +46,23 @@ FLAGS = {
     "conditional_early_step": 32,
 }
 
-#: Bits of the one sample whose backward overflows, and the steps in which it does: to infinity,
-#: and to NaN (what infinities leave behind that met each other).
+#: Bits of the one sample whose backward overflows, and the steps: first to infinity, later to NaN
+#: (the result of infinities that cancel).
 OVERFLOW_FLAG, OVERFLOW_STEP = 16, 1
 NAN_FLAG, NAN_STEP = 64, 4
 
-#: A model reads one number a sample from its inputs: flags in the low bits, the dropout key above.
+#: A model reads one number per sample from its inputs: flags in the low bits, then the dropout key.
 KEY_SHIFT = 8
 
-#: Suggested by ``two_groups``: biases and norms, which lie between the weights in every block.
+#: Groups that ``two_groups`` suggests: biases and norms, which lie between weights in every block.
 TWO_GROUPS = (GroupSpec(pattern=r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),)
 
 
 @dataclass(frozen=True)
 class Trait:
-    """``about`` in one line; the trigger conditions it serves; which workloads can carry it.
+    """``about`` in one line; the trigger conditions it serves; the workloads that can carry it.
 
-    ``micro_batches`` is the smallest ``micro_batches`` with which it means anything.
+    ``micro_batches``: the smallest number of micro-batches for which it has an effect.
     ``by_cut``: gradients depend, by definition, on how the global batch is cut.
     """
 
@@ -77,17 +77,17 @@ class Trait:
 TRAITS: dict[str, Trait] = {
     "tied": Trait("one weight used by two layers of one unit", (5,), "inner"),
     "tied_over_units": Trait(
-        "one weight used by two units (embedding and head, if there are)",
+        "one weight used by two units (embedding and head, where they exist)",
         (5,),
         "model",
     ),
     "frozen": Trait(
-        "parameters that need no gradient beside trainable ones of the same unit",
+        "parameters without gradients beside trainable ones in the same unit",
         (7,),
         "front",
     ),
     "unused": Trait(
-        "parameters that no forward uses, registered first and last of all",
+        "parameters that no forward uses, registered first and last",
         (6,),
         "front",
     ),
@@ -101,41 +101,43 @@ TRAITS: dict[str, Trait] = {
         "a branch that only the last micro-batch of a step uses", (6, 8), "front", micro_batches=2
     ),
     "conditional_late_step": Trait(
-        "a branch that no rank uses in step 0 and all use from step 1 on", (6, 19), "front"
+        "a branch that no rank uses in step 0 and all ranks use from step 1 on", (6, 19), "front"
     ),
     "conditional_early_step": Trait(
-        "a branch that all ranks use in step 0 and none uses from step 1 on", (6, 11), "front"
+        "a branch that all ranks use in step 0 and no rank uses from step 1 on", (6, 11), "front"
     ),
     "module_twice": Trait("a module that runs twice in one forward", (6, 5), "inner"),
     "scalar": Trait("a parameter without dimensions", (17, 4), "final"),
-    "one_element": Trait("a parameter of one element", (17, 4, 2), "final"),
-    "empty": Trait("a parameter of no elements", (17, 4), "inner"),
+    "one_element": Trait("a parameter with one element", (17, 4, 2), "final"),
+    "empty": Trait("a parameter with no elements", (17, 4), "inner"),
     "prime_sized": Trait("parameters whose first dimension is 13", (4, 1), "inner"),
     "smaller_than_world": Trait(
-        "parameters with 2 rows or 2 elements, fewer than ranks from world 3 on", (4, 1), "inner"
+        "parameters with 2 rows or 2 elements: fewer than ranks from 3 ranks on", (4, 1), "inner"
     ),
     "non_contiguous": Trait("a parameter that is a transposed view", (17,), "inner"),
     "two_groups": Trait(
-        "biases and norms in a parameter group with another rate and decay, interleaved",
+        "biases and norms in a group with its own rate and decay, interleaved with weights",
         (7,),
         "optimizer",
     ),
     "rebound_buffer": Trait(
         "a buffer that every forward re-binds to a new tensor", (13, 3), "front"
     ),
-    "unequal_tokens": Trait("few valid targets in early samples, many in late ones", (9,), "batch"),
+    "unequal_tokens": Trait(
+        "few valid targets in early samples, many in later ones", (9,), "batch"
+    ),
     "one_rank_without_tokens": Trait(
         "no valid target in the second half of the global batch", (9,), "batch"
     ),
     "variable_lengths": Trait(
-        "micro-batches end at their last valid target (beside unequal_tokens: lengths vary)",
+        "micro-batches end at their last valid target (with unequal_tokens, lengths vary)",
         (20, 9),
         "batch",
         ("charnames_gpt",),
     ),
-    "ignore_index": Trait("targets that count nothing are -100, no class", (16, 9), "batch"),
+    "ignore_index": Trait("ignored targets are -100, which is not a class", (16, 9), "batch"),
     "unequal_micro_batches": Trait(
-        "every second data coordinate runs one micro-batch more", (8, 22), "batch"
+        "every second data coordinate runs one more micro-batch", (8, 22), "batch"
     ),
     "incomplete_window": Trait(
         "a last window with half as many micro-batches as the others",
@@ -144,24 +146,22 @@ TRAITS: dict[str, Trait] = {
         micro_batches=2,
     ),
     "dropout_counter": Trait(
-        "a dropout whose mask is a function of seed, step, sample and position", (14,), "front"
+        "dropout whose mask is a function of seed, step, sample and position", (14,), "front"
     ),
     "dropout_stateful": Trait(
-        "a dropout with a generator of its own, seeded per data coordinate",
+        "dropout with its own generator, seeded per data coordinate",
         (14,),
         "inner",
         by_cut=True,
     ),
     "overflow_on_one_rank": Trait(
-        "the backward of the batch's last sample is infinite in step 1, NaN in step 4",
+        "the backward of the last sample is infinite in step 1 and NaN in step 4",
         (12, 9),
         "front",
     ),
-    "late_results": Trait(
-        "results of calls appear only where they are waited for", (21,), "backend"
-    ),
+    "late_results": Trait("results of calls arrive only at their wait", (21,), "backend"),
     "poisoned_buffers": Trait(
-        "receive buffers hold NaN until their call is waited for", (21,), "backend"
+        "receive buffers hold NaN until their call has been waited for", (21,), "backend"
     ),
     "skewed_ranks": Trait("ranks sleep a little before some of their calls", (21,), "backend"),
 }
@@ -177,12 +177,12 @@ for _name in _EXACT:
 
 
 def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:
-    """Parameter groups that ``traits`` want in the optimizer (empty: none)."""
+    """Parameter groups that ``traits`` suggest (empty: none)."""
     return TWO_GROUPS if "two_groups" in traits else ()
 
 
 # ------------------------------------------------------------------------------- odd modules
-# Each maps the hidden state (features last) to what is added to it.
+# Each maps the hidden state (features last) to a term that is added to it.
 
 
 class OneLayer(nn.Module):
@@ -207,14 +207,14 @@ class Tied(nn.Module):
 
 
 class Branch(OneLayer):
-    """What a conditional branch computes."""
+    """The computation of a conditional branch."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.tanh(self.layer(hidden))
 
 
 class Frozen(Branch):
-    """A layer whose weight is frozen and whose bias is not."""
+    """A layer with a frozen weight and a trainable bias."""
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__(width, place)
@@ -233,7 +233,7 @@ class Unused(OneLayer):
 class Twice(OneLayer):
     """One layer that runs twice."""
 
-    #: How often one forward calls a child that it does not call once.
+    #: Child -> calls per forward, where not one.
     calls: ClassVar[Mapping[str, int]] = {"layer": 2}
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -243,8 +243,8 @@ class Twice(OneLayer):
 class Scale(nn.Module):
     """A factor of shape ``()`` or ``(1,)`` on the final hidden state, hence on the logits.
 
-    The gradient of a single number is a sum over all targets that may cancel to nothing; then no
-    relative bound holds.  Here most terms have one sign: an untrained model is too sure of itself.
+    The gradient of a single number is a sum over all targets.  If it cancels to nothing, no
+    relative bound holds.  Here most terms have one sign: an untrained model is overconfident.
     """
 
     def __init__(self, shape: tuple[int, ...], place: Place) -> None:
@@ -290,7 +290,7 @@ class Strided(nn.Module):
 
 
 class _Spike(torch.autograd.Function):
-    """The identity, but its gradient is inf where ``infinite`` is set, NaN where ``undefined``."""
+    """The identity; its gradient is inf where ``infinite`` is set and NaN where ``undefined``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, infinite: Tensor, undefined: Tensor) -> Tensor:
@@ -307,8 +307,8 @@ class _Spike(torch.autograd.Function):
 class Overflow(OneLayer):
     """A layer whose backward overflows for flagged samples; its forward never does.
 
-    What lies before it in forward has no finite gradient then, what comes after it does: only the
-    ranks that own the former can see it.
+    Then modules before it in forward have no finite gradient, and modules after it do.  Only ranks
+    that own the former can see the overflow.
     """
 
     def forward(self, hidden: Tensor, flags: Tensor) -> Tensor:
@@ -322,8 +322,8 @@ class Overflow(OneLayer):
 class Rebound(nn.Module):
     """Keeps a running mean of the hidden state in a buffer that it re-binds; adds nothing.
 
-    Like the running statistics of a batch norm, the mean depends on the data that this rank saw and
-    does not feed back into training.
+    Like running statistics of a batch norm, the mean depends on the data of this rank and does not
+    feed back into training.
     """
 
     average: Tensor
@@ -339,10 +339,10 @@ class Rebound(nn.Module):
 
 
 class CounterDropout(OneLayer):
-    """Half of a branch's outputs, chosen by a key per sample; as they are in evaluation.
+    """Half of a branch's outputs, chosen by a key per sample; all of them in evaluation.
 
-    ``first_position`` is that of the first row of ``hidden`` in its sample: who holds a part of the
-    positions sets it.
+    ``first_position`` is the position of the first row of ``hidden`` in its sample.  Strategies
+    that split positions set it.
     """
 
     def __init__(self, width: int, place: Place) -> None:
@@ -394,7 +394,7 @@ _ODD: dict[str, Callable[[int, Place], nn.Module]] = {
 
 
 class Oddities(nn.Module):
-    """Adds to the hidden state what the odd modules called ``names`` compute from it.
+    """Adds the outputs of the odd modules ``names`` to the hidden state.
 
     ``dim`` is the feature dimension of the hidden state.
     """
@@ -435,7 +435,7 @@ def oddities(
 ) -> Oddities | None:
     """The odd modules of ``traits`` at one place, or ``None`` if there are none.
 
-    ``also`` names traits to place here besides those whose place it is.
+    ``also`` names further traits to place here.
     """
     active, extra = set(traits), set(also)
     if where == "tail":

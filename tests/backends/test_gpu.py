@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_case import made_case
 
 from shardproof.backends import BACKENDS, cuda, gloo
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import Case
 from shardproof.checks import memory
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
-from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import MemoryRow
@@ -46,17 +46,7 @@ def command() -> ModuleType:
 
 
 def _case(backend: str, mesh: dict[str, int], checks: tuple[str, ...] = ("traffic",)) -> Case:
-    return Case(
-        id="c",
-        scenario="s",
-        implementation="reference/ddp",
-        backend=backend,
-        mesh=mesh,
-        workload=WorkloadSpec("charnames_gpt"),
-        optimizer=OptimizerSpec(),
-        lane="fp64",
-        checks=checks,
-    )
+    return made_case("reference/ddp", mesh, backend=backend, checks=checks)
 
 
 # ------------------------------------------------------------------------------------- backends

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 from shardproof import registry
 from shardproof.bench import evidence, peers, session, sides, stats, tables, time_budget
-from shardproof.bench.launches import RankTimes, Subject
+from shardproof.bench.launches import RankTimes
+from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
+from shardproof.bench.subjects import BLOCKS, Subject
 from shardproof.bench.time_budget import Passes
 from shardproof.commands import bench_run
 from shardproof.commands.main import app
@@ -37,7 +39,7 @@ SD = 0.05
 ALIKE = {"a": [2.0, 1.9], "b": [2.0, 1.9]}
 
 
-def logs(mean: float, blocks: int = sides.BLOCKS, sd: float = SD) -> list[float]:
+def logs(mean: float, blocks: int = BLOCKS, sd: float = SD) -> list[float]:
     """Log ratios with exactly this mean and standard deviation."""
     raw = np.linspace(-1, 1, blocks)
     raw = raw / raw.std(ddof=1) * sd
@@ -45,38 +47,43 @@ def logs(mean: float, blocks: int = sides.BLOCKS, sd: float = SD) -> list[float]
 
 
 def line(name: str, mean: float, **more: Any) -> dict[str, Any]:
-    """A comparison whose A takes exp(``mean``) times as long."""
+    """A stored comparison whose A takes exp(``mean``) times as long."""
     (pair,) = [p for p in sides.read(["peers"]) if p.name == name]
-    found = stats.estimate(logs(mean))
+    log = stats.estimate(logs(mean))
     same = stats.estimate(logs(0.0))
-    told = {
+    stored = {
         "kind": "bench",
         "id": pair.id,
         "pair": pair.to_dict(),
         "meshes": {"a": dict(pair.a.mesh), "b": dict(pair.b.mesh)},
-        "verdict": stats.verdict(found, stats.margin(same)),
+        "verdict": stats.verdict(log, stats.margin(same)),
         "reason": "",
-        "blocks": found.blocks,
+        "blocks": log.blocks,
         "launches": 3,
         "seconds": 60.0,
-        "ratio": math.exp(found.mean),
-        "low": math.exp(found.low),
-        "high": math.exp(found.high),
-        "p": found.p,
-        "p_exact": found.exact,
+        **log.ratios(),
+        "sd": log.sd,
+        "p": log.p,
+        "p_exact": log.exact,
         "margin": 0.05,
         "smallest_effect": 0.06,
         "aa": {"ratio": 1.0, "low": 0.99, "high": 1.01, "half_width": 0.01, "sd": SD}
-        | {"blocks_needed": 9},
+        | {"blocks": log.blocks, "blocks_needed": 9},
         "median_seconds": {"a": 0.1, "b": 0.1},
+        "launches_differ_p": None,
         "targets_per_step": {"a": 512, "b": 512},
         "targets_per_second": {"a": 5120.0, "b": 5120.0},
         "samples_per_second": {"a": 160.0, "b": 160.0},
-        "log": asdict(found),
+        "log": asdict(log),
         "memory": {"kind": "ledger", "a": 2**20, "b": 2**20, "ratio": 1.0},
         "profile": None,
     }
-    return told | more
+    return stored | more
+
+
+def lines(*stored: dict[str, Any]) -> list[PairLine]:
+    """What is stored, as it is read."""
+    return [PairLine.model_validate(one) for one in stored]
 
 
 # ---------------------------------------------------------------------------------------- Holm
@@ -125,32 +132,34 @@ def test_the_p_that_counts_is_that_of_the_interval() -> None:
 
 def test_alone_a_comparison_says_in_a_report_what_it_says() -> None:
     for mean in (-0.2, -0.03, 0.0, 0.02, 0.2):
-        one = line("ddp", mean)
-        assert stats.family([one])[one["id"]]["verdict"] == one["verdict"]
+        (one,) = lines(line("ddp", mean))
+        assert stats.family([one])[one.id].verdict == one.verdict
 
 
 def test_a_difference_that_does_not_survive_is_inconclusive() -> None:
-    reach = stats.t_quantile(0.95, sides.BLOCKS - 1) * SD / math.sqrt(sides.BLOCKS)
+    reach = stats.t_quantile(0.95, BLOCKS - 1) * SD / math.sqrt(BLOCKS)
     names = [pair.name for pair in sides.read(["peers"])]
-    told = [line(names[0], max(0.06, 1.02 * reach))]
-    told[0] |= {"log": asdict(stats.estimate(logs(1.02 * reach))), "verdict": "small difference"}
-    assert stats.family(told)[told[0]["id"]]["verdict"] == "small difference"
-    told += [line(name, 0.0) for name in names[1:]]
-    found = stats.family(told)
-    assert found[told[0]["id"]]["verdict"] == "inconclusive"
-    assert found[told[0]["id"]]["p_holm"] == pytest.approx(found[told[0]["id"]]["p"] * len(names))
-    assert all(found[one["id"]]["verdict"] == "same" for one in told[1:])
-    text = tables.table(told).markdown()
+    log = asdict(stats.estimate(logs(1.02 * reach)))
+    small = line(names[0], max(0.06, 1.02 * reach), log=log, verdict="small difference")
+    shown = lines(small, *(line(name, 0.0) for name in names[1:]))
+    first, *others = shown
+    assert stats.family([first])[first.id].verdict == "small difference"
+    report = stats.family(shown)
+    assert report[first.id].verdict == "inconclusive"
+    assert report[first.id].p_holm == pytest.approx(report[first.id].p * len(names))
+    assert all(report[one.id].verdict == "same" for one in others)
+    text = tables.table(shown).markdown()
     assert "small difference" in text and "inconclusive" in text
-    assert "may be chance" in (tables.lost(told, found) or "")
+    assert "may be chance" in (tables.lost(shown, report) or "")
 
 
 def test_what_broke_is_not_counted() -> None:
     broken = line("zero1", 0.5, verdict="crash", reason="OverflowError")
-    del broken["log"]
-    found = stats.family([line("ddp", 0.2), broken, line("zero2", 0.3, verdict="fail")])
-    assert list(found) == [line("ddp", 0.2)["id"]]
-    assert found[next(iter(found))]["p"] == found[next(iter(found))]["p_holm"]
+    del broken["ratio"]
+    shown = lines(line("ddp", 0.2), broken, line("zero2", 0.3, verdict="fail"))
+    report = stats.family(shown)
+    assert list(report) == [shown[0].id]
+    assert report[shown[0].id].p == report[shown[0].id].p_holm
 
 
 def test_reports_of_alike_code_rarely_tell_a_difference() -> None:
@@ -168,9 +177,9 @@ def test_an_effect_at_the_margin_is_found_as_often_as_said() -> None:
     """Where the interval is narrow the margin is the hurdle, and the mean has to clear it."""
     rng = np.random.default_rng(4)
     least = stats.margin(None)
-    typical = stats.Estimate(sides.BLOCKS, 0, -1, 1, SD, None, True)
+    typical = stats.Estimate(BLOCKS, 0, -1, 1, SD, None, True)
     effect = stats.smallest_effect(typical, least)
-    drawn = [stats.estimate(list(rng.normal(effect, SD, sides.BLOCKS))) for _ in range(1000)]
+    drawn = [stats.estimate(list(rng.normal(effect, SD, BLOCKS))) for _ in range(1000)]
     seen = sum(stats.verdict(f, least) == "slower" for f in drawn) / 1000
     assert 0.76 <= seen <= 0.85
 
@@ -197,8 +206,9 @@ def test_the_report_is_made_again_by_verify(
     written(tmp_path / "run", told)
     assert not verify(tmp_path / "run").problems
     with run_folder.RunFolder(tmp_path / "run", ["shardproof", "bench"]) as folder:
-        wrong = stats.family([told[0]])  # as if nothing stood beside it
-        folder.add({"id": "report", "comparisons": wrong}, "bench report")
+        wrong = stats.family(lines(told[0]))  # as if nothing stood beside it
+        stored = {name: beside.to_dict() for name, beside in wrong.items()}
+        folder.add({"id": "report", "comparisons": stored}, "bench report")
         folder.close(0)
     (first, *_) = verify(tmp_path / "run").problems
     assert "in the report over all comparisons" in first
@@ -219,20 +229,22 @@ def test_an_older_report_is_held_against_what_stood_before_it(
 def test_tokens_and_samples_of_both_sides_are_told() -> None:
     told = line("ddp", 0.1, samples_per_second={"a": 160.0, "b": 176.0})
     told["targets_per_second"] = {"a": 5120.0, "b": 5632.0}
-    cells = dict(zip(tables.HEADINGS, tables.cells(told), strict=True))
+    (one,) = lines(told)
+    cells = dict(zip(tables.HEADINGS, tables.cells(one), strict=True))
     assert cells["A a second"] == "5,120 tokens/s, 160.0 samples/s"
     assert cells["B a second"] == "5,632 tokens/s, 176.0 samples/s"
-    classifier = told | {"targets_per_second": told["samples_per_second"]}
+    (classifier,) = lines(told | {"targets_per_second": told["samples_per_second"]})
     assert tables.rates(classifier, "a") == "160.0 samples/s"
-    older = {key: value for key, value in told.items() if key != "samples_per_second"}
+    del told["samples_per_second"]
+    (older,) = lines(told)
     assert tables.rates(older, "a") == "5,120 targets"
 
 
 def test_rates_come_from_medians_and_the_batch() -> None:
-    told = line("ddp", 0.0, losses=ALIKE, problem=None)
-    found = evidence.conclude(told, half_as_fast())
-    assert found["samples_per_second"] == {"a": 16 / 0.2, "b": 16 / 0.1}
-    assert found["targets_per_second"] == {"a": 512 / 0.2, "b": 512 / 0.1}
+    (one,) = lines(line("ddp", 0.0, losses=ALIKE, problem=None))
+    judged = evidence.conclude(one, half_as_fast())
+    assert judged.samples_per_second == {"a": 16 / 0.2, "b": 16 / 0.1}
+    assert judged.targets_per_second == {"a": 512 / 0.2, "b": 512 / 0.1}
 
 
 def half_as_fast() -> list[stats.TimedStep]:
@@ -248,20 +260,35 @@ def half_as_fast() -> list[stats.TimedStep]:
 
 def test_times_without_losses_have_figures_and_no_verdict() -> None:
     """Ctrl-C in the first launch leaves blocks, and nobody knows what the ranks trained."""
-    told = line("ddp", 0.0, losses={}, problem=None, samples_per_second=None)
-    found = told | evidence.conclude(told, half_as_fast())
-    assert found["ratio"] == pytest.approx(2.0) and found["low"] > 1.1
-    assert (found["verdict"], found["trained_alike"]) == ("inconclusive", None)
-    assert "whether the sides train the same is not known" in found["reason"]
-    assert found["goal_met"] is None and told["pair"]["goal"] == 1.1
-    assert stats.family([found]) == {}  # no hypothesis for others to be adjusted for
+    stored = line("ddp", 0.0, losses={}, problem=None, samples_per_second=None)
+
+    def judged(stored: dict[str, Any]) -> PairLine:
+        measured = MeasuredPair.model_validate(stored)
+        return lines(stored | evidence.conclude(measured, half_as_fast()).to_dict())[0]
+
+    one = judged(stored)
+    assert one.figures is not None
+    assert one.figures.ratio == pytest.approx(2.0) and one.figures.low > 1.1
+    assert (one.verdict, one.trained_alike) == ("inconclusive", None)
+    assert "whether the sides train the same is not known" in one.reason
+    assert one.goal_met is None and one.pair.goal == 1.1
+    assert stats.family([one]) == {}  # no hypothesis for others to be adjusted for
     version = snapshot.Version("0", "0")
-    entry = snapshot._bench(found, version)
+    entry = snapshot._bench(one, version)
     assert entry.verdict == "inconclusive" and not entry.samples
-    same = told | {"losses": ALIKE}
-    known = same | evidence.conclude(same, half_as_fast())
-    assert known["verdict"] == "slower" and known["goal_met"] is False
-    assert known["trained_alike"] is True and snapshot._bench(known, version).samples
+    known = judged(stored | {"losses": ALIKE})
+    assert known.verdict == "slower" and known.goal_met is False
+    assert known.trained_alike is True and snapshot._bench(known, version).samples
+
+
+def test_a_line_is_written_as_it_was_read() -> None:
+    """Figures stand in the line itself, and nothing is written that was not there."""
+    for stored in (line("ddp", 0.1), line("ddp", 0.1, scorecard={"a": {"problem": "so"}})):
+        again = lines(stored)[0].to_dict() | {"kind": "bench"}
+        assert again == stored
+        assert json.loads(json.dumps(again)) == json.loads(json.dumps(stored))
+    (bare,) = lines({"id": "x", "pair": stored["pair"], "verdict": "crash"})
+    assert bare.to_dict().keys() == {"id", "pair", "verdict"}
 
 
 # ----------------------------------------------------------------------------------------- peers
@@ -437,7 +464,7 @@ class _Clockwork(session.Session):
         """No side runs here."""
 
     def measure_memory(self, measured: session.Measured) -> None:
-        measured.memory = {"problem": "not measured here"}
+        measured.memory = NoFigures(problem="not measured here")
 
 
 def test_what_does_not_fit_is_left_out_by_name(

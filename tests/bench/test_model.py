@@ -283,7 +283,7 @@ def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     assert four.efficiency == pytest.approx(0.022 / (4 * four.prediction.step_seconds))
     assert [p.efficiency is None for p in points] == [False] * 4 + [True] * 6
     assert points[-1].problem == "16 samples do not go round 1024 ranks"
-    assert points[-1].to_dict()["efficiency"] is None
+    assert points[-1].efficiency is None
     # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
     (three,) = curve.modelled(
         "ddp", base, "replicate", "strong", 16, compute, FITS, "gloo", worlds=[3]

@@ -15,7 +15,7 @@ import pytest
 from local_ranks import succeed
 
 from shardproof.bench import sides
-from shardproof.bench.launches import SideRun, from_plain, to_json
+from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
 from shardproof.bench.model.records import (
@@ -26,7 +26,9 @@ from shardproof.bench.model.records import (
     SeenCall,
     WatchedStep,
 )
+from shardproof.bench.plain import from_plain, to_json
 from shardproof.bench.session import Session
+from shardproof.bench.subjects import Side
 from shardproof.costs import cost_model_of
 from shardproof.errors import InputError
 from shardproof.ledgers import traffic
@@ -40,7 +42,7 @@ SMALL_BUCKETS = {"first_bucket_bytes": 2**12, "bucket_bytes": 2**15}
 def run_of(implementation: str, axis: str, world: int, **options: Any) -> SideRun:
     return SideRun(
         name="probe",
-        side=sides.Side(implementation, options),
+        side=Side(implementation, options),
         axes={axis: world},
         backend="in_memory",
         world=world,
@@ -187,7 +189,7 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
         assert each.alpha >= 0 and each.beta >= 0 and each.alpha + each.beta > 0, operation
         assert each.sizes == (64, 4096)
     assert found.flop_rate is not None and found.flop_rate > 0 and found.byte_rate > 0
-    assert found.to_dict()["times"]["all_reduce"].keys() == {"64", "4096"}
+    assert json.loads(to_json(found))["times"]["all_reduce"].keys() == {"64", "4096"}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -316,7 +318,7 @@ def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
 
 def test_ranks_that_break_are_told() -> None:
     given = model_check.runs_of("reference/ddp", "in_memory", 2)[:1]
-    broken = dataclasses.replace(given[0], side=sides.Side("reference/ddp", {"x": 1}))
+    broken = dataclasses.replace(given[0], side=Side("reference/ddp", {"x": 1}))
     with Session() as session, pytest.raises(LaunchFailed, match="x"):
         session.measure_rounds([broken], 2)
 
@@ -337,7 +339,7 @@ def test_a_score_on_real_ranks() -> None:
     assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
     assert scored.measured_seconds > 0 and math.isfinite(scored.error)
     assert scored.card.memory_over_formula == 1.5
-    assert scored.to_dict()["scorecard"]["achieved_over_predicted"] == pytest.approx(
+    assert scored.card.achieved_over_predicted == pytest.approx(
         made.step_seconds / scored.measured_seconds
     )
     assert found.flop_rate is not None

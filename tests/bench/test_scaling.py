@@ -21,8 +21,10 @@ from commands import shardproof, started
 from shardproof.bench import session, stats, time_budget
 from shardproof.bench.evidence import load_times, write_times
 from shardproof.bench.launches import cell_launch
+from shardproof.bench.lines import CellLine, Interval, MeasuredCell
 from shardproof.bench.scaling import judge, matrix, tables
 from shardproof.bench.sides import files
+from shardproof.bench.subjects import CELL_BLOCKS, ORDER, PLAIN, SCALING, Cell, Room
 from shardproof.commands.verify import verify
 from shardproof.compare import snapshot
 from shardproof.errors import InputError, SelectionError
@@ -71,7 +73,7 @@ def simulated(
     wrapping: float = 1.1,
     world: int = 2,
     mode: str = "strong",
-    blocks: int = matrix.BLOCKS,
+    blocks: int = CELL_BLOCKS,
     sd: float = SD,
     seed: int = 0,
 ) -> list[stats.TimedStep]:
@@ -86,11 +88,11 @@ def simulated(
     for block in range(blocks):
         machine = math.exp(rng.normal(0, 0.3))  # met by all sides alike
         own = {"plain": 0.0, "wrapped": 0.0, "ranks": rng.normal(0, sd)}
-        for segment, side in enumerate(matrix.ORDER):
+        for segment, side in enumerate(ORDER):
             for step in range(2):
                 for rank in range(world if side == "ranks" else 1):
                     slower = 1 - 0.001 * rank
-                    where = (block % 2, matrix.PAIR, block, segment, side, step, rank)
+                    where = (block % 2, SCALING, block, segment, side, step, rank)
                     seconds = machine * factor[side] * math.exp(own[side]) * slower
                     rows.append(stats.TimedStep(*where, seconds))
     return rows
@@ -102,29 +104,31 @@ def simulated(
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_a_known_efficiency_is_recovered(mode: str, world: int) -> None:
-    told = judge.judge(simulated(0.83, 1.25, world, mode, sd=0.0), mode, world)
-    assert told["efficiency"]["plain"]["ratio"] == pytest.approx(0.83)
-    assert told["efficiency"]["wrapped"]["ratio"] == pytest.approx(0.83 * 1.25)
-    assert told["wrapping"]["ratio"] == pytest.approx(1.25)
-    assert told["blocks"] == matrix.BLOCKS and told["launches"] == 2
-    assert set(told["median_seconds"]) == {"plain", "wrapped", "ranks"}
+    figures = judge.judge(simulated(0.83, 1.25, world, mode, sd=0.0), mode, world)
+    assert figures.efficiency is not None and figures.wrapping is not None
+    assert figures.efficiency["plain"].ratio == pytest.approx(0.83)
+    assert figures.efficiency["wrapped"].ratio == pytest.approx(0.83 * 1.25)
+    assert figures.wrapping.ratio == pytest.approx(1.25)
+    assert figures.blocks == CELL_BLOCKS and figures.launches == 2
+    assert set(figures.median_seconds) == {"plain", "wrapped", "ranks"}
+
+
+def against_plain(seed: int) -> Interval:
+    """A simulated efficiency of 0.8."""
+    efficiency = judge.judge(simulated(0.8, seed=seed), "strong", 2).efficiency
+    assert efficiency is not None
+    return efficiency["plain"]
 
 
 def test_the_interval_covers_the_truth_in_95_of_100() -> None:
-    found = [
-        judge.judge(simulated(0.8, seed=seed), "strong", 2)["efficiency"]["plain"]
-        for seed in range(400)
-    ]
-    covered = sum(f["low"] <= 0.8 <= f["high"] for f in found) / len(found)
+    intervals = [against_plain(seed) for seed in range(400)]
+    covered = sum(each.low <= 0.8 <= each.high for each in intervals) / len(intervals)
     assert 0.92 <= covered <= 0.98
 
 
 def test_a_target_that_is_just_met_is_rarely_called_held_or_missed() -> None:
-    told = [
-        judge.verdict(judge.judge(simulated(0.8, seed=s), "strong", 2)["efficiency"]["plain"], 0.8)
-        for s in range(400)
-    ]
-    assert told.count("inconclusive") >= 0.92 * len(told)
+    verdicts = [judge.verdict(against_plain(seed), 0.8) for seed in range(400)]
+    assert verdicts.count("inconclusive") >= 0.92 * len(verdicts)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_a_target_that_is_just_met_is_rarely_called_held_or_missed() -> None:
     ],
 )
 def test_verdicts(low: float, high: float, expected: str) -> None:
-    assert judge.verdict({"low": low, "high": high}, 0.8) == expected
+    assert judge.verdict(Interval(ratio=0.8, low=low, high=high, half_width=0.1), 0.8) == expected
 
 
 def test_blocks_that_were_cut_off_do_not_count() -> None:
@@ -149,17 +153,15 @@ def test_blocks_that_were_cut_off_do_not_count() -> None:
         [row for row in last if row.rank == 1],
     ):
         cut = [row for row in rows if row not in missing]
-        assert judge.judge(cut, "strong", 2)["blocks"] == 3
+        assert judge.judge(cut, "strong", 2).blocks == 3
     alone = judge.judge([row for row in rows if row.block == 0], "strong", 2)
-    assert alone["blocks"] == 1 and alone["efficiency"] is None
+    assert alone.blocks == 1 and alone.efficiency is None
 
 
 # --------------------------------------------------------------------------- lines and the table
 
 
-def line_of(
-    cell: matrix.Cell, room: int, rows: Sequence[stats.TimedStep], **more: Any
-) -> dict[str, Any]:
+def line_of(cell: Cell, room: int, rows: Sequence[stats.TimedStep], **more: Any) -> dict[str, Any]:
     """A line as :func:`evidence.result` has it, judged."""
     sides = ("plain", "wrapped", "ranks")
     line: dict[str, Any] = {
@@ -181,10 +183,12 @@ def line_of(
         "probed": None,
         "peak_bytes": None,
     }
-    return json.loads(json.dumps(line | more | judge.conclude(line | more, rows)))  # type: ignore[no-any-return]
+    judged = judge.conclude(MeasuredCell.model_validate(line | more), rows).to_dict()
+    stored: dict[str, Any] = json.loads(json.dumps(line | more | judged))
+    return stored
 
 
-def cells(path: Path = STRONG, system: str = "reference/ddp") -> dict[int, matrix.Cell]:
+def cells(path: Path = STRONG, system: str = "reference/ddp") -> dict[int, Cell]:
     """World -> cell of one system."""
     return {cell.world: cell for cell in matrix.read([path]) if cell.title == system}
 
@@ -194,19 +198,20 @@ def test_more_ranks_than_cores_are_refused_and_modelled() -> None:
     found = [line_of(cell, 2, rows) for cell in cells().values()]
     told = {line["world"]: line for line in found}
     for line in found[1:]:
-        line["modelled"] = {"efficiency": 1 / line["world"]}
+        line["modelled"] = {"world": line["world"], "efficiency": 1 / line["world"]}
     assert told[2]["verdict"] == "holds" and told[2]["efficiency"]["plain"]["low"] > 0.8
     for world in (4, 8, 1024):
         assert told[world]["verdict"] == "oversubscribed"
         assert told[world]["efficiency"] is None and "ranks" not in told[world]["median_seconds"]
         assert f"{world} ranks, 2 physical cores" in told[world]["reason"]
-    table = tables.table(found)
+    lines = [CellLine.model_validate(line) for line in found]
+    table = tables.table(lines)
     table_rows = table.texts
     assert len(table_rows) == 2 and all(len(row) == len(table.headings) for row in table_rows)
     assert table_rows[1][3] == "4 to 1,024" and "25.0% at 4" in table_rows[1][7]
     assert re.fullmatch(r"[\d.]+% \[[\d.]+%, [\d.]+%\]", table_rows[0][5]), "E has one unit"
-    assert len(tables.table(found, tables.NARROW).texts[0]) == len(tables.NARROW)
-    modelled = tables.modelled_table(found)
+    assert len(tables.table(lines, tables.NARROW).texts[0]) == len(tables.NARROW)
+    modelled = tables.modelled_table(lines)
     assert "1,024" in modelled.headings
     assert [len(row) for row in modelled.rows] == [len(modelled.headings)]
     # With a core for every rank nothing is refused.
@@ -231,10 +236,10 @@ def test_times_without_losses_have_figures_and_no_verdict(path: Path) -> None:
     told = line_of(cell, 2, simulated(0.95, mode=cell.mode), losses={})
     assert told["efficiency"]["plain"]["low"] > 0.8 and told["trained_alike"] is None
     assert told["verdict"] == "inconclusive" and "is not known" in told["reason"]
-    assert not snapshot._scaling(told, VERSION).samples
+    assert not snapshot._scaling(CellLine.model_validate(told), VERSION).samples
     known = line_of(cell, 2, simulated(0.95, mode=cell.mode))
     assert known["verdict"] == "holds" and known["trained_alike"] is True
-    assert snapshot._scaling(known, VERSION).samples
+    assert snapshot._scaling(CellLine.model_validate(known), VERSION).samples
     # What is refused claims nothing of times.
     refused = line_of(cells(path)[64], 2, simulated(0.95, mode=cell.mode), losses={})
     assert refused["verdict"] == "oversubscribed"
@@ -251,8 +256,8 @@ def test_exit_codes() -> None:
     from shardproof.commands.bench_run import exit_code
     from shardproof.commands.options import FailOn
 
-    def told(*words: str) -> list[dict[str, str]]:
-        return [{"verdict": word} for word in words]
+    def told(*words: str) -> list[CellLine]:
+        return [CellLine.model_construct(verdict=word) for word in words]
 
     assert exit_code(told("holds", "oversubscribed"), ()) == 0
     assert exit_code(told("below", "oversubscribed"), ()) == 0
@@ -277,7 +282,7 @@ def test_shipped_scenarios_state_mode_and_base_and_reach_1024_ranks() -> None:
         for world, cell in worlds.items():
             grows = world if cell.mode == "weak" else 1
             assert cell.workload.global_batch == cell.base.global_batch * grows
-            assert matrix.Cell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
+            assert Cell.from_dict(json.loads(json.dumps(cell.to_dict()))) == cell
     assert cells()[1024].samples(1024) == 1 and cells()[8].samples(8) == 4
     assert cells(WEAK)[8].samples(8) == 32
 
@@ -443,8 +448,8 @@ def test_options_change_cells() -> None:
 # -------------------------------------------------------------------------------- what fits here
 
 
-def item(cell: matrix.Cell, room: int) -> session.Measured:
-    return session.Measured(cell, room=matrix.Room(room, "physical cores"))
+def item(cell: Cell, room: int) -> session.Measured:
+    return session.Measured(cell, room=Room(room, "physical cores"))
 
 
 def test_the_largest_world_that_fits_explains_those_that_do_not() -> None:
@@ -488,9 +493,9 @@ def test_two_threads_of_a_core_are_one_physical_core(monkeypatch: pytest.MonkeyP
 def test_the_plain_program_is_an_implementation() -> None:
     from shardproof import registry
 
-    registry.check(matrix.PLAIN)
+    registry.check(PLAIN)
     launch = cell_launch(cells()[2], "replicate", 0, [0], together=True)
-    assert launch.sides["plain"].side.implementation == matrix.PLAIN
+    assert launch.sides["plain"].side.implementation == PLAIN
     assert launch.sides["plain"].first_rank_only and not launch.sides["ranks"].first_rank_only
 
 

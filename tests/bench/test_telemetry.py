@@ -22,6 +22,8 @@ import pytest
 
 from shardproof.bench import evidence, session, sides
 from shardproof.bench.launches import AloneRecord
+from shardproof.bench.lines import NoFigures, PairLine, Telemetry
+from shardproof.bench.plain import from_plain
 from shardproof.bench.telemetry import nvml, sampling
 
 DATA = Path(__file__).parents[1] / "data"
@@ -61,17 +63,25 @@ def seen_of(player: nvml_recording.Player, count: int) -> sampling.Seen:
     devices = nvml.handles(player)
     for number, device in enumerate(devices):
         values, reasons = nvml.answers(player, device, nvml.FIXED)
-        seen.fixed.append(values)
+        seen.fixed.append(from_plain(nvml.Fixed, values))
         seen.missing[number] = reasons
     for clock in range(count):
         gpus = []
         for number, device in enumerate(devices):
             values, reasons = nvml.answers(player, device, nvml.SAMPLED)
-            gpus.append(values)
+            gpus.append(from_plain(nvml.Sampled, values))
             seen.missing[number].update(reasons)
-        seen.samples.append({"clock": float(clock), "resident": 1000 + clock, "gpus": gpus})
+        seen.samples.append(sampling.Sample(float(clock), 1000 + clock, gpus))
     seen.seconds, seen.cpu_seconds = float(count), 0.01 * count
     return seen
+
+
+def at_clocks(seen: sampling.Seen, recording: dict[str, Any]) -> list[sampling.Sample]:
+    """The samples at the seconds of the recording."""
+    return [
+        dataclasses.replace(look, clock=sample["seconds"])
+        for look, sample in zip(seen.samples, recording["samples"], strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------ recordings
@@ -90,29 +100,27 @@ def test_figures_of_the_synthetic_gpu() -> None:
     """Watts, joules a step and the power cap of the file, worked out from its numbers."""
     recording = json.loads((DATA / "nvml-synthetic.json").read_text())
     seen = seen_of(nvml_recording.Player(recording), len(recording["samples"]))
-    for look, sample in zip(seen.samples, recording["samples"], strict=True):
-        look["clock"] = sample["seconds"]
+    seen.samples = at_clocks(seen, recording)
     inside = [s["devices"][0] for s in recording["samples"] if 2.0 <= s["seconds"] <= 8.0]
     counters = [device["energy"] / 1e3 for device in inside]
     record = AloneRecord(0, 1, recording["torch"]["allocator"], None, 2.0, 8.0, 1200)
     told = sampling.of_side(seen, [record])
-    assert told["joules_per_step"] == pytest.approx((counters[-1] - counters[0]) / 1200)
-    (gpu,) = told["gpus"]
-    assert gpu["power_watts"] == pytest.approx(sum(d["power"] for d in inside) / len(inside) / 1e3)
+    assert told.joules_per_step == pytest.approx((counters[-1] - counters[0]) / 1200)
+    (gpu,) = told.gpus
+    assert gpu.power_watts == pytest.approx(sum(d["power"] for d in inside) / len(inside) / 1e3)
     capped = sum(device["throttle"] == 4 for device in inside)
-    assert capped and gpu["throttled"] == {"power cap": capped / len(inside)}
-    assert gpu["sm_clock_least_mhz"] == 1755 and gpu["utilisation_percent"] == 98
-    assert told["allocator"]["allocated_peak"] == 384 * 2**20
+    assert capped and gpu.throttled == {"power cap": capped / len(inside)}
+    assert gpu.sm_clock_least_mhz == 1755 and gpu.utilisation_percent == 98
+    assert (told.allocator or {})["allocated_peak"] == 384 * 2**20
 
     other = json.loads((DATA / "nvml-synthetic-without.json").read_text())
     seen = seen_of(nvml_recording.Player(other), len(other["samples"]))
-    for look, sample in zip(seen.samples, other["samples"], strict=True):
-        look["clock"] = sample["seconds"]
+    seen.samples = at_clocks(seen, other)
     told = sampling.of_side(seen, [record])
-    (gpu,) = told["gpus"]
-    assert gpu["energy_source"] == "power x time" and gpu["power_limit_watts"] is None
-    assert told["joules_per_step"] == pytest.approx(6 * gpu["power_watts"] / 1200)
-    assert gpu["missing"] == {
+    (gpu,) = told.gpus
+    assert gpu.energy_source == "power x time" and gpu.power_limit_watts is None
+    assert told.joules_per_step == pytest.approx(6 * gpu.power_watts / 1200)
+    assert gpu.missing == {
         "power_limit": "Not Supported",
         "energy": "Not Supported",
         "throttle": "Insufficient Permissions",
@@ -126,12 +134,11 @@ def test_what_was_recorded_answers_again(path: Path) -> None:
     api, why = nvml.start(nvml_recording.Player(recording))
     assert api is not None and not why
     seen = seen_of(api, len(recording["samples"]))
-    for clock, sample in zip(seen.samples, recording["samples"], strict=True):
-        clock["clock"] = sample["seconds"]
+    seen.samples = at_clocks(seen, recording)
     busy = recording["busy"]
     told = sampling.summary(seen, window=(busy["from"], busy["to"]))
-    for gpu in told["gpus"]:
-        limit = gpu["power_limit_watts"]
+    for gpu in told.gpus:
+        limit = gpu.power_limit_watts
         ranges = {
             "utilisation_percent": (0, 100),
             "memory_busy_percent": (0, 100),
@@ -142,13 +149,13 @@ def test_what_was_recorded_answers_again(path: Path) -> None:
             "energy_joules": (1, 2000 * (busy["to"] - busy["from"])),
         }
         for figure, (least, most) in ranges.items():
-            assert gpu[figure] is None or least <= gpu[figure] <= most, figure
-        gone = [figure for figure in nvml.SAMPLED if figure in gpu["missing"]]
+            assert getattr(gpu, figure) is None or least <= getattr(gpu, figure) <= most, figure
+        gone = [figure for figure in nvml.SAMPLED if figure in gpu.missing]
         for figure, key in (("power", "power_watts"), ("sm_clock", "sm_clock_mhz")):
-            assert (gpu[key] is None) == (figure in gone)
-        assert gpu["throttled"] is None or all(0 < s <= 1 for s in gpu["throttled"].values())
+            assert (getattr(gpu, key) is None) == (figure in gone)
+        assert gpu.throttled is None or all(0 < s <= 1 for s in gpu.throttled.values())
     if busy["steps"]:
-        assert max(gpu["utilisation_percent"] or 100 for gpu in told["gpus"]) > 5
+        assert max(gpu.utilisation_percent or 100 for gpu in told.gpus) > 5
     nvml.stop(api)
     assert api.open == 0
 
@@ -298,12 +305,12 @@ def test_work_that_does_not_end_is_no_recording(tmp_path: Path) -> None:
 @pytest.mark.parametrize("figure", list(nvml.SAMPLED))
 def test_a_figure_that_is_not_supported_is_none_with_its_reason(figure: str) -> None:
     seen = seen_of(nvml_recording.Player(made_up(), lacking=[figure]), 5)
-    (gpu,) = sampling.summary(seen, window=(0.0, 4.0))["gpus"]
-    (whole,) = sampling.summary(seen_of(nvml_recording.Player(made_up()), 5), window=(0.0, 4.0))[
-        "gpus"
-    ]
-    assert gpu["missing"] == {figure: "Not Supported"} and whole["missing"] == {}
-    lacks = {key for key, value in gpu.items() if value is None}
+    (gpu,) = sampling.summary(seen, window=(0.0, 4.0)).gpus
+    everything = seen_of(nvml_recording.Player(made_up()), 5)
+    (whole,) = sampling.summary(everything, window=(0.0, 4.0)).gpus
+    assert gpu.missing == {figure: "Not Supported"} and whole.missing == {}
+    figures = gpu.to_dict()
+    lacks = {key for key, value in figures.items() if value is None}
     assert (
         lacks
         == {
@@ -317,16 +324,17 @@ def test_a_figure_that_is_not_supported_is_none_with_its_reason(figure: str) -> 
             "throttle": {"throttled"},
         }[figure]
     )
-    kept = {k: v for k, v in gpu.items() if k not in lacks and not k.startswith(("energy", "miss"))}
-    assert kept == {key: whole[key] for key in kept}
-    text = "\n".join(sampling.texts({"launches": sampling.summary(seen), "sides": {}}))
+    others = {key for key in figures if not key.startswith(("energy", "miss"))}
+    kept = {key: figures[key] for key in others - lacks}
+    assert kept == {key: getattr(whole, key) for key in kept}
+    text = "\n".join(sampling.texts(Telemetry(launches=sampling.summary(seen))))
     assert f"no {figure}: Not Supported" in text
 
 
 def test_neither_counter_nor_power_is_no_energy() -> None:
     seen = seen_of(nvml_recording.Player(made_up(), lacking=["energy", "power"]), 5)
-    (gpu,) = sampling.summary(seen, window=(0.0, 4.0))["gpus"]
-    assert gpu["energy_joules"] is None and gpu["energy_source"] is None
+    (gpu,) = sampling.summary(seen, window=(0.0, 4.0)).gpus
+    assert gpu.energy_joules is None and gpu.energy_source is None
 
 
 def test_an_older_pynvml_is_asked_by_the_older_name() -> None:
@@ -381,16 +389,20 @@ def test_pynvml_has_what_is_asked() -> None:
 def test_figures_by_hand() -> None:
     seen = seen_of(nvml_recording.Player(made_up(throttle=0x4 | 0x20)), 5)
     told = sampling.summary(seen)
-    (gpu,) = told["gpus"]
-    assert told["resident_bytes"] == 1004 and told["samples"] == 5
-    assert told["cost"] == {"looks": 5, "cpu_seconds": 0.05, "share_of_a_core": pytest.approx(0.01)}
-    assert gpu["utilisation_percent"] == 20 and gpu["memory_used_bytes"] == 4 * 2**30
-    assert gpu["power_watts"] == 250 and gpu["power_limit_watts"] == 300
-    assert gpu["sm_clock_mhz"] == 1798 and gpu["sm_clock_least_mhz"] == 1796
-    assert gpu["temperature_celsius"] == 44
-    assert gpu["throttled"] == {"idle": 0.6, "power cap": 0.4, "thermal (software)": 0.4}
-    assert "energy_joules" not in gpu  # between launches nobody asks
-    text = "\n".join(sampling.texts({"launches": told, "sides": {}}))
+    (gpu,) = told.gpus
+    assert told.resident_bytes == 1004 and told.samples == 5
+    assert told.cost.to_dict() == {
+        "looks": 5,
+        "cpu_seconds": 0.05,
+        "share_of_a_core": pytest.approx(0.01),
+    }
+    assert gpu.utilisation_percent == 20 and gpu.memory_used_bytes == 4 * 2**30
+    assert gpu.power_watts == 250 and gpu.power_limit_watts == 300
+    assert gpu.sm_clock_mhz == 1798 and gpu.sm_clock_least_mhz == 1796
+    assert gpu.temperature_celsius == 44
+    assert gpu.throttled == {"idle": 0.6, "power cap": 0.4, "thermal (software)": 0.4}
+    assert "energy_joules" not in gpu.to_dict()  # between launches nobody asks
+    text = "\n".join(sampling.texts(Telemetry(launches=told)))
     assert "slowed down: power cap in 40% of looks, thermal (software) in 40%" in text
     assert "1.00% of a core" in text
 
@@ -406,8 +418,8 @@ def test_energy_is_watts_times_seconds(window: tuple[float, float]) -> None:
     expected = pytest.approx(250 * (window[1] - window[0]))
     for lacking, source in ((), "counter"), (("energy",), "power x time"):
         seen = seen_of(nvml_recording.Player(made_up(), lacking), 5)
-        (gpu,) = sampling.summary(seen, window=window)["gpus"]
-        assert (gpu["energy_joules"], gpu["energy_source"]) == (expected, source)
+        (gpu,) = sampling.summary(seen, window=window).gpus
+        assert (gpu.energy_joules, gpu.energy_source) == (expected, source)
 
 
 def test_only_the_gpus_of_the_ranks_count() -> None:
@@ -417,23 +429,25 @@ def test_only_the_gpus_of_the_ranks_count() -> None:
     for sample in two["samples"]:
         sample["devices"].append({**sample["devices"][0], "power": 1000})
     seen = seen_of(nvml_recording.Player(two), 5)
-    assert [gpu["name"] for gpu in sampling.summary(seen, [other["pci"]])["gpus"]] == ["The Other"]
-    assert len(sampling.summary(seen)["gpus"]) == 2
+    assert [gpu.name for gpu in sampling.summary(seen, [other["pci"]]).gpus] == ["The Other"]
+    assert len(sampling.summary(seen).gpus) == 2
     record = AloneRecord(0, 10, None, PCI, 1.0, 3.0, 50)
     told = sampling.of_side(seen, [record])
-    assert told["joules_per_step"] == pytest.approx(250 * 2 / 50)
+    assert told.joules_per_step == pytest.approx(250 * 2 / 50)
     both = [record, dataclasses.replace(record, pci=other["pci"], resident=30)]
-    assert sampling.of_side(seen, both)["joules_per_step"] == pytest.approx(2 * 250 * 2 / 50)
-    assert sampling.of_side(seen, both)["resident_bytes"] == 30
+    assert sampling.of_side(seen, both).joules_per_step == pytest.approx(2 * 250 * 2 / 50)
+    assert sampling.of_side(seen, both).resident_bytes == 30
 
 
 def test_a_side_on_the_cpu_has_no_energy() -> None:
     record = AloneRecord(0, 2**20, None, None, 1.0, 1.0, 0)
     told = sampling.of_side(sampling.Seen(), [record])
-    assert told["joules_per_step"] is None and told["allocator"] is None and told["gpus"] == []
-    (text,) = sampling.texts({"launches": None, "sides": {"a": told}})
+    assert told.joules_per_step is None and told.allocator is None and told.gpus == []
+    (text,) = sampling.texts(Telemetry(launches=None, sides={"a": told}))
     assert text == "A alone, worst rank: 1 MiB resident added, advisory"
-    (text,) = sampling.texts({"launches": None, "sides": {"b": {"problem": "a rank raised"}}})
+    (text,) = sampling.texts(
+        Telemetry(launches=None, sides={"b": NoFigures(problem="a rank raised")})
+    )
     assert text == "B alone: no figures: a rank raised"
 
 
@@ -462,10 +476,10 @@ def test_a_sampler_sees_ranks_and_gpus_and_ends() -> None:
         assert threads()
     seen = sampler.seen
     assert not threads() and len(seen.samples) >= 4 and not seen.problem
-    assert all(sample["resident"] > 2**20 for sample in seen.samples)
-    clocks = [sample["clock"] for sample in seen.samples]
+    assert all((sample.resident or 0) > 2**20 for sample in seen.samples)
+    clocks = [sample.clock for sample in seen.samples]
     assert clocks == sorted(clocks) and seen.seconds > 0 and seen.cpu_seconds >= 0
-    assert [s["gpus"][0]["utilisation"]["gpu"] for s in seen.samples[:3]] == [0, 10, 20]
+    assert [(s.gpus[0].utilisation or {})["gpu"] for s in seen.samples[:3]] == [0, 10, 20]
 
 
 def test_a_sampler_ends_when_its_block_raises() -> None:
@@ -482,7 +496,7 @@ def test_a_rank_that_has_ended_is_no_fault() -> None:
     gone.wait(30)
     with sampling.Sampler(lambda: [gone.pid], None, every=0.01) as sampler:
         time.sleep(0.05)
-    assert not sampler.seen.problem and sampler.seen.samples[-1]["resident"] is None
+    assert not sampler.seen.problem and sampler.seen.samples[-1].resident is None
 
 
 def test_a_sampler_that_cannot_go_on_says_so_and_stops_nobody() -> None:
@@ -493,7 +507,7 @@ def test_a_sampler_that_cannot_go_on_says_so_and_stops_nobody() -> None:
     with sampling.Sampler(list, Lost(made_up()), every=0.01) as sampler:
         time.sleep(0.05)
     assert not threads() and "GPU is lost" in sampler.seen.problem
-    assert sampling.texts({"launches": sampling.summary(sampler.seen), "sides": {}})[-1] == (
+    assert sampling.texts(Telemetry(launches=sampling.summary(sampler.seen)))[-1] == (
         "telemetry: stopped looking: PlayedError: GPU is lost"
     )
 
@@ -517,9 +531,9 @@ def test_a_driver_that_hangs_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ranks_say_who_they_are(tmp_path: Path) -> None:
     assert sampling.pids_in(tmp_path) == []
-    sampling.say_who(tmp_path, 12)
-    sampling.say_who(tmp_path, 345)
-    sampling.say_who(tmp_path, 12)  # a thread of the same process
+    sampling.announce(tmp_path, 12)
+    sampling.announce(tmp_path, 345)
+    sampling.announce(tmp_path, 12)  # a thread of the same process
     assert sorted(sampling.pids_in(tmp_path)) == [12, 345]
 
 
@@ -529,8 +543,8 @@ def test_what_was_seen_in_several_launches_adds_up() -> None:
     both.add(one)
     both.add(two)
     told = sampling.summary(both)
-    assert told["samples"] == 5 and told["cost"]["cpu_seconds"] == pytest.approx(0.05)
-    assert told["cost"]["share_of_a_core"] == pytest.approx(0.01)
+    assert told.samples == 5 and told.cost.cpu_seconds == pytest.approx(0.05)
+    assert told.cost.share_of_a_core == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -544,12 +558,15 @@ def test_a_session_asks_nvml_where_ranks_compute_on_gpus(backend: str, tmp_path:
             pass
         measured.seen.add(sampler.seen)
     assert bench._given_api.open == 0  # NVML is let go of
-    told = evidence.result(measured)["telemetry"]
+    line = evidence.result(measured)
+    assert isinstance(line, PairLine) and line.telemetry is not None
+    told = line.telemetry
+    assert told.launches is not None
     if backend == "nccl":
-        assert [gpu["name"] for gpu in told["launches"]["gpus"]] == ["Synthetic GPU"]
-        assert told["no_gpu"] is None
+        assert [gpu.name for gpu in told.launches.gpus] == ["Synthetic GPU"]
+        assert told.no_gpu is None
     else:
-        assert told["launches"]["gpus"] == [] and told["no_gpu"] == "gloo computes on the CPU"
+        assert told.launches.gpus == [] and told.no_gpu == "gloo computes on the CPU"
 
 
 def test_without_nvml_a_session_says_so(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from commands import shardproof, started
 
 from shardproof.bench import evidence, session, sides, stats
 from shardproof.bench.launches import RankTimes
+from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
+from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs.run_folder import read
@@ -54,7 +56,7 @@ def simulated(
 
 def test_interval_covers_the_truth_in_95_of_100() -> None:
     rng = np.random.default_rng(1)
-    found = [stats.estimate(list(rng.normal(0.05, SD, sides.BLOCKS))) for _ in range(2000)]
+    found = [stats.estimate(list(rng.normal(0.05, SD, BLOCKS))) for _ in range(2000)]
     covered = sum(f.low <= 0.05 <= f.high for f in found) / len(found)
     assert 0.935 <= covered <= 0.965
 
@@ -64,9 +66,7 @@ def test_two_equal_sides_are_rarely_called_different(heavy: bool) -> None:
     rng = np.random.default_rng(2)
     alarms = different = 0
     for _ in range(2000):
-        draw = (
-            rng.standard_t(3, (2, sides.BLOCKS)) if heavy else rng.normal(0, 1, (2, sides.BLOCKS))
-        )
+        draw = rng.standard_t(3, (2, BLOCKS)) if heavy else rng.normal(0, 1, (2, BLOCKS))
         found, same = stats.estimate(list(SD * draw[0])), stats.estimate(list(SD * draw[1]))
         alarms += found.differs
         different += stats.verdict(found, stats.margin(same)) in ("faster", "slower")
@@ -75,9 +75,9 @@ def test_two_equal_sides_are_rarely_called_different(heavy: bool) -> None:
 
 
 def test_a_slowdown_of_10_percent_is_found() -> None:
-    told = [stats.judge(simulated(1.10, SD, sides.BLOCKS, seed))["verdict"] for seed in range(200)]
+    told = [stats.judge(simulated(1.10, SD, BLOCKS, seed)).verdict for seed in range(200)]
     assert told.count("slower") >= 180 and "faster" not in told
-    told = [stats.judge(simulated(1 / 1.1, SD, sides.BLOCKS, s))["verdict"] for s in range(50)]
+    told = [stats.judge(simulated(1 / 1.1, SD, BLOCKS, s)).verdict for s in range(50)]
     assert told.count("faster") >= 45 and "slower" not in told
 
 
@@ -127,9 +127,9 @@ def test_verdicts(mean: float, half: float, least: float, expected: str) -> None
 def test_smallest_effect_is_found_as_often_as_said() -> None:
     rng = np.random.default_rng(4)
     least = stats.margin(None)
-    typical = stats.Estimate(sides.BLOCKS, 0, -1, 1, 0.3, None, True)
+    typical = stats.Estimate(BLOCKS, 0, -1, 1, 0.3, None, True)
     effect = stats.smallest_effect(typical, least)
-    found = [stats.estimate(list(rng.normal(effect, 0.3, sides.BLOCKS))) for _ in range(1000)]
+    found = [stats.estimate(list(rng.normal(effect, 0.3, BLOCKS))) for _ in range(1000)]
     seen = sum(stats.verdict(f, least) == "slower" for f in found) / 1000
     assert 0.76 <= seen <= 0.85
 
@@ -156,12 +156,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_blocks_that_were_cut_off_do_not_count() -> None:
     rows = simulated(1.0, SD, 6, 5)
-    assert stats.judge(rows)["blocks"] == 6
+    assert stats.judge(rows).blocks == 6
     cut = [row for row in rows if not (row.block == 5 and row.rank == 1)]
-    assert stats.judge(cut)["blocks"] == 5
+    assert stats.judge(cut).blocks == 5
     cut = [row for row in rows if not (row.block == 5 and row.segment > 1)]
-    assert stats.judge(cut)["blocks"] == 5
-    assert stats.judge(rows[:8])["verdict"] == "inconclusive"
+    assert stats.judge(cut).blocks == 5
+    assert stats.judge(rows[:8]).verdict == "inconclusive"
 
 
 def test_launches_that_differ_are_told() -> None:
@@ -177,8 +177,6 @@ def test_launches_that_differ_are_told() -> None:
 
 def test_segments_are_balanced() -> None:
     """Each side follows itself once and another once, in the order in which blocks run."""
-    from shardproof.bench.launches import ORDERS
-
     order = [side for pair in ("ab", "aa") for side in ORDERS[pair]] * 2
     for pair, start in (("ab", 8), ("aa", 12)):
         after_itself = [order[i] for i in range(start, start + 4) if order[i] == order[i - 1]]
@@ -190,7 +188,7 @@ def test_speed_scenarios_can_be_read_and_pairs_travel() -> None:
     assert {"ddp"} <= {pair.name for pair in pairs}
     assert len({pair.id for pair in pairs}) == len(pairs)
     for pair in pairs:
-        assert sides.Pair.from_dict(json.loads(json.dumps(pair.to_dict()))) == pair
+        assert Pair.from_dict(json.loads(json.dumps(pair.to_dict()))) == pair
 
 
 def test_faults_of_a_speed_scenario_have_a_line(tmp_path: Path) -> None:
@@ -317,7 +315,8 @@ def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> No
     assert (
         "achieved over predicted, B" in shardproof("compare", str(run), "--by", "hardware").stdout
     )
-    again = evidence.conclude(line | {"probed": _twice_as_long(line["probed"])}, [])
+    slower = MeasuredPair.model_validate(line | {"probed": _twice_as_long(line["probed"])})
+    again = evidence.conclude(slower, []).to_dict()
     first = line["scorecard"]["a"]["achieved_over_predicted"]
     assert again["scorecard"]["a"]["achieved_over_predicted"] == pytest.approx(first / 2)
 
@@ -338,8 +337,11 @@ def test_what_cannot_be_predicted_says_why() -> None:
     assert scorecard.unscored("gloo", {"replicate": 2, "shard": 2}) == ""
     assert "tensor and pipe" in scorecard.unscored("gloo", {"pipe": 2, "tensor": 2})
     assert "no cost formulas for backend mpi" in scorecard.unscored("mpi", {"shard": 2})
-    assert tables._scorecards({"scorecard": {"a": {"problem": "so"}}}) == ["no scorecard of A: so"]
-    assert scorecard.cards({"probed": None}) is None and tables._scorecards({}) == []
+    pair = sides.read(["peers"])[0]
+    line = PairLine(id="x", pair=pair, verdict="same")
+    assert scorecard.cards(line) is None and tables._scorecards(line) == []
+    line = line.model_copy(update={"scorecard": {"a": NoFigures(problem="so")}})
+    assert tables._scorecards(line) == ["no scorecard of A: so"]
 
 
 @pytest.mark.slow
@@ -414,5 +416,5 @@ def test_losses_are_those_of_the_ranks_that_learn_them() -> None:
         return RankTimes(rank, {}, {side: [loss, loss] for side in "ab"}, places, {}, 1, [])
 
     ranks = [record(0, 0, None), record(1, 0, 2.0), record(2, 1, 3.0), record(3, 1, 3.0)]
-    found = evidence.losses(session.Measured(pair, records=[ranks]), sides.LETTERS)
+    found = evidence.losses(session.Measured(pair, records=[ranks]), LETTERS)
     assert found == {"a": [5.0, 5.0], "b": [5.0, 5.0]}

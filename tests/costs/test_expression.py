@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.contract import OptimizerSpec
 from shardproof.costs import NoCostModel
 from shardproof.costs.expression import FACTS, FORMULAS, FormulaError, evaluate, facts_of, parse
 
@@ -19,17 +19,7 @@ NUMBERS = {name: number for number, name in enumerate(FACTS, 1)}
 
 
 def case(workload: WorkloadSpec, world: int) -> Case:
-    return Case(
-        id="x",
-        scenario="s",
-        implementation="plain",
-        backend="in_memory",
-        mesh={"replicate": world},
-        workload=workload,
-        optimizer=OptimizerSpec(),
-        lane="fp64",
-        checks=(),
-    )
+    return made_case("plain", {"replicate": world}, workload=workload)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from made_case import made_case
 from test_costs import plan, sums, tensor
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.contract import OptimizerSpec
 from shardproof.costs import COST_MODELS, CostModel, ModelFacts
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import shape_key
@@ -143,19 +143,9 @@ def test_tied_ends_hold_a_copy_each() -> None:
 
 
 def case(**more: Any) -> Case:
-    fields: dict[str, Any] = {
-        "id": "x",
-        "scenario": "x",
-        "implementation": "reference/pipeline",
-        "backend": "in_memory",
-        "mesh": {"pipe": 2},
-        "workload": WorkloadSpec("charnames_gpt", global_batch=7, micro_batches=3),
-        "optimizer": OptimizerSpec(),
-        "lane": "fp64",
-        "checks": (),
-        "steps": 2,
-    }
-    return Case(**fields | more)
+    workload = WorkloadSpec("charnames_gpt", global_batch=7, micro_batches=3)
+    usual = {"mesh": {"pipe": 2}, "workload": workload, "steps": 2}
+    return made_case("reference/pipeline", **usual | more)
 
 
 def test_a_plan_knows_which_units_have_a_tensor_and_what_goes_between_them() -> None:

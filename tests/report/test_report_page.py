@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic import interval
 from synthetic_run import FULL, TENSORS, scaling_lines, timed, write_run
 from test_report import case, fill, result
 
 from shardproof import report
+from shardproof.bench import lines
+from shardproof.bench.lines import InReport
 from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
@@ -180,16 +183,17 @@ def test_timings_that_decide_nothing_are_among_what_was_not_checked(tmp_path: Pa
 
 def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     draw = random.Random(0)
-    lines = [timed(number, draw) for number in range(2)]
-    lines[0] |= {"verdict": "small difference"}
-    lines[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
-    family = {lines[0]["id"]: {"verdict": "inconclusive"}}
+    stored = [timed(number, draw) for number in range(2)]
+    stored[0] |= {"verdict": "small difference"}
+    stored[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
+    family = {stored[0]["id"]: InReport(p=0.04, p_holm=0.2, verdict="inconclusive")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardproof.bench.stats.family", lambda lines: family)
-        [told] = limits.limits(Run(Path("run"), Header(invocations=[]), benches=lines))
+        [told] = limits.limits(Run(Path("run"), Header(invocations=[]), benches=stored))
+    why = "small difference alone, not beside 1 comparisons (Holm)"
     assert told.rows == (
-        (lines[0]["id"], "inconclusive", "small difference alone, not beside 1 comparisons (Holm)"),
-        (lines[1]["id"], "inconclusive", "effects from 9.0% on can be seen"),
+        (stored[0]["id"], "inconclusive", why),
+        (stored[1]["id"], "inconclusive", "effects from 9.0% on can be seen"),
     )
 
 
@@ -215,8 +219,12 @@ def test_widths_of_bars_add_up() -> None:
     assert widths == [300.0, 74.2, 149.2]
 
 
+def cells() -> list[lines.CellLine]:
+    return [lines.CellLine.model_validate(line) for line in scaling_lines()]
+
+
 def test_curves_show_intervals_target_and_what_is_modelled() -> None:
-    panels = curves.panels(scaling_lines())
+    panels = curves.panels(cells())
     assert [panel.heading for panel in panels][:2] == [
         "pytorch/fsdp2 on gloo, strong scaling",
         "reference/ddp on gloo, strong scaling",
@@ -226,14 +234,13 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     assert image.count('class="m-plain"') == image.count('class="m-wrapped"') == 2
     assert image.count('class="m-modelled"') == 5
     assert "1024 ranks: modelled 35.0% (oversubscribed)." in image
-    rows = curves.table(scaling_lines()).texts
+    rows = curves.table(cells()).texts
     assert len(rows) == 20 and all(len(row) == len(curves.HEADINGS) for row in rows)
     assert rows[0][5:9] == ["88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%"]
 
 
 def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:
-    lines = read(full).scalings
-    told = scaling_tables.remarks(lines)
+    told = scaling_tables.remarks(lines.cells(read(full)))
     assert len(told) == 4 * (1 + 3)  # a system: how, two measured worlds, one caution
     text = report.document(read(full))
     for remark in map(str.strip, told):
@@ -244,24 +251,23 @@ def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page:
 
 def test_efficiencies_beyond_one_stay_inside() -> None:
     [line] = scaling_lines()[:1]
-    line["efficiency"] = {"plain": {"ratio": 1.3, "low": 1.2, "high": 1.5}}
-    [panel] = curves.panels([line])
+    line["efficiency"] = {"plain": interval(1.3, 1.2, 1.5)}
+    [panel] = curves.panels([lines.CellLine.model_validate(line)])
     assert "160%" in panel.image
     for at in re.findall(r'cy="([-0-9.]+)"', panel.image):
         assert 0 < float(at) < 240
 
 
 def test_comparisons_share_one_axis(full: Path) -> None:
-    lines = read(full).benches
-    found = forest.rows(lines)
+    found = forest.rows(lines.pairs(read(full)))
     assert [told.verdict for told in found][:3] == ["faster", "same", "slower"]
     assert all(len(told.cells) == len(forest.HEADINGS) for told in found)
     centre = {re.search(r'x1="([0-9.]+)"[^>]*class="one"', str(told.image))[1] for told in found}  # type: ignore[index]
     assert centre == {"150"}
     assert "i-bad" in str(found[2].image) and "i-good" in str(found[0].image)
-    broken = {**lines[0], "verdict": "crash", "reason": "it fell"}
-    for key in ("ratio", "low", "high", "aa", "log"):
-        del broken[key]
+    stored = {**read(full).benches[0], "verdict": "crash", "reason": "it fell"}
+    del stored["ratio"]
+    broken = lines.PairLine.model_validate(stored)
     assert forest.rows([broken])[0].image is None
     assert forest.axis([broken]) is None
 

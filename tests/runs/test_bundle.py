@@ -21,7 +21,7 @@ from archives import Part, forge
 
 from shardproof import VERSION, report
 from shardproof.bench import evidence, session
-from shardproof.bench.sides import Pair, Side
+from shardproof.bench.subjects import Pair, Side
 from shardproof.case import WorkloadSpec
 from shardproof.cases.kills import pair
 from shardproof.commands import run as run_command
@@ -60,11 +60,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert run_command.execute(folder, cases, 1, None, durations) == 1
         side = Side("reference/ddp")
         workload = WorkloadSpec("charnames_gpt")
-        sides = Pair("speed", side, side, "gloo", 2, workload, OptimizerSpec())
+        sides = Pair(
+            name="speed",
+            a=side,
+            b=side,
+            backend="gloo",
+            world=2,
+            workload=workload,
+            optimizer=OptimizerSpec(),
+        )
         line = evidence.result(session.Measured(sides, problem=("precondition", "not today")))
-        line["times"] = evidence.write_times(path, sides.id, [])
-        folder.seal(line["times"])
-        folder.add(line, "bench")
+        times = evidence.write_times(path, sides.id, [])
+        folder.seal(times)
+        folder.add(line.to_dict() | {"times": times}, "bench")
     (path / "local" / "case0000").mkdir(parents=True)
     (path / "local" / "case0000" / "rank0.log").write_text("hello")
     (path / "local" / "plan.json").write_text("{}")

@@ -192,7 +192,7 @@ def test_a_budget_hides_no_failure_of_before(
         code = run_command.execute(folder, chosen, 1, 1e-5, durations, kept)
     assert code == 1
     told = capsys.readouterr().out
-    assert "not run again, results of before stay (2): no room in a budget of" in told
+    assert "not run again, earlier results stay (2): no room in a budget of" in told
     assert "3 judged (1 fail, 1 crash, 1 pass), 0 xfailed, 1 skipped, 0 left out" in told
     assert verify(run).problems == []
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed, threads
-from pieces import assembled
+from made_case import made_case
+from pieces import assembled, rows
 
 from shardproof import workloads
 from shardproof.case import Case, WorkloadSpec
@@ -57,11 +58,6 @@ def share(workload: Workload, step: int, system: ReferenceHybrid) -> Any:
     at, size = system.mesh.coordinate, system.mesh.size
     number = at.get("replicate", 0) * size("shard") + at.get("shard", 0)
     return workload.batch(step, size("replicate", "shard"))[number]
-
-
-def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """As the judge wants them."""
-    return [vars(piece) | {"tensor": piece.tensor.detach().clone()} for piece in pieces]
 
 
 def train(
@@ -287,15 +283,11 @@ def test_other_stages_are_let_go_without_a_garbage_collector() -> None:
 def promised(axes: Axes, **options: Any) -> CostModel:
     """What is promised of the model of :func:`work`, which is built in fp64."""
     spec = WorkloadSpec("charnames_gpt", params=SIZES | {"layers": 2}, global_batch=12)
-    case = Case(
-        id="",
-        scenario="",
-        implementation="reference/hybrid",
-        backend="in_memory",
-        mesh=axes,
+    case = made_case(
+        "reference/hybrid",
+        axes,
         workload=spec,
         optimizer=OptimizerSpec("adamw"),
-        lane="fp64",
         checks=("memory",),
         options=options,
     )
@@ -470,12 +462,12 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
 def test_backwards_in_two_parts_gather_again_for_weights_that_are_trained() -> None:
     """Four layers of two row-parallel products each, of which one may be frozen."""
     hidden = 8 * 16 * 32 * 8  # each of two ranks sends half
-    for traits, rows in (((), 8), (("frozen",), 7)):
+    for traits, products in (((), 8), (("frozen",), 7)):
         once, twice = (
             gathered("charnames_gpt", *traits, schedule=schedule, sequence_parallel=True)
             for schedule in ("1f1b", "zb_h1")
         )
-        assert twice - once == rows * hidden
+        assert twice - once == products * hidden
     once, twice = (
         gathered("charnames_gpt", strategy="torch_hybrid", schedule=name, sequence_parallel=True)
         for name in ("gpipe", "zb_v")

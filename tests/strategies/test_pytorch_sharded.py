@@ -4,12 +4,13 @@ over, and torch's private parts that the adapters stand on.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from local_ranks import succeed
-from pieces import assembled
+from pieces import complete, held_in_a_step
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,7 +20,6 @@ from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
     Implementation,
-    Kind,
     OptimizerSpec,
     Piece,
     Refused,
@@ -57,11 +57,6 @@ def make(
 def copies(pieces: list[Piece]) -> list[Piece]:
     """Pieces that stay as they are."""
     return [Piece(**{**vars(piece), "tensor": piece.tensor.clone()}) for piece in pieces]
-
-
-def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """As the judge wants them."""
-    return [vars(piece) | {"tensor": piece.tensor.clone()} for piece in pieces]
 
 
 # ------------------------------------------------------------------------------------ refusals
@@ -171,33 +166,14 @@ def test_pieces_cover_all_that_there_is(
     name: str, axes: dict[str, int], options: dict[str, Any]
 ) -> None:
     work = workload("frozen", "prime_sized", "smaller_than_world")
-    world = 1
-    for size in axes.values():
-        world *= size
+    world = math.prod(axes.values())
 
     def body(rank: int, world: int) -> dict[str, Any]:
-        system, seen = make(name, work, rank, axes, ADAMW, **options), {}
-
-        def observe(point: str) -> None:
-            if point == "gradients_final":
-                seen["gradients"] = rows(system.local_state("gradients"))
-
-        system.step(work.batch(0, world)[rank], observe)
-        kinds: tuple[Kind, ...] = ("parameters", "optimizer")
-        return seen | {kind: rows(system.local_state(kind)) for kind in kinds}
+        system = make(name, work, rank, axes, ADAMW, **options)
+        return held_in_a_step(system, work.batch(0, world)[rank])
 
     found = succeed(body, world)
-    names = {n for n, _ in work.build_for(0)("meta").named_parameters()}
-    trained = {n for n, p in work.build_for(0)("meta").named_parameters() if p.requires_grad}
-    wanted = {
-        "parameters": names,
-        "gradients": trained,
-        "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
-    }
-    for kind, expected in wanted.items():
-        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
-        assert whole.problems == []
-        assert set(whole.tensors) == expected
+    complete(work, found)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
-from pieces import assembled
+from pieces import assembled, complete, held_in_a_step, rows
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardproof import registry, workloads
@@ -20,7 +20,6 @@ from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
     Implementation,
-    Kind,
     OptimizerSpec,
     Piece,
     Refused,
@@ -67,11 +66,6 @@ def make(work: Workload, rank: int, world: int, spec: OptimizerSpec, **options: 
 def copies(pieces: list[Piece]) -> list[Piece]:
     """Pieces that stay as they are."""
     return [Piece(**{**vars(piece), "tensor": piece.tensor.clone()}) for piece in pieces]
-
-
-def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """As the judge wants them."""
-    return [vars(piece) | {"tensor": piece.tensor.clone()} for piece in pieces]
 
 
 # ------------------------------------------------------------------------------------ refusals
@@ -152,29 +146,11 @@ def test_pieces_cover_all_that_there_is(options: dict[str, Any], traits: tuple[s
     work = workload(*traits, vocab=96 if options else 97, kv_heads=3)
 
     def body(rank: int, world: int) -> dict[str, Any]:
-        system, seen = make(work, rank, world, ADAMW, **options), {}
-
-        def observe(point: str) -> None:
-            if point == "gradients_final":
-                seen["gradients"] = rows(system.local_state("gradients"))
-
-        system.step(work.batch(0, 1)[0], observe)
-        kinds: tuple[Kind, ...] = ("parameters", "optimizer")
-        return seen | {kind: rows(system.local_state(kind)) for kind in kinds}
+        system = make(work, rank, world, ADAMW, **options)
+        return held_in_a_step(system, work.batch(0, 1)[0])
 
     found = succeed(body, 3)
-    model = work.build_for(0)("meta")
-    names = {n for n, _ in model.named_parameters()}
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    wanted = {
-        "parameters": names,
-        "gradients": trained,
-        "optimizer": {f"{n}.{s}" for n in trained for s in ("step", "exp_avg", "exp_avg_sq")},
-    }
-    for kind, expected in wanted.items():
-        whole = assembled(dict(enumerate(rank[kind] for rank in found)))
-        assert whole.problems == []
-        assert set(whole.tensors) == expected
+    complete(work, found)
     blocks = [p for p in found[1]["parameters"] if p["name"] == "blocks.0.attention.qkv.weight"]
     assert [p["slices"][0] for p in blocks] == [(4, 8), (14, 16), (20, 22)]
 

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ranks import succeed
+from made_case import made_case
 from pieces import assembled
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardproof import registry, workloads
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, CostModel
@@ -419,18 +420,8 @@ def test_a_vocabulary_leaves_no_rank_without_rows() -> None:
 def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
     """What is promised for one step of 8 samples in 2 micro-batches of 16 positions, in fp32."""
     spec = WorkloadSpec("charnames_gpt", params=params, global_batch=8)
-    case = Case(
-        id="",
-        scenario="",
-        implementation="reference/tensor",
-        backend="in_memory",
-        mesh={"tensor": ranks},
-        workload=spec,
-        optimizer=OptimizerSpec(),
-        lane="fp64",
-        dtype="float32",
-        checks=("traffic",),
-        options=options,
+    case = made_case(
+        "reference/tensor", {"tensor": ranks}, workload=spec, dtype="float32", options=options
     )
     return COST_MODELS["tensor"](facts_of(case).model_facts)
 

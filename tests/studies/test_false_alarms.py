@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,28 +12,46 @@ from typing import Any
 
 import pytest
 
-from shardproof.bench import pinning, session, sides
+from shardproof.bench import pinning, session
+from shardproof.bench.lines import Estimate, PairFigures, PairLine, Twin
+from shardproof.bench.subjects import Pair, Side
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs import run_folder
 from shardproof.studies import false_alarms
 
 
-def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> Any:
-    slow = kind == "slowed"
-    return {
-        "pair": {
-            "a": {"implementation": false_alarms.SLOWED if slow else false_alarms.PARENT},
-            "b": {"implementation": "pytorch/ddp" if kind == "other" else false_alarms.PARENT},
-        },
-        "problem": None,
-        "verdict": verdict,
-        "ratio": (low * high) ** 0.5,
-        "low": low,
-        "high": high,
-        "half_width": 0.04,
-        "aa": {"low": aa[0], "high": aa[1], "half_width": 0.03},
-    }
+def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> PairLine:
+    a = false_alarms.SLOWED if kind == "slowed" else false_alarms.PARENT
+    b = "pytorch/ddp" if kind == "other" else false_alarms.PARENT
+    pair = dataclasses.replace(false_alarms.sessions(1, 0)[0], a=Side(a), b=Side(b))
+    log = Estimate(24, 0.0, 0.0, 0.0, 0.1, 0.5, True)
+    twin = Twin(
+        ratio=1.0,
+        low=aa[0],
+        high=aa[1],
+        half_width=0.03,
+        sd=0.1,
+        blocks=24,
+        blocks_needed=9,
+    )
+    figures = PairFigures(
+        ratio=(low * high) ** 0.5,
+        low=low,
+        high=high,
+        half_width=0.04,
+        sd=0.1,
+        launches=3,
+        p=0.5,
+        p_exact=True,
+        margin=0.05,
+        smallest_effect=0.06,
+        aa=twin,
+        median_seconds={},
+        launches_differ_p=None,
+        log=log,
+    )
+    return PairLine(id=pair.id, pair=pair, verdict=verdict, figures=figures)
 
 
 def test_sessions_give_the_comparisons_that_were_asked_for() -> None:
@@ -72,7 +91,7 @@ def test_the_aims_are_those_of_the_issue(false: int, missed: int, expected: bool
     quiet = _line("twin", 0.97, 1.04, (0.95, 1.05), "same")
     loud = _line("twin", 1.01, 1.09, (0.95, 1.05), "small difference")
     slow = _line("slowed", 1.05, 1.15, (0.95, 1.05), "slower")
-    unseen = slow | {"verdict": "inconclusive"}
+    unseen = slow.model_copy(update={"verdict": "inconclusive"})
     lines = [loud] * false + [quiet] * (35 - false) + [slow] * (30 - missed) + [unseen] * missed
     assert false_alarms.held(false_alarms.count(lines)) is expected
 
@@ -164,7 +183,7 @@ class _Clockwork:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def examine(self, pairs: list[sides.Pair]) -> list[session.Measured]:
+    def examine(self, pairs: list[Pair]) -> list[session.Measured]:
         return [session.Measured(pair) for pair in pairs]
 
     def time(self, measured: session.Measured, tell: Any) -> None:

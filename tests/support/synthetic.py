@@ -205,7 +205,9 @@ def bench(name: str, mean: float = 0.02, sd: float = 0.05, blocks: int = 24, **m
 
 def scaling(name: str, mean: float = -0.1, sd: float = 0.03, world: int = 2, **more: Any) -> Line:
     """A line of a scaling scenario; ``mean`` is that of the log efficiency."""
-    told = {"log": {"mean": mean, "sd": sd, "blocks": 12}}
+    ratio = interval(math.exp(mean), math.exp(mean - sd), math.exp(mean + sd), mean, sd)
+    implementation = more.get("implementation", f"reference/{name}")
+    mode = more.get("mode", "strong")
     workload: Line = {"name": "charnames_gpt", "traits": [], "params": {}, "global_batch": 32}
     workload["micro_batches"] = 1
     line = {
@@ -217,21 +219,24 @@ def scaling(name: str, mean: float = -0.1, sd: float = 0.03, world: int = 2, **m
         "world": world,
         "target": 0.8,
         "cell": {
-            "system": {"implementation": f"reference/{name}", "options": {}, "mesh": {}},
+            "system": {"implementation": implementation, "options": {}, "mesh": {}},
             "workload": workload,
             "base": workload,
             "optimizer": {"name": "adamw"},
             "dtype": "float32",
             "size": "1m",
-            "name": "strong",
-            "mode": "strong",
+            "name": mode,
+            "mode": mode,
             "label": "",
+            "backend": "gloo",
+            "world": world,
+            "target": 0.8,
         },
         "verdict": "holds",
         "reason": "",
-        "efficiency": {"plain": told, "wrapped": told},
-        "wrapping": told,
-        "modelled": {"efficiency": 0.88, "compute_seconds": 0.1},
+        "efficiency": {"plain": ratio, "wrapped": ratio},
+        "wrapping": ratio,
+        "modelled": {"world": world, "efficiency": 0.88, "compute_seconds": 0.1},
         "scorecard": {"achieved_over_predicted": 1.05, "exposed_share": 0.2},
         "median_seconds": {},
         "times": None,
@@ -241,6 +246,12 @@ def scaling(name: str, mean: float = -0.1, sd: float = 0.03, world: int = 2, **m
         "launches_differ_p": 0.5,
     }
     return line | more
+
+
+def interval(ratio: float, low: float, high: float, mean: float = 0.0, sd: float = 0.1) -> Line:
+    """A ratio of a scaling cell; ``mean`` and ``sd`` are those of the logs of 12 blocks."""
+    log = {"blocks": 12, "mean": mean, "low": mean, "high": mean, "sd": sd, "p": 0.5, "exact": True}
+    return {"ratio": ratio, "low": low, "high": high, "half_width": (high - low) / 2, "log": log}
 
 
 def kill(name: str, killed: bool = True, named: str = "equivalence", *also: str) -> Line:

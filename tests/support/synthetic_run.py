@@ -9,7 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from synthetic import Line, bench, case, case_line, check_line, kill, scaling, write
+from synthetic import (
+    Line,
+    bench,
+    case,
+    case_line,
+    check_line,
+    interval,
+    kill,
+    scaling,
+    write,
+)
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
@@ -325,8 +335,8 @@ def scaling_lines() -> list[Line]:
             measured = world <= 4
             loss = (0.03 if mode == "weak" else 0.06) * world.bit_length()
             at = 1 - loss
-            near = {"ratio": at, "low": at - 0.03, "high": at + 0.03}
-            far = {"ratio": at + 0.04, "low": at + 0.02, "high": at + 0.06}
+            near = interval(at, at - 0.03, at + 0.03)
+            far = interval(at + 0.04, at + 0.02, at + 0.06)
             verdict = "oversubscribed"
             if measured:
                 verdict = "holds" if at - 0.03 >= 0.8 else "below"
@@ -339,9 +349,8 @@ def scaling_lines() -> list[Line]:
                     "verdict": verdict,
                     "reason": "" if measured else f"{world} ranks, 4 physical cores",
                     "efficiency": {"plain": near, "wrapped": far} if measured else None,
-                    "modelled": {"efficiency": max(0.05, at + 0.01)},
+                    "modelled": {"world": world, "efficiency": max(0.05, at + 0.01)},
                     "scorecard": score | {"memory_over_formula": 1.0} if measured else None,
-                    "cell": line["cell"] | {"name": mode, "mode": mode},
                     "wrapping": near,
                     "launches_differ_p": 0.001 if world == 4 else 0.5,
                 }

@@ -99,13 +99,13 @@ class BlocksNotStrided(Hybrid):
     """Rows that both axes cut are reported as if the shard axis had cut them first."""
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        found = super().pieces(name, tensor)
+        pieces = super().pieces(name, tensor)
         if not isinstance(tensor, DTensor) or not name.endswith("mlp.up.weight"):
-            return found
+            return pieces
         place = 2 * self.mesh.coordinate["shard"] + self.mesh.coordinate["tensor"]
-        rows = len(found[0].tensor)
-        span = ((place * rows, (place + 1) * rows), *(found[0].slices or ())[1:])
-        return [Piece(name, found[0].global_shape, found[0].tensor, slices=span)]
+        rows = len(pieces[0].tensor)
+        span = ((place * rows, (place + 1) * rows), *(pieces[0].slices or ())[1:])
+        return [Piece(name, pieces[0].global_shape, pieces[0].tensor, slices=span)]
 
 
 @mutant("torch_hybrid_gathers_again", killed_by=("traffic",))

@@ -44,8 +44,8 @@ class RescalesWindows(ScalesGradients):
         return super().loss(outputs, number) * len(self.window)
 
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
-        found = super().total(losses)
-        return None if found is None else found / len(self.window)
+        total = super().total(losses)
+        return None if total is None else total / len(self.window)
 
 
 @mutant("torch_pipeline_labels_of_next", zoo=("P08",), killed_by=("equivalence",))
@@ -121,10 +121,10 @@ class StaysInEvaluation(Pipelining):
     """Evaluation leaves the first stage in evaluation mode, without dropout."""
 
     def evaluate(self, batch: Batch) -> Tensor | None:
-        found = super().evaluate(batch)
+        loss = super().evaluate(batch)
         if 0 in self.parts:
             self.parts[0].eval()
-        return found
+        return loss
 
 
 @mutant(
@@ -137,12 +137,12 @@ class ShapesInTraining(Pipelining):
     """The forward for shapes runs in training mode: a stateful dropout has drawn once more."""
 
     def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        found = super().shapes(inputs)
+        shapes = super().shapes(inputs)
         with torch.no_grad():
             for number, part in self.parts.items():
-                given = found[number][0]
+                given = shapes[number][0]
                 part(torch.zeros_like(given, device=inputs.device) if number else inputs)
-        return found
+        return shapes
 
 
 @mutant(
@@ -201,9 +201,9 @@ class TellsWhatTorchExports(Pipelining):
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        told = super().schedule(options, ranks, micro_batches)
-        last = [a._replace(micro=a.micro + (a.op == "F")) for a in told.orders[-1]]
-        return replace(told, orders=(*told.orders[:-1], tuple(last)))
+        announced = super().schedule(options, ranks, micro_batches)
+        last = [a._replace(micro=a.micro + (a.op == "F")) for a in announced.orders[-1]]
+        return replace(announced, orders=(*announced.orders[:-1], tuple(last)))
 
 
 @mutant("torch_pipeline_tells_another", killed_by=("schedule",))
@@ -255,7 +255,9 @@ class KeepsOutputs(Pipelining):
     """The schedule returns its outputs (torch's default), which stay until the next window."""
 
     def run(self, window: Any, call: Any) -> list[Tensor]:
-        return super().run(window, lambda *a, **told: call(*a, **told | {"return_outputs": True}))
+        return super().run(
+            window, lambda *a, **options: call(*a, **options | {"return_outputs": True})
+        )
 
 
 @mutant("torch_pipeline_keeps_given", killed_by=("memory",))

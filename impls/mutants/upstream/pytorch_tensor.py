@@ -119,8 +119,8 @@ class NormCountsCopies(PyTorchTensorParallel):
     """The norm adds what every rank holds a copy of, once a rank."""
 
     def clip(self, limit: float) -> Tensor:
-        found = [p.grad for p in self.updated().values() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        gradients = [p.grad for p in self.updated().values() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         total = nn.utils.get_total_norm(local, foreach=False) ** 2
         self.mesh.comm("tensor").all_reduce(total)
         nn.utils.clip_grads_with_norm_(self.updated().values(), limit, total.sqrt(), foreach=False)
@@ -137,8 +137,8 @@ class NormOfOwnShards(PyTorchTensorParallel):
     """Every rank clips by the norm of its own shards."""
 
     def clip(self, limit: float) -> Tensor:
-        found = [p.grad for p in self.updated().values() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        gradients = [p.grad for p in self.updated().values() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         norm = nn.utils.get_total_norm(local, foreach=False)
         nn.utils.clip_grads_with_norm_(self.updated().values(), limit, norm, foreach=False)
         return norm
@@ -184,11 +184,11 @@ class GathersBetweenThePair(PyTorchTensorParallel):
     """up's output is gathered and split again before down: numbers are right, traffic is higher."""
 
     def styles(self, module: nn.Module) -> dict[str, Any]:
-        found: dict[str, Any] = super().styles(module)
+        styles: dict[str, Any] = super().styles(module)
         for unit in self.build.units:
-            found[f"{unit}.mlp.up"] = ColwiseParallel(output_layouts=Replicate())
-            found[f"{unit}.mlp.down"] = RowwiseParallel(input_layouts=Replicate())
-        return found
+            styles[f"{unit}.mlp.up"] = ColwiseParallel(output_layouts=Replicate())
+            styles[f"{unit}.mlp.down"] = RowwiseParallel(input_layouts=Replicate())
+        return styles
 
 
 @mutant("torch_tensor_head_not_split", killed_by=("traffic", "memory", "active"))

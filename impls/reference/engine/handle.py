@@ -106,6 +106,10 @@ class Context:
 PLAIN = Context()
 
 
+#: Mesh axis -> the ranks along it.
+Comms = Mapping[str, Comm]
+
+
 class Apply(Protocol):
     """The one signature of all strategies."""
 

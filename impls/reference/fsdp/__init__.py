@@ -72,7 +72,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
@@ -87,12 +87,7 @@ AXES = {
 }
 
 
-def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
-) -> FSDP:
+def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> FSDP:
     """Shard ``module`` over ``comms["shard"]``, replicate it over ``comms["replicate"]``.
 
     ``comms["chunks"]`` are the k neighbours of an integer ``reshard_after_forward``.

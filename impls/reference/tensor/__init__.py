@@ -61,7 +61,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Context, Handle
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.options import at_least, declared, parse_options
@@ -104,10 +104,7 @@ class Options:
 
 
 def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Options,
-    context: Context = PLAIN,
+    module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN
 ) -> TensorParallel:
     """Split ``module`` over ``comms["tensor"]``, starting from rank 0's values.
 

@@ -21,14 +21,13 @@ R (F-1) (padded parameter bytes + padded gradient bytes) + 2 (R-1) padded gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardproof.comm import Comm
-from shardproof.impls.reference.engine.handle import PLAIN, Context, T
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, T
 from shardproof.impls.reference.engine.options import Training
 from shardproof.impls.reference.units.model import ShardedModel
 from shardproof.impls.reference.units.plan import UnitPlan
@@ -36,10 +35,7 @@ from shardproof.impls.reference.units.shard import FlatShard
 
 
 def apply(
-    module: nn.Module,
-    comms: Mapping[str, Comm],
-    options: Training,
-    context: Context = PLAIN,
+    module: nn.Module, comms: Comms, options: Training, context: Context = PLAIN
 ) -> StepShards:
     """Shard ``module`` over ``comms["shard"]``, as one unit: gathered and freed once a step."""
     whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))

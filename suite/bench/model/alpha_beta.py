@@ -35,9 +35,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardproof.bench.model.records import ProbeRecord
 from shardproof.errors import Problem, SelectionError, nearest
@@ -65,92 +65,60 @@ def _ceil_lg(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _cost(steps: int, volume: int | Fraction) -> Cost:
-    return Cost(Fraction(steps), Fraction(volume))
+def _beyond(ranks: int) -> int:
+    """Ranks beyond the largest power of 2 hand their data in before and get it back afterwards."""
+    return 0 if ranks == 1 << _floor_lg(ranks) else 2
 
 
-def _ring(ranks: int) -> Cost:
-    return _cost(2 * (ranks - 1), Fraction(2 * (ranks - 1), ranks))
+def _ring_share(ranks: int) -> Fraction:
+    return Fraction(ranks - 1, ranks)
 
 
-def _half_ring(ranks: int) -> Cost:
-    return _cost(ranks - 1, Fraction(ranks - 1, ranks))
-
-
-def _pipelined_ring(ranks: int) -> Cost:
-    return _cost(ranks - 1, 1)
-
-
-def _linear(ranks: int) -> Cost:
-    return _cost(ranks - 1, ranks - 1)
-
-
-def _recursive_doubling(ranks: int) -> Cost:
-    # Ranks beyond the largest power of 2 hand their data in before and get it back afterwards.
-    more = 0 if ranks == 1 << _floor_lg(ranks) else 2
-    return _cost(_floor_lg(ranks) + more, _floor_lg(ranks) + more)
-
-
-def _rabenseifner(ranks: int) -> Cost:
-    more = 0 if ranks == 1 << _floor_lg(ranks) else 2
-    return _cost(2 * _floor_lg(ranks) + more, Fraction(2 * (ranks - 1), ranks) + more)
-
-
-def _tree(ranks: int) -> Cost:
-    return _cost(_ceil_lg(ranks), _ceil_lg(ranks))
-
-
-def _two_trees(ranks: int) -> Cost:
-    return _cost(2 * _ceil_lg(ranks), 2 * _ceil_lg(ranks))
-
-
-def _double_tree(ranks: int) -> Cost:
-    return _cost(2 * _ceil_lg(ranks), 2)
-
-
-def _ring_reduce(ranks: int) -> Cost:
-    return _cost(ranks, Fraction(2 * (ranks - 1), ranks))
-
-
-def _message(ranks: int) -> Cost:
-    return _cost(1, 1)
-
-
-def _fold(ranks: int) -> Cost:
-    return _cost(ranks, ranks)
-
-
-#: (operation, algorithm) -> its cost for N >= 2 ranks.
-COSTS: dict[tuple[str, str], Callable[[int], Cost]] = {
-    ("all_reduce", "ring"): _ring,
-    ("all_reduce", "recursive doubling"): _recursive_doubling,
-    ("all_reduce", "rabenseifner"): _rabenseifner,
-    ("all_reduce", "tree"): _two_trees,
-    ("all_reduce", "double tree"): _double_tree,
-    ("reduce_scatter", "ring"): _half_ring,
+Formula = Callable[[int], tuple[int, int | Fraction]]
+#: Steps and volume for N >= 2 ranks.
+_FORMULAS: dict[str, Formula] = {
+    "ring": lambda n: (2 * (n - 1), 2 * _ring_share(n)),
+    "half ring": lambda n: (n - 1, _ring_share(n)),
+    "pipelined ring": lambda n: (n - 1, 1),
+    "ring and gather": lambda n: (n, 2 * _ring_share(n)),
+    "linear": lambda n: (n - 1, n - 1),
+    "recursive doubling": lambda n: (_floor_lg(n) + _beyond(n), _floor_lg(n) + _beyond(n)),
+    "rabenseifner": lambda n: (2 * _floor_lg(n) + _beyond(n), 2 * _ring_share(n) + _beyond(n)),
+    "tree": lambda n: (_ceil_lg(n), _ceil_lg(n)),
+    "two trees": lambda n: (2 * _ceil_lg(n), 2 * _ceil_lg(n)),
+    "double tree": lambda n: (2 * _ceil_lg(n), 2),
+    "message": lambda n: (1, 1),
+    "fold": lambda n: (n, n),
+}
+#: (operation, algorithm) -> its formula, where that has another name.
+_OTHERWISE = {
+    ("all_reduce", "tree"): "two trees",
+    ("reduce_scatter", "ring"): "half ring",
     # torch's gloo sums everything on every rank and keeps a part: measured, an all-reduce's bytes.
-    ("reduce_scatter", "all-reduce ring"): _ring,
-    ("all_gather", "ring"): _half_ring,
+    ("reduce_scatter", "all-reduce ring"): "ring",
+    ("all_gather", "ring"): "half ring",
     # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
-    ("all_to_all", "pairwise"): _pipelined_ring,
-    ("gather", "linear"): _linear,
-    ("scatter", "linear"): _linear,
-    ("broadcast", "tree"): _tree,
-    ("reduce", "tree"): _tree,
-    ("broadcast", "pipelined ring"): _pipelined_ring,
-    ("reduce", "pipelined ring"): _pipelined_ring,
+    ("all_to_all", "pairwise"): "pipelined ring",
+}
+_ALGORITHMS = {
+    "all_reduce": ("ring", "recursive doubling", "rabenseifner", "tree", "double tree", "fold"),
+    "reduce_scatter": ("ring", "all-reduce ring", "fold"),
+    "all_gather": ("ring", "fold"),
+    "all_to_all": ("pairwise", "fold"),
+    "gather": ("linear", "fold"),
+    "scatter": ("linear", "fold"),
+    "broadcast": ("tree", "pipelined ring", "fold"),
     # A ring's reduce-scatter, then every rank sends its part to the root: gloo/reduce.cc.
-    ("reduce", "ring and gather"): _ring_reduce,
-    ("barrier", "tree"): _tree,
+    "reduce": ("tree", "pipelined ring", "ring and gather", "fold"),
+    "barrier": ("tree", "fold"),
     # A message is paid for once, with its sender.
-    ("send", "message"): _message,
-    **{
-        (operation, "fold"): _fold
-        for operation in (
-            *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"),
-            *("gather", "scatter", "barrier"),
-        )
-    },
+    "send": ("message",),
+}
+#: (operation, algorithm) -> steps and volume for N >= 2 ranks.
+COSTS: dict[tuple[str, str], Formula] = {
+    (operation, name): _FORMULAS[_OTHERWISE.get((operation, name), name)]
+    for operation, names in _ALGORITHMS.items()
+    for name in names
 }
 
 _RINGS: dict[str, tuple[str, ...]] = {
@@ -188,12 +156,15 @@ def cost(operation: str, algorithm: str, ranks: int) -> Cost:
     """
     if operation == "recv":  # paid for with its send
         return FREE
-    found = COSTS.get((operation, algorithm))
-    if found is None:
+    formula = COSTS.get((operation, algorithm))
+    if formula is None:
         known = [name for op, name in COSTS if op == operation]
         remedy = nearest(algorithm, known, f"algorithms of {operation}")
         raise SelectionError(Problem("no cost formula", remedy, f"{operation} by {algorithm}"))
-    return FREE if ranks < 2 else found(ranks)
+    if ranks < 2:
+        return FREE
+    steps, volume = formula(ranks)
+    return Cost(Fraction(steps), Fraction(volume))
 
 
 @dataclass(frozen=True)
@@ -218,10 +189,6 @@ class Fit:
         """A call of ``payload`` bytes in a group of ``ranks``, by the cheapest algorithm."""
         costs = [cost(self.operation, algorithm, ranks) for algorithm in algorithms]
         return min(each.seconds(payload, self.alpha, self.beta) for each in costs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return asdict(self) | {"sizes": list(self.sizes)}
 
 
 def fit(
@@ -303,12 +270,6 @@ class Machine:
     times: Mapping[str, Mapping[int, float]]
     flop_rate: float | None
     byte_rate: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        times = {op: {str(n): t for n, t in by.items()} for op, by in self.times.items()}
-        fits = {operation: found.to_dict() for operation, found in self.fits.items()}
-        return asdict(self) | {"fits": fits, "times": times}
 
 
 def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:

@@ -13,7 +13,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from shardproof.bench.model.alpha_beta import Fit
 from shardproof.bench.model.records import AloneSteps
@@ -25,12 +24,12 @@ from shardproof.bench.model.step_time import (
     promised,
     slowest,
 )
+from shardproof.bench.subjects import Mode
 from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.costs.tensor import cannot_fit
 
-Mode = Literal["strong", "weak"]
 #: Worlds of a modelled curve.
 WORLDS = tuple(2**power for power in range(1, 11))
 
@@ -73,7 +72,7 @@ def measured_compute(ranks: Sequence[AloneSteps], samples: int) -> Compute:
 
 
 def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = None) -> ModelFacts:
-    """``plan`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
+    """``facts`` with ``ranks`` along ``axis``; every data coordinate has as many micro-batches (and
     shapes) as the busiest one had, but no more than its ``samples`` (``None``: enough for all).
 
     :raises NoCostModel: layers or stages that cannot be cut so.
@@ -97,7 +96,7 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
 def update_share(cost_model: CostModel) -> float:
     """Share of the trained elements that the busiest rank updates.
 
-    :raises NoCostModel: the promise does not tell what a rank holds on this mesh.
+    :raises NoCostModel: the cost model does not say what a rank holds on this mesh.
     """
     facts = cost_model.facts
     whole = sum(t.numel for t in facts.trainable)
@@ -142,16 +141,6 @@ class Modelled:
     prediction: Prediction | None
     problem: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        told = self.prediction.to_dict() if self.prediction else {}
-        return {
-            "world": self.world,
-            "efficiency": self.efficiency,
-            **({"problem": self.problem} if self.problem else {}),
-            **told,
-        }
-
 
 def modelled(
     strategy: str,
@@ -170,7 +159,7 @@ def modelled(
 ) -> list[Modelled]:
     """Modelled efficiency at ``worlds``, without starting a rank.
 
-    ``plan`` is that of the measured world, ``axis`` the one that grows; ``samples`` the global
+    ``facts`` are those of the measured world, ``axis`` the one that grows; ``samples`` the global
     batch (strong) or the batch of a data coordinate (weak).  Every rank has what the measured ones
     had: ``cores_per_rank`` for ``threads`` that compute (what is hidden costs core time, too),
     and a link of the alpha and beta that were probed.
@@ -179,7 +168,7 @@ def modelled(
     coordinate.  On a tensor or pipe axis the batch is that of the coordinate in both modes, and the
     work of a step does not grow, so both are ``T1 / (N T_N)``.
     """
-    found = []
+    points = []
     is_data = axis in ("replicate", "shard")
     for world in worlds:
         try:
@@ -202,14 +191,14 @@ def modelled(
                 threads=threads,
             )
         except (NoCostModel, Unmodelled) as error:
-            found.append(Modelled(world, None, None, str(error)))
+            points.append(Modelled(world, None, None, str(error)))
             continue
-        except LookupError as error:  # shapes that a plan has on other meshes only
+        except LookupError as error:  # shapes of other meshes only
             why = f"the formulas of {strategy} do not cover this mesh: {error}"
-            found.append(Modelled(world, None, None, why))
+            points.append(Modelled(world, None, None, why))
             continue
         alone = compute.seconds(samples)
         share = 1 if mode == "weak" and is_data else world
         efficiency = alone / (share * prediction.step_seconds)
-        found.append(Modelled(world, efficiency, prediction))
-    return found
+        points.append(Modelled(world, efficiency, prediction))
+    return points

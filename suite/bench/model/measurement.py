@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardproof.bench import stats
 from shardproof.bench.launches import SideRun
@@ -39,14 +39,14 @@ def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
 
     One size is probed at itself and at a sixteenth, or there would be no alpha.
     """
-    found = {}
+    rungs = {}
     for operation, sizes in step_time.sizes(calls).items():
         least, most = max(8, sizes[0]), max(8, sizes[-1])
         if least * 2 > most:
             least = max(8, most // 16)
         ratio = (most / least) ** (1 / (RUNGS - 1))
-        found[operation] = sorted({4 * round(least * ratio**i / 4) for i in range(RUNGS)})
-    return found
+        rungs[operation] = sorted({4 * round(least * ratio**i / 4) for i in range(RUNGS)})
+    return rungs
 
 
 # ------------------------------------------------------------------------------- on ranks
@@ -131,35 +131,26 @@ class Score:
     high: float
     card: step_time.Scorecard
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without the calls."""
-        return {
-            "measured_seconds": self.measured_seconds,
-            "prediction": self.prediction.to_dict(),
-            "error": {"mean": self.error, "low": self.low, "high": self.high},
-            "scorecard": self.card.to_dict(),
-        }
-
 
 def judge(
     runs: Sequence[SideRun],
-    found: Rounds,
+    rounds: Rounds,
     memory: Sequence[tuple[float, float] | None] | None = None,
 ) -> tuple[list[Score], alpha_beta.Machine]:
     """Scores of ``runs`` and the machine.  Pure.
 
     ``memory``: by run, most bytes that a rank holds in a step, and the formula's.
     """
-    records, backend = found.measured, runs[0].backend
+    records, backend = rounds.measured, runs[0].backend
     machine = alpha_beta.machine(backend, [record.probes for record in records])
     cores = len(records[0].cores) or None
     scores = []
     for number, run in enumerate(runs):
-        watched = found.watched[number]
+        watched = rounds.watched[number]
         calls = step_time.seen(watched.calls)
         alone = step_time.slowest([r.alone[number].steps for r in records])
         # Two segments alone around the one together: a round.
-        rounds = [[*a, *b] for a, b in zip(alone[::2], alone[1::2], strict=True)]
+        by_round = [[*a, *b] for a, b in zip(alone[::2], alone[1::2], strict=True)]
         together = step_time.slowest([r.together[number] for r in records])
 
         def predicted(
@@ -168,11 +159,11 @@ def judge(
             compute = statistics.median(seconds)
             return step_time.predict(calls, compute, machine.fits, backend, cores_per_rank=cores)
 
-        whole = predicted(list(itertools.chain(*rounds)))
+        whole = predicted(list(itertools.chain(*by_round)))
         measured = statistics.median(itertools.chain(*together))
         logs = [
             math.log(statistics.median(steps) / predicted(each).step_seconds)
-            for steps, each in zip(together, rounds, strict=True)
+            for steps, each in zip(together, by_round, strict=True)
         ]
         estimate = stats.estimate(logs)
         error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))

@@ -89,9 +89,9 @@ def work(
     with _Products() as seen:
         for micro in micro_batches:
             build.loss(model(micro.inputs), micro).backward()
-    flops = {shape: 2 * math.prod(shape) * n for shape, n in seen.found.items()}
+    flops = {shape: 2 * math.prod(shape) * n for shape, n in seen.counts.items()}
     chosen = sorted(flops, key=lambda shape: (-flops[shape], shape))[:SHAPES]
-    return sum(flops.values()), [(shape, seen.found[shape]) for shape in chosen]
+    return sum(flops.values()), [(shape, seen.counts[shape]) for shape in chosen]
 
 
 class _Products(TorchDispatchMode):
@@ -99,14 +99,14 @@ class _Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[Shape] = Counter()
+        self.counts: Counter[Shape] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             left, right = args[-2:] if name in ("mm", "bmm") else args[1:3]
             batch = left.shape[0] if left.dim() == 3 else 1
-            self.found[batch, left.shape[-2], left.shape[-1], right.shape[-1]] += 1
+            self.counts[batch, left.shape[-2], left.shape[-1], right.shape[-1]] += 1
         return func(*args, **(kwargs or {}))
 
 

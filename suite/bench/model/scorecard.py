@@ -7,49 +7,49 @@ what figures follow from, :func:`cards` makes them, again in `verify`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shardproof.bench.launches import side_run
+from shardproof.bench.lines import (
+    MeasuredPair,
+    Memory,
+    NoFigures,
+    PairProbes,
+    ProbedStep,
+    Probes,
+    SideProbes,
+)
 from shardproof.bench.model import alpha_beta, step_time
 from shardproof.bench.model.records import Rounds
-from shardproof.bench.sides import Pair
-
-Line = Mapping[str, Any]
+from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.subjects import LETTERS, Subject
 
 
 def card(
-    probed: Line,
+    probes: Probes,
+    step: ProbedStep,
     seconds: float,
-    backend: str,
-    optimizer: str,
+    subject: Subject,
     peak_bytes: float | None,
     formula_bytes: float | None,
-) -> dict[str, Any]:
-    """The scorecard of a step that took ``seconds``, as plain data.
-
-    ``probed``: its ``calls``, ``flops`` and trained ``elements``, the same step ``alone`` in
-    seconds, the ``machine`` (``bench.model.alpha_beta.Machine``), ``cores_per_rank``, ``threads``.
+) -> Scorecard:
+    """The scorecard of a step that took ``seconds``.
 
     :raises Unmodelled: there is no prediction for its calls.
     """
-    machine = probed["machine"]
+    machine = probes.machine
     prediction = step_time.predict(
-        calls_of(probed),
-        probed["alone"],
-        fits_of(probed),
-        backend,
-        cores_per_rank=probed["cores_per_rank"],
-        threads=probed["threads"],
+        *(step.calls, step.alone, machine.fits, subject.backend),
+        cores_per_rank=probes.cores_per_rank,
+        threads=probes.threads,
     )
     best = None
-    if machine["flop_rate"]:
+    if machine.flop_rate:
         best = step_time.probed_compute(
-            *(probed["flops"], probed["elements"], optimizer),
-            *(machine["flop_rate"], machine["byte_rate"]),
+            *(step.flops, step.elements, subject.optimizer.name),
+            *(machine.flop_rate, machine.byte_rate),
         )
     return step_time.scorecard(
         seconds,
@@ -57,18 +57,7 @@ def card(
         peak_bytes=peak_bytes,
         formula_bytes=formula_bytes,
         probed_seconds=best,
-    ).to_dict()
-
-
-def fits_of(probed: Line) -> dict[str, alpha_beta.Fit]:
-    """Alpha and beta by operation."""
-    told = probed["machine"]["fits"].items()
-    return {op: alpha_beta.Fit(**{**each, "sizes": tuple(each["sizes"])}) for op, each in told}
-
-
-def calls_of(probed: Line) -> list[step_time.Call]:
-    """The calls of a step that the ledger saw."""
-    return [step_time.Call(**each) for each in probed["calls"]]
+    )
 
 
 # --------------------------------------------------------------------------------------- of a pair
@@ -84,60 +73,55 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     return ""
 
 
-def digest(backend: str, letters: Sequence[str], found: Rounds) -> dict[str, Any]:
-    """What ranks measured of the sides ``letters``, as plain data.
-
-    ``alone`` and ``together`` are seconds of a step of the slowest rank, medians over steps.
+def digest(
+    backend: str, letters: Sequence[str], rounds: Rounds, others: Mapping[str, NoFigures]
+) -> PairProbes:
+    """What ranks measured of the sides ``letters``: medians over steps of the slowest rank; and
+    why ``others`` cannot be scored.
     """
-    records = found.measured
-    machine = alpha_beta.machine(backend, [record.probes for record in records])
-    sides = {}
+    records = rounds.measured
+    sides: dict[str, SideProbes | NoFigures] = {}
     for number, letter in enumerate(letters):
-        watched = found.watched[number]
+        watched = rounds.watched[number]
         alone = step_time.slowest([record.alone[number].steps for record in records])
         together = step_time.slowest([record.together[number] for record in records])
-        sides[letter] = {
-            "alone": statistics.median(itertools.chain(*alone)),
-            "together": statistics.median(itertools.chain(*together)),
-            "calls": [dataclasses.asdict(call) for call in step_time.seen(watched.calls)],
-            "flops": watched.flops,
-            "elements": watched.elements,
-        }
-    return {
-        "machine": machine.to_dict(),
-        "cores_per_rank": min(len(record.cores) for record in records) or None,
-        "threads": records[0].threads,
-        "sides": sides,
-    }
+        sides[letter] = SideProbes(
+            alone=statistics.median(itertools.chain(*alone)),
+            together=statistics.median(itertools.chain(*together)),
+            calls=step_time.seen(watched.calls),
+            flops=watched.flops,
+            elements=watched.elements,
+        )
+    return PairProbes(
+        machine=alpha_beta.machine(backend, [record.probes for record in records]),
+        cores_per_rank=min(len(record.cores) for record in records) or None,
+        threads=records[0].threads,
+        sides={**sides, **others},
+    )
 
 
-def cards(line: Line) -> dict[str, Any] | None:
-    """The scorecard of each side of a comparison, or its ``problem``; ``None``: nobody asked."""
-    probed = line.get("probed")
+def cards(line: MeasuredPair) -> dict[str, Scorecard | NoFigures] | None:
+    """The scorecard of each side of a comparison, or why it has none; ``None``: nobody asked."""
+    probed, pair = line.probed, line.pair
     if probed is None:
         return None
-    if "problem" in probed:
-        return {letter: {"problem": probed["problem"]} for letter in ("a", "b")}
-    pair, found = Pair.from_dict(line["pair"]), {}
-    memory = line["memory"] or {}
-    for letter, side in probed["sides"].items():
-        if "problem" in side:
-            found[letter] = side
+    if isinstance(probed, NoFigures):
+        return dict.fromkeys(LETTERS, probed)
+    scores: dict[str, Scorecard | NoFigures] = {}
+    exact = (
+        line.memory if isinstance(line.memory, Memory) and line.memory.kind == "ledger" else None
+    )
+    for letter, side in probed.sides.items():
+        if isinstance(side, NoFigures):
+            scores[letter] = side
             continue
-        exact = memory.get("kind") == "ledger"
+        peak = formula = None
+        if exact is not None:
+            run = side_run(pair, letter, line.meshes[letter])
+            peak = exact.a if letter == "a" else exact.b
+            formula = run.formula_bytes(line.strategies[letter])
         try:
-            found[letter] = card(
-                {**probed, **side},
-                side["together"],
-                pair.backend,
-                pair.optimizer.name,
-                memory[letter] if exact else None,
-                side_run(pair, letter, line["meshes"][letter]).formula_bytes(
-                    line["strategies"][letter]
-                )
-                if exact
-                else None,
-            )
+            scores[letter] = card(probed.probes, side, side.together, pair, peak, formula)
         except step_time.Unmodelled as error:
-            found[letter] = {"problem": str(error)}
-    return found
+            scores[letter] = NoFigures(problem=str(error))
+    return scores

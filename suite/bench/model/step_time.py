@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
 from shardproof.bench.model.records import SeenCall
@@ -56,27 +56,27 @@ class Call:
 
 def seen(rows: Iterable[SeenCall]) -> list[Call]:
     """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
-    found = Counter(
+    counts = Counter(
         (row.operation, len(row.group), row.payload_bytes, row.floating)
         for row in rows
         if len(row.group) > 1
     )
-    return [Call(op, size, payload, n, floats) for (op, size, payload, floats), n in found.items()]
+    return [Call(op, size, payload, n, floats) for (op, size, payload, floats), n in counts.items()]
 
 
 def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
     """Payloads by operation, ascending: what :mod:`shardproof.bench.model.probes` measures at."""
-    found: dict[str, set[int]] = {}
+    by_operation: dict[str, set[int]] = {}
     for call in calls:
         if call.operation != "recv":
-            found.setdefault(call.operation, set()).add(math.ceil(call.bytes))
-    return {operation: sorted(payloads) for operation, payloads in found.items()}
+            by_operation.setdefault(call.operation, set()).add(math.ceil(call.bytes))
+    return {operation: sorted(payloads) for operation, payloads in by_operation.items()}
 
 
 def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
     """The calls of a mean rank by closed formula, at the world of the promise's facts.
 
-    What no formula tells is taken over from ``known``, the calls that the ledger saw at ``world``
+    What no formula gives is taken over from ``known``, the calls that the ledger saw at ``world``
     ranks: control traffic, and how many buckets DDP has (else counted for its own layout).
 
     :raises NoCostModel: no formula for the options.
@@ -166,7 +166,7 @@ class Prediction:
         """Share of the predicted step that is not compute."""
         return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | str]:
         """JSON-ready form, derived figures included."""
         return asdict(self) | {
             "high_seconds": self.high_seconds,
@@ -213,13 +213,13 @@ def predict(
         if call.operation == "recv" or call.ranks < 2:
             continue
         algorithms = ALGORITHMS[backend].get(call.operation)
-        found = fits.get(call.operation)
-        if algorithms is None or found is None:
+        fit = fits.get(call.operation)
+        if algorithms is None or fit is None:
             raise Unmodelled(f"{call.operation} was not probed on {backend}")
-        whole = call.count * found.seconds(call.bytes, call.ranks, algorithms)
-        latency = call.count * found.seconds(0, call.ranks, algorithms)
+        whole = call.count * fit.seconds(call.bytes, call.ranks, algorithms)
+        latency = call.count * fit.seconds(0, call.ranks, algorithms)
         alpha, beta = alpha + min(latency, whole), beta + whole - min(latency, whole)
-        busy += whole * found.busy
+        busy += whole * fit.busy
     seconds = alpha + beta
     low = max(compute_seconds, seconds)
     if cores_per_rank:
@@ -255,10 +255,6 @@ class Scorecard:
     exposed_share: float
     memory_over_formula: float | None = None
     achieved_over_probed: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        return asdict(self)
 
 
 def scorecard(

@@ -18,137 +18,34 @@ strong scaling (the global batch stays) and T1 / T_N in weak scaling (the batch 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shardproof import registry
-from shardproof.backends import BACKENDS
-from shardproof.bench.sides import Side, SideModel, default_optimizer, spec_of
+from shardproof.bench.sides import (
+    Faults,
+    SideModel,
+    TimedScenario,
+    WorkloadModel,
+    check_backend,
+    check_launches,
+    default_optimizer,
+    named,
+)
+from shardproof.bench.subjects import BASES, CELL_BLOCKS, LAUNCHES, Cell, Mode, Side
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec
-from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.files import Stored
-from shardproof.launch.process_control import physical_cores
+from shardproof.errors import Problem, ScenarioError, SelectionError
 from shardproof.scenarios import load
-from shardproof.scenarios.schema import Label, Model, Size, Words
+from shardproof.scenarios.schema import Label, Size, Words
 
-Mode = Literal["strong", "weak"]
-#: The cases that N ranks are compared with: the ordinary program, and the system alone.
-BASES = ("plain", "wrapped")
-#: What runs as the plain program.
-PLAIN = "plain"
-#: Segments of a block, and what is left of them where N ranks do not fit.
-ORDER = ("plain", "wrapped", "ranks", "ranks", "wrapped", "plain")
-ALONE_ORDER = ("plain", "wrapped", "wrapped", "plain")
-#: The name under which raw times are kept, where a comparison has its pairs.
-PAIR = "scaling"
-#: Blocks of a cell, and fresh sets of ranks over which they are spread: where blocks
-#: vary by 10 %, 10 of them find a change of 10 % in 68 % of runs, 20 in 97 % (simulated).
-BLOCKS = 20
-LAUNCHES = 3
-#: Computing threads of a rank: :mod:`shardproof.launch` gives every rank one.
-THREADS = 1
 #: Largest global batch of a workload.
 MOST_SAMPLES = 4096
 
 
-@dataclass(frozen=True)
-class Cell(Stored):
-    """One system on one backend at one world; plain data that travels to leaders as JSON.
-
-    ``workload`` is that of a step of all ranks, ``base`` that of the single process.  ``blocks``
-    and ``launches`` are those of a measured cell; ``deadline`` is in seconds, of a launch.
-    """
-
-    #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[Literal["scaling"]] = "scaling"
-
-    name: str
-    mode: Mode
-    system: Side
-    backend: str
-    world: int
-    workload: WorkloadSpec
-    base: WorkloadSpec
-    optimizer: OptimizerSpec
-    target: float
-    label: str = ""
-    dtype: str = "float32"
-    size: str = ""
-    blocks: int = BLOCKS
-    launches: int = LAUNCHES
-    deadline: float = 600.0
-
-    @property
-    def title(self) -> str:
-        """The implementation with the label of its options."""
-        return self.system.implementation + (f"+{self.label}" if self.label else "")
-
-    @property
-    def id(self) -> str:
-        """Names the cell in results."""
-        words = "+".join((self.workload.name, *([self.size] if self.size else [])))
-        return f"scaling::{self.name}::{self.title}::{self.backend}::{self.world}::{words}"
-
-    @property
-    def group(self) -> tuple[str, str, str]:
-        """Cells that differ in nothing but their world share it."""
-        return self.name, self.title, self.backend
-
-    def progress_name(self, refused: bool) -> str:
-        """What progress calls it; of a refused cell one rank is timed alone."""
-        ranks = "alone" if refused else f"on {self.world} ranks"
-        return f"{self.mode} {self.title} {ranks}, {self.backend}"
-
-    def samples(self, world: int) -> int:
-        """Samples of the rank that has most, in a step of ``world`` ranks."""
-        if self.mode == "weak":
-            return self.base.global_batch
-        return math.ceil(self.base.global_batch / world)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stored form, beside the id."""
-        return super().to_dict() | {"id": self.id}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Cell:
-        """The cell that :meth:`to_dict` described."""
-        return super().from_dict({key: value for key, value in data.items() if key != "id"})
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many ``ranks`` of ``threads`` threads fit on this machine, and what they are counted by
-    (``of``).
-    """
-
-    ranks: int
-    of: str
-    threads: int = THREADS
-
-    @classmethod
-    def here(cls, gpus: int | None) -> Room:
-        """That of this machine: its ``gpus``, or (``None``) its physical cores."""
-        if gpus is not None:
-            return cls(gpus, "GPU" if gpus == 1 else "GPUs", 1)
-        count = physical_cores()
-        return cls(count, "physical core" if count == 1 else "physical cores")
-
-    def oversubscribed(self, world: int) -> bool:
-        """Whether so many ranks would take turns."""
-        return world * self.threads > self.ranks
-
-
 # ---------------------------------------------------------------------------- scenario files
-
-
-def _system(value: Any) -> Any:
-    return {"implementation": value} if isinstance(value, str) else value
 
 
 class SystemModel(SideModel):
@@ -166,24 +63,19 @@ class SystemModel(SideModel):
 
 
 SystemField = Annotated[
-    SystemModel, BeforeValidator(_system, json_schema_input_type=str | SystemModel)
+    SystemModel, BeforeValidator(named, json_schema_input_type=str | SystemModel)
 ]
 
 
-class ScaledWorkload(Model):
+class ScaledWorkload(WorkloadModel):
     """Model, data and batch shape; which of the two batches is given depends on the mode."""
 
-    name: str = Field(min_length=1, description="a workload of the suite")
-    size: str = Field("", description="a preset of the workload's parameters, e.g. 1m")
-    seed: int = Field(0, ge=0, lt=2**31)
     global_batch: int | None = Field(
         None, ge=1, le=MOST_SAMPLES, description="strong: samples in a step of all ranks"
     )
     batch_per_rank: int | None = Field(
         None, ge=1, le=MOST_SAMPLES, description="weak: samples of each rank in a step"
     )
-    micro_batches: int = Field(1, ge=1, le=64, description="per rank")
-    params: dict[str, Any] = Field(default_factory=dict, description="knobs of the workload")
 
 
 def _growing(worlds: list[int]) -> list[int]:
@@ -200,11 +92,9 @@ def _both(base: list[str]) -> list[str]:
     return base
 
 
-class ScalingScenario(Model):
+class ScalingScenario(TimedScenario):
     """A file of systems that run on more and more ranks."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique, lower case")
-    about: str = Field(min_length=3, description="why these systems")
     mode: Mode = Field(description="strong: the global batch stays; weak: that of a rank does")
     base: Annotated[list[Literal["plain", "wrapped"]], AfterValidator(_both)] = Field(
         ["plain", "wrapped"],
@@ -213,13 +103,11 @@ class ScalingScenario(Model):
     )
     target: float = Field(0.8, gt=0, le=1, description="efficiency, at least")
     workload: ScaledWorkload = Field(description="model, data and batch shape")
-    optimizer: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of the model")
     backends: Words = Field(description="communication backend")
     worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
         min_length=1, description="numbers of ranks; beyond the physical cores they are modelled"
     )
-    blocks: int = Field(BLOCKS, ge=2, le=100_000, description="blocks of a measured cell")
+    blocks: int = Field(CELL_BLOCKS, ge=2, le=100_000, description="blocks of a measured cell")
     implementations: list[SystemField] = Field(min_length=1, description="systems")
 
 
@@ -229,31 +117,24 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     :raises InputError: faulty files, each fault with its line.
     """
     cells: list[Cell] = []
-    problems: list[Problem] = []
+    faults = Faults()
     for path in paths:
         model, node = load.read_as(path, ScalingScenario)
-        try:
+        base = None
+        with faults.at(path, node, "workload"):
             base = _base(model)
-        except InputError as error:
-            line = node.locate(["workload"])
-            problems += [replace(p, file=str(path), line=line) for p in error.problems]
+        if base is None:
             continue
         for index, item in enumerate(model.implementations):
-            try:
+            with faults.at(path, node, "implementations", index):
                 cells += _cells(model, item, base)
-            except InputError as error:
-                line = node.locate(["implementations", index])
-                problems += [replace(p, file=str(path), line=line) for p in error.problems]
         for index, backend in enumerate(model.backends):
-            if backend not in BACKENDS:
-                remedy = nearest(backend, BACKENDS, "backends")
-                line = node.locate(["backends", index])
-                problems.append(Problem("unknown backend", remedy, backend, str(path), line))
-    if not problems and len({cell.id for cell in cells}) < len(cells):
-        twice = next(c.id for i, c in enumerate(cells) if c.id in {d.id for d in cells[:i]})
-        problems.append(Problem("two cells of one id", "give one of them a label", twice))
-    if problems:
-        raise ScenarioError(dict.fromkeys(problems))
+            with faults.at(path, node, "backends", index):
+                check_backend(backend)
+    faults.end()
+    ids = [cell.id for cell in cells]
+    if twice := [name for name in ids if ids.count(name) > 1]:
+        raise ScenarioError([Problem("two cells of one id", "give one of them a label", twice[0])])
     return cells
 
 
@@ -268,7 +149,7 @@ def _base(model: ScalingScenario) -> WorkloadSpec:
     if batch is None or getattr(work, other) is not None:
         what = f"{model.mode} scaling takes workload.{own}, not {other}"
         raise SelectionError(Problem(what, f"write `{own}: ...`"))
-    return spec_of(work.name, work.size, work.params, batch, work.micro_batches, work.seed)
+    return work.spec(batch)
 
 
 def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> list[Cell]:
@@ -280,7 +161,7 @@ def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> lis
             system=Side(item.implementation, item.options),
             backend=backend,
             world=world,
-            workload=_at(base, model.mode, world),
+            workload=base,
             base=base,
             optimizer=default_optimizer(model.optimizer),
             target=model.target,
@@ -289,30 +170,17 @@ def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> lis
             size=model.workload.size,
             blocks=model.blocks,
             launches=min(LAUNCHES, model.blocks),
-        )
+        ).at(world)
         for backend in model.backends
         for world in model.worlds
     ]
 
 
-def _at(base: WorkloadSpec, mode: Mode, world: int) -> WorkloadSpec:
-    samples = base.global_batch * (world if mode == "weak" else 1)
-    return replace(base, global_batch=samples)
-
-
-def on_ranks(cell: Cell, world: int) -> Cell:
-    """``cell`` on another number of ranks."""
-    return replace(cell, world=world, workload=_at(cell.base, cell.mode, world))
-
-
 def with_worlds(cells: Sequence[Cell], worlds: Sequence[int]) -> list[Cell]:
     """The systems of ``cells`` on ``worlds`` in place of their own."""
     first = {cell.group: cell for cell in reversed(cells)}
-    return [
-        on_ranks(first[group], world)
-        for group in dict.fromkeys(cell.group for cell in cells)
-        for world in worlds
-    ]
+    groups = dict.fromkeys(cell.group for cell in cells)
+    return [first[group].at(world) for group in groups for world in worlds]
 
 
 def check(cell: Cell) -> None:
@@ -320,11 +188,7 @@ def check(cell: Cell) -> None:
 
     :raises SelectionError: a backend that does not exist, or a world of one.
     """
-    if cell.backend not in BACKENDS:
-        remedy = nearest(cell.backend, BACKENDS, "backends")
-        raise SelectionError(Problem("unknown backend", remedy, cell.backend))
+    check_backend(cell.backend)
     if cell.world < 2:
         raise SelectionError(Problem("one rank is the base case", "worlds start at 2", "1"))
-    if not 1 <= cell.launches <= cell.blocks:
-        remedy = f"at most one launch a block, here {cell.blocks}"
-        raise SelectionError(Problem("launches do not fit", remedy, str(cell.launches)))
+    check_launches(cell)

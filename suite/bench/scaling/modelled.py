@@ -7,29 +7,22 @@ is modelled from the probes of the largest one that is.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from shardproof.bench.launches import RankTimes, cell_run
+from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.records import WatchedStep
-from shardproof.bench.model.scorecard import calls_of, card, fits_of
-from shardproof.bench.scaling.matrix import Cell, on_ranks
-
-Line = Mapping[str, Any]
+from shardproof.bench.model.scorecard import card
+from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.subjects import Cell
 
 
 def digest(
     cell: Cell, world: int, watched: WatchedStep, records: Sequence[RankTimes]
-) -> dict[str, Any]:
-    """What the ``world`` ranks of a launch of ``cell`` probed, as plain data.
-
-    ``alone`` is the step of a rank that sends nothing, with its share of the batch; ``gradients``
-    are seconds to the gradients by samples of a rank, ``update`` those after.  All of it is that of
-    the slowest rank, all ranks at once.
-    """
+) -> CellProbes:
+    """What the ``world`` ranks of a launch of ``cell`` probed: the slowest rank's, all at once."""
     probes = [record.probes for record in records if record.probes is not None]
     gradients = {
         samples: _median([record.alone[samples].gradients for record in records])
@@ -37,18 +30,18 @@ def digest(
     }
     own = cell.samples(world)
     alone = _median([record.alone[own].steps for record in records])
-    return {
-        "world": world,
-        "machine": alpha_beta.machine(cell.backend, probes).to_dict(),
-        "gradients": {str(samples): seconds for samples, seconds in gradients.items()},
-        "update": alone - gradients[own],
-        "alone": alone,
-        "calls": [dataclasses.asdict(call) for call in step_time.seen(watched.calls)],
-        "flops": watched.flops,
-        "elements": watched.elements,
-        "cores_per_rank": min(len(record.cores) for record in records) or None,
-        "threads": records[0].threads,
-    }
+    return CellProbes(
+        world=world,
+        machine=alpha_beta.machine(cell.backend, probes),
+        gradients=gradients,
+        update=alone - gradients[own],
+        alone=alone,
+        calls=step_time.seen(watched.calls),
+        flops=watched.flops,
+        elements=watched.elements,
+        cores_per_rank=min(len(record.cores) for record in records) or None,
+        threads=records[0].threads,
+    )
 
 
 def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
@@ -56,55 +49,47 @@ def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
     return statistics.median(s for segment in step_time.slowest(ranks) for s in segment)
 
 
-def modelled(line: Line, alone: float | None) -> dict[str, Any] | None:
+def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     """The modelled figure of a cell; ``None`` where nothing was probed or timed.
 
     ``alone`` are the seconds of a step of the plain program: ``efficiency`` is against them, as the
     measured one that decides is.  It is ``None`` where ``problem`` says why there is no figure.
     """
-    probed = line["probed"]
+    probed, cell = line.probed, line.cell
     if probed is None or alone is None:
         return None
-    cell = Cell.from_dict(line["cell"])
-    (axis,) = line["mesh"]
-    compute = curve.Compute.through(
-        {int(samples): seconds for samples, seconds in probed["gradients"].items()},
-        probed["update"],
-    )
-    (found,) = curve.modelled(
-        line["strategy"],
-        cell_run(on_ranks(cell, probed["world"]), axis).facts(),
+    (axis,) = line.mesh
+    (point,) = curve.modelled(
+        line.strategy,
+        cell_run(cell.at(probed.world), axis).facts(),
         axis,
         cell.mode,
         cell.base.global_batch,
-        compute,
-        fits_of(probed),
+        curve.Compute.through(probed.gradients, probed.update),
+        probed.machine.fits,
         cell.backend,
-        known=calls_of(probed),
+        known=probed.calls,
         worlds=[cell.world],
-        cores_per_rank=probed["cores_per_rank"],
-        threads=probed["threads"],
+        cores_per_rank=probed.cores_per_rank,
+        threads=probed.threads,
     )
-    told = found.to_dict() | {"from": probed["world"]}
-    if found.prediction is not None:
-        share = cell.world if cell.mode == "strong" else 1
-        told["efficiency"] = alone / (share * found.prediction.step_seconds)
-    return told
+    figures: dict[str, object] = {"world": point.world, "efficiency": None, "from": probed.world}
+    if point.prediction is None:
+        return Modelled.model_validate({**figures, "problem": point.problem})
+    share = cell.world if cell.mode == "strong" else 1
+    figures["efficiency"] = alone / (share * point.prediction.step_seconds)
+    return Modelled.model_validate({**figures, **point.prediction.to_dict()})
 
 
-def scorecard(line: Line, seconds: float) -> dict[str, Any] | None:
+def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
     """The scorecard of a measured cell whose step took ``seconds``; ``None``: nothing was probed,
     or there is no prediction.
     """
-    probed = line["probed"]
-    if probed is None:
+    if line.probed is None:
         return None
-    cell = Cell.from_dict(line["cell"])
-    (axis,) = line["mesh"]
+    (axis,) = line.mesh
+    formula = cell_run(line.cell, axis).formula_bytes(line.strategy)
     try:
-        return card(
-            *(probed, seconds, cell.backend, cell.optimizer.name, line["peak_bytes"]),
-            cell_run(cell, axis).formula_bytes(line["strategy"]),
-        )
+        return card(line.probed, line.probed, seconds, line.cell, line.peak_bytes, formula)
     except step_time.Unmodelled:
         return None

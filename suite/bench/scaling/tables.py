@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardproof.bench import stats
-from shardproof.bench.scaling.judge import Line
-from shardproof.bench.scaling.matrix import BASES
+from shardproof.bench.lines import CellLine, Efficiency
+from shardproof.bench.subjects import BASES
+from shardproof.bench.tables import interval
 from shardproof.table import Mark, Table
 
 HEADINGS = (
@@ -26,13 +27,13 @@ MODELLED_TITLE = (
 )
 
 
-def table(lines: Sequence[Line], headings: Sequence[str] = HEADINGS) -> Table:
+def table(lines: Sequence[CellLine], headings: Sequence[str] = HEADINGS) -> Table:
     """A row for each measured cell, and one for all oversubscribed worlds of a system; with the
     columns ``headings``.  The modelled figures of every world: :func:`modelled_table`.
     """
     rows: list[tuple[str, ...]] = []
     for members in _groups(lines):
-        refused = [line for line in members if line["verdict"] == "oversubscribed"]
+        refused = [line for line in members if line.verdict == "oversubscribed"]
         rows += [_row(line) for line in members if line not in refused]
         if refused:
             rows.append(_refused_row(refused))
@@ -41,77 +42,68 @@ def table(lines: Sequence[Line], headings: Sequence[str] = HEADINGS) -> Table:
     return Table("", headings, [[row[place] for place in places] for row in rows], marks=marks)
 
 
-def modelled_table(lines: Sequence[Line]) -> Table:
+def modelled_table(lines: Sequence[CellLine]) -> Table:
     """Modelled efficiencies: a row a system and backend, a column a world."""
-    worlds = sorted({line["world"] for line in lines if _modelled(line) is not None})
+    worlds = sorted({line.world for line in lines if line.modelled_efficiency is not None})
     rows = []
     for members in _groups(lines):
-        by_world = {line["world"]: _modelled(line) for line in members}
+        by_world = {line.world: line.modelled_efficiency for line in members}
         if any(value is not None for value in by_world.values()):
             first = members[0]
             shares = (_share(by_world.get(world)) for world in worlds)
-            rows.append((first["mode"], _name(first), first["backend"], *shares))
+            rows.append((first.mode, first.title, first.backend, *shares))
     headings = ("scaling", "system", "backend", *(f"{world:,}" for world in worlds))
     return Table(MODELLED_TITLE, headings, rows)
 
 
-def markdown(lines: Sequence[Line]) -> str:
+def markdown(lines: Sequence[CellLine]) -> str:
     """Both tables as Markdown."""
     modelled = modelled_table(lines)
     below = f"\n{MODELLED_TITLE}:\n\n{modelled.markdown()}" if modelled.rows else ""
     return table(lines).markdown() + below
 
 
-def _groups(lines: Sequence[Line]) -> list[list[Line]]:
-    groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
+def _groups(lines: Sequence[CellLine]) -> list[list[CellLine]]:
+    groups: dict[tuple[str, ...], list[CellLine]] = defaultdict(list)
     for line in lines:
-        groups[line["cell"]["name"], _name(line), line["backend"]].append(line)
-    return [sorted(members, key=lambda line: int(line["world"])) for members in groups.values()]
+        groups[line.cell.group].append(line)
+    return [sorted(members, key=lambda line: line.world) for members in groups.values()]
 
 
-def _name(line: Line) -> str:
-    label = line["cell"]["label"]
-    return str(line["implementation"]) + (f"+{label}" if label else "")
-
-
-def _row(line: Line) -> tuple[str, ...]:
-    found, card = line["efficiency"] or {}, line.get("scorecard") or {}
+def _row(line: CellLine) -> tuple[str, ...]:
+    efficiency, card = line.efficiency or {}, line.scorecard
+    scores = ["-"] * 3
+    if card is not None:
+        scores = [_number(card.achieved_over_predicted), _share(card.exposed_share)]
+        scores.append(_number(card.memory_over_formula))
     return (
-        *(line["mode"], _name(line), line["backend"], str(line["world"]), line["verdict"]),
-        *(_efficiency(found.get(base)) for base in BASES),
-        _share(_modelled(line)),
+        *(line.mode, line.title, line.backend, str(line.world), line.verdict),
+        *(_efficiency(efficiency.get(base)) for base in BASES),
+        _share(line.modelled_efficiency),
         *_seconds(line, *BASES, "ranks"),
         *_rates(line, "plain", "ranks"),
-        *(_number(card.get("achieved_over_predicted")), _share(card.get("exposed_share"))),
-        _number(card.get("memory_over_formula")),
+        *scores,
     )
 
 
-def _refused_row(lines: Sequence[Line]) -> tuple[str, ...]:
+def _refused_row(lines: Sequence[CellLine]) -> tuple[str, ...]:
     first, last = lines[0], lines[-1]
-    worlds = str(first["world"]) if first is last else f"{first['world']} to {last['world']:,}"
-    known = [(line["world"], _modelled(line)) for line in lines if _modelled(line) is not None]
+    worlds = str(first.world) if first is last else f"{first.world} to {last.world:,}"
+    known = [
+        (line.world, line.modelled_efficiency)
+        for line in lines
+        if line.modelled_efficiency is not None
+    ]
     ends = dict([known[0], known[-1]]) if known else {}
     figures = ", ".join(f"{_share(value)} at {world:,}" for world, value in ends.items()) or "-"
     return (
-        *(first["mode"], _name(first), first["backend"], worlds, "oversubscribed", "-", "-"),
+        *(first.mode, first.title, first.backend, worlds, "oversubscribed", "-", "-"),
         *(figures, *_seconds(first, *BASES), "-", *_rates(first, "plain"), "-", "-", "-", "-"),
     )
 
 
-def _modelled(line: Line) -> float | None:
-    modelled = line.get("modelled")
-    return None if modelled is None else modelled.get("efficiency")
-
-
-def _interval(found: Line) -> str:
-    return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
-
-
-def _efficiency(found: Line | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found['ratio']:.1%} [{found['low']:.1%}, {found['high']:.1%}]"
+def _efficiency(value: Efficiency | None) -> str:
+    return "-" if value is None else f"{value.ratio:.1%} [{value.low:.1%}, {value.high:.1%}]"
 
 
 def _share(value: float | None) -> str:
@@ -122,17 +114,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _seconds(line: Line, *sides: str) -> list[str]:
-    seconds = line["median_seconds"]
+def _seconds(line: CellLine, *sides: str) -> list[str]:
+    seconds = line.median_seconds
     return [f"{1e3 * seconds[side]:.1f}" if side in seconds else "-" for side in sides]
 
 
-def _rates(line: Line, *sides: str) -> list[str]:
-    rates = line["tokens_per_second"]
+def _rates(line: CellLine, *sides: str) -> list[str]:
+    rates = line.tokens_per_second
     return [f"{rates[side]:,.0f}" if side in rates else "-" for side in sides]
 
 
-def remarks(lines: Sequence[Line]) -> list[str]:
+def remarks(lines: Sequence[CellLine]) -> list[str]:
     """Below the tables on a terminal: :func:`remarks_by_system`, indented."""
     texts = []
     for heading, items in remarks_by_system(lines):
@@ -140,40 +132,38 @@ def remarks(lines: Sequence[Line]) -> list[str]:
     return texts
 
 
-def remarks_by_system(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
     """How each system was measured, and what to make of single rows."""
     texts = []
     for members in _groups(lines):
-        first = members[0]
-        cell = first["cell"]
-        base, size = cell["base"], f" {cell['size']}" if cell["size"] else ""
-        batch = "in a step" if first["mode"] == "strong" else "a rank"
-        target = f"target {first['target']:.0%}"
+        cell = members[0].cell
+        base, size = cell.base, f" {cell.size}" if cell.size else ""
+        batch = "in a step" if cell.mode == "strong" else "a rank"
         heading = (
-            f"{cell['name']}::{_name(first)}::{first['backend']}: {base['name']}{size}, "
-            f"{base['global_batch']} samples {batch}, {base['micro_batches']} micro-batch(es), "
-            f"{cell['optimizer']['name']} foreach=False, {cell['dtype']}; {target}"
+            f"{cell.name}::{cell.title}::{cell.backend}: {base.name}{size}, "
+            f"{base.global_batch} samples {batch}, {base.micro_batches} micro-batch(es), "
+            f"{cell.optimizer.name} foreach=False, {cell.dtype}; target {cell.target:.0%}"
         )
-        items = [f"{line['world']} ranks: {text}" for line in members for text in _remarks(line)]
-        missing = [line for line in members if (line["modelled"] or {}).get("problem")]
-        if missing:
-            why = missing[0]["modelled"]["problem"]
-            items.append(f"not modelled from {missing[0]['world']:,} ranks on: {why}")
+        items = [f"{line.world} ranks: {text}" for line in members for text in _remarks(line)]
+        for line in members:
+            if line.modelled is not None and line.modelled.problem:
+                why = line.modelled.problem
+                items.append(f"not modelled from {line.world:,} ranks on: {why}")
+                break
         texts.append((heading, items))
     return texts
 
 
-def _remarks(line: Line) -> list[str]:
+def _remarks(line: CellLine) -> list[str]:
     texts = []
-    if line["reason"] and line["verdict"] != "oversubscribed":
-        texts.append(f"{line['verdict']}: {line['reason']}")
-    if line["efficiency"] is not None:
-        alone = line["wrapping"]
+    if line.reason and line.verdict != "oversubscribed":
+        texts.append(f"{line.verdict}: {line.reason}")
+    if line.efficiency is not None and line.wrapping is not None:
         texts.append(
-            f"{line['blocks']} blocks over {line['launches']} launches in {line['seconds']:.0f} s; "
-            f"the wrapped system alone takes {_interval(alone)} of the plain program's time"
+            f"{line.blocks} blocks over {line.launches} launches in {line.seconds:.0f} s; "
+            f"the wrapped system alone takes {interval(line.wrapping)} of the plain program's time"
         )
-    differ = line["launches_differ_p"]
+    differ = line.launches_differ_p
     if differ is not None and differ < 0.01:
         texts.append(f"caution: launches differ (p {differ:.1g}), the interval is too narrow")
     return texts

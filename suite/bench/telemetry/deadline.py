@@ -12,20 +12,20 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
 
     :raises TimeoutError: it had not ended by then.
     """
-    told: list[tuple[Any, BaseException | None]] = []
+    outcome: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:
         try:
-            told.append((action(), None))
+            outcome.append((action(), None))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            told.append((None, error))
+            outcome.append((None, error))
 
     thread = threading.Thread(target=run, name="with a deadline", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not told:
+    if not outcome:
         raise TimeoutError(f"no answer in {seconds:g} s: it was given up")
-    value, error = told[0]
+    value, error = outcome[0]
     if error is not None:
         raise error
     return value

@@ -39,6 +39,35 @@ class Refusal:
     text: str
 
 
+#: An answer as JSON has it; ``None``: there is none.
+Value = str | int | dict[str, int] | None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What does not change while a run lasts: milliwatts and MHz."""
+
+    name: str | None
+    pci: dict[str, int] | None
+    power_limit: int | None
+    sm_clock_limit: int | None
+    memory_clock_limit: int | None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A GPU at one moment; units stand at :data:`SAMPLED`."""
+
+    utilisation: dict[str, int] | None
+    memory: dict[str, int] | None
+    power: int | None
+    sm_clock: int | None
+    memory_clock: int | None
+    temperature: int | None
+    energy: int | None
+    throttle: int | None
+
+
 #: What does not change while a run lasts.
 FIXED: dict[str, Call] = {
     "name": Call("nvmlDeviceGetName"),
@@ -117,7 +146,7 @@ def handles(api: Any) -> list[Any]:
     return [api.nvmlDeviceGetHandleByIndex(index) for index in range(api.nvmlDeviceGetCount())]
 
 
-def ask(api: Any, handle: Any, call: Call) -> tuple[Any, Refusal | None]:
+def ask(api: Any, handle: Any, call: Call) -> tuple[Value, Refusal | None]:
     """The answer as JSON has it, or ``None`` and why there is none."""
     answer, refusal = None, None
     for name in filter(None, (call.function, call.older)):
@@ -140,9 +169,10 @@ def ask(api: Any, handle: Any, call: Call) -> tuple[Any, Refusal | None]:
 
 def answers(
     api: Any, handle: Any, calls: Mapping[str, Call]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Value], dict[str, str]]:
     """Figure -> value (``None`` where there is none), and figure -> why there is none."""
-    values, reasons = {}, {}
+    values: dict[str, Value] = {}
+    reasons: dict[str, str] = {}
     for figure, call in calls.items():
         values[figure], refusal = ask(api, handle, call)
         if refusal is not None:
@@ -151,7 +181,7 @@ def answers(
 
 
 def pci_of(properties: Any) -> dict[str, int] | None:
-    """Where torch's GPU is, as NVML calls ``pci``; ``None`` where this torch does not tell."""
+    """Where torch's GPU is, as NVML calls ``pci``; ``None`` where torch does not say."""
     names = {"domain": "pci_domain_id", "bus": "pci_bus_id", "device": "pci_device_id"}
     if not all(hasattr(properties, name) for name in names.values()):
         return None
@@ -159,7 +189,7 @@ def pci_of(properties: Any) -> dict[str, int] | None:
 
 
 def allocator() -> dict[str, int]:
-    """What torch's caching allocator tells of this process's current GPU; zeros are left out."""
+    """Figures of torch's caching allocator for this process's current GPU; zeros are left out."""
     import torch
 
     return {key: int(v) for key, v in torch.cuda.memory_stats().items() if v}

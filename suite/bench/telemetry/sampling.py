@@ -1,7 +1,7 @@
-"""What the machine tells while sides run: resident memory of ranks, and NVML's figures of GPUs.
+"""Resident memory of ranks and NVML's figures of GPUs while sides run.
 
-A thread of the process that leads the session looks every half second; no rank ever does, and what
-the looking costs is told.  While launches are timed all sides live in the ranks, so what is seen
+A thread of the process that leads the session looks every half second; no rank ever does, and the
+cost of looking is reported.  While launches are timed all sides live in the ranks, so what is seen
 there (clocks, reasons for slowing down, memory) belongs to the comparison as a whole.  Figures of
 one side, its energy a step above all, are from passes in which it runs alone and nobody times it.
 
@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench.launches import AloneRecord
+from shardproof.bench.lines import GpuFigures, LookCost, NoFigures, SideSummary, Summary, Telemetry
+from shardproof.bench.plain import from_plain
 from shardproof.bench.telemetry import nvml
+
+#: From and to, by ``time.monotonic``.
+Window = tuple[float, float]
 
 #: Seconds between two looks.
 EVERY_SECONDS = 0.5
@@ -38,16 +43,24 @@ ALLOCATOR = {
 }
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One look at ``clock`` (``time.monotonic``): resident bytes of all ranks, and the GPUs."""
+
+    clock: float
+    resident: int | None
+    gpus: list[nvml.Sampled]
+
+
 @dataclass
 class Seen:
-    """Samples in order of ``clock`` (seconds, ``time.monotonic``), and what taking them cost.
+    """Samples in order of their clocks, and what taking them cost.
 
-    A sample has ``resident`` (bytes, of all ranks) and ``gpus``, a list of figures by name (see
-    ``bench.telemetry.nvml.SAMPLED`` for units).  ``missing``: GPU -> figure -> why there is none.
+    ``missing``: GPU -> figure -> why there is none.
     """
 
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    fixed: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    fixed: list[nvml.Fixed] = field(default_factory=list)
     missing: dict[int, dict[str, str]] = field(default_factory=dict)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -98,26 +111,26 @@ class Sampler:
                 devices = nvml.handles(self._api)
                 for number, device in enumerate(devices):
                     values, reasons = nvml.answers(self._api, device, nvml.FIXED)
-                    seen.fixed.append(values)
+                    seen.fixed.append(from_plain(nvml.Fixed, values))
                     seen.missing[number] = reasons
             while True:
                 seen.samples.append(self._sample(devices))
                 if self._over.wait(self._every):
                     seen.samples.append(self._sample(devices))  # what counters say at the end
                     break
-        except Exception as error:  # noqa: BLE001 - no figure is worth a comparison; it is told
+        except Exception as error:  # noqa: BLE001 - no figure is worth a comparison
             seen.problem = f"stopped looking: {type(error).__name__}: {error}"
         finally:
             seen.cpu_seconds = time.thread_time()
 
-    def _sample(self, devices: Sequence[Any]) -> dict[str, Any]:
+    def _sample(self, devices: Sequence[Any]) -> Sample:
         gpus = []
         clock = time.monotonic()
         for number, device in enumerate(devices):
             values, reasons = nvml.answers(self._api, device, nvml.SAMPLED)
-            gpus.append(values)
+            gpus.append(from_plain(nvml.Sampled, values))
             self.seen.missing[number].update(reasons)
-        return {"clock": clock, "resident": self._resident(), "gpus": gpus}
+        return Sample(clock, self._resident(), gpus)
 
     def _resident(self) -> int | None:
         import psutil
@@ -134,15 +147,11 @@ class Sampler:
 
 
 def pids_in(workdir: Path) -> list[int]:
-    """Ranks that have said in ``workdir`` who they are (:func:`say_who`)."""
-    found = []
-    for path in workdir.glob("pid*"):
-        _, _, pid = path.name.partition("-")
-        found.append(int(pid))
-    return found
+    """Ranks that have announced themselves in ``workdir`` (:func:`announce`)."""
+    return [int(path.name.partition("-")[2]) for path in workdir.glob("pid-*")]
 
 
-def say_who(workdir: Path, pid: int) -> None:
+def announce(workdir: Path, pid: int) -> None:
     """Leave this rank's process id in the name of an empty file, which is never half written."""
     (workdir / f"pid-{pid}").touch()
 
@@ -151,63 +160,58 @@ def say_who(workdir: Path, pid: int) -> None:
 
 
 def summary(
-    seen: Seen,
-    pcis: Sequence[Mapping[str, int]] | None = None,
-    window: tuple[float, float] | None = None,
-) -> dict[str, Any]:
-    """Figures of the samples in ``window`` (from, to; ``time.monotonic``), as plain data.
+    seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None, window: Window | None = None
+) -> Summary:
+    """Figures of the samples in ``window``.
 
-    ``pcis`` names the GPUs that count; ``None``: all.  Energy is told of a window only: between
+    ``pcis`` names the GPUs that count; ``None``: all.  Energy is known of a window only: between
     launches nobody asks what a GPU does.
     """
-    samples = [s for s in seen.samples if window is None or window[0] <= s["clock"] <= window[1]]
-    resident = [s["resident"] for s in samples if s["resident"] is not None]
+    samples = [s for s in seen.samples if window is None or window[0] <= s.clock <= window[1]]
     chosen = [
         number
         for number, fixed in enumerate(seen.fixed)
-        if pcis is None or fixed["pci"] is None or fixed["pci"] in list(pcis)
+        if pcis is None or fixed.pci is None or fixed.pci in list(pcis)
     ]
-    return {
-        "samples": len(samples),
-        "resident_bytes": max(resident, default=None),
-        "gpus": [_gpu(seen, samples, number, window) for number in chosen],
-        "cost": {
-            "looks": len(seen.samples),
-            "cpu_seconds": seen.cpu_seconds,
-            "share_of_a_core": seen.cpu_seconds / seen.seconds if seen.seconds else None,
-        },
-        "problem": seen.problem or None,
-    }
+    return Summary(
+        samples=len(samples),
+        resident_bytes=max((s.resident for s in samples if s.resident is not None), default=None),
+        gpus=[_gpu(seen, samples, number, window) for number in chosen],
+        cost=LookCost(
+            looks=len(seen.samples),
+            cpu_seconds=seen.cpu_seconds,
+            share_of_a_core=seen.cpu_seconds / seen.seconds if seen.seconds else None,
+        ),
+        problem=seen.problem or None,
+    )
 
 
-def _gpu(
-    seen: Seen,
-    samples: Sequence[Mapping[str, Any]],
-    number: int,
-    window: tuple[float, float] | None,
-) -> dict[str, Any]:
-    def values(figure: str, part: str = "") -> list[float]:
-        told = [s["gpus"][number][figure] for s in samples]
-        return [float(v[part] if part else v) for v in told if v is not None]
+def _gpu(seen: Seen, samples: Sequence[Sample], number: int, window: Window | None) -> GpuFigures:
+    def values(figure: str, part: str = "", scale: float = 1.0) -> list[float]:
+        answers = [getattr(sample.gpus[number], figure) for sample in samples]
+        return [float(v[part] if part else v) / scale for v in answers if v is not None]
 
     fixed = seen.fixed[number]
-    limit = fixed["power_limit"]
-    return {
-        "gpu": number,
-        "name": fixed["name"],
-        "utilisation_percent": _mean(values("utilisation", "gpu")),
-        "memory_busy_percent": _mean(values("utilisation", "memory")),
-        "memory_used_bytes": max(values("memory", "used"), default=None),
-        "power_watts": _mean([v / 1e3 for v in values("power")]),
-        "power_limit_watts": None if limit is None else limit / 1e3,
-        "sm_clock_mhz": _mean(values("sm_clock")),
-        "sm_clock_least_mhz": min(values("sm_clock"), default=None),
-        "memory_clock_mhz": _mean(values("memory_clock")),
-        "temperature_celsius": max(values("temperature"), default=None),
-        "throttled": throttled([int(v) for v in values("throttle")]),
-        **({} if window is None else energy(seen.samples, number, window)),
-        "missing": dict(seen.missing.get(number, {})),
-    }
+    limit = fixed.power_limit
+    figures = GpuFigures(
+        gpu=number,
+        name=fixed.name,
+        utilisation_percent=_mean(values("utilisation", "gpu")),
+        memory_busy_percent=_mean(values("utilisation", "memory")),
+        memory_used_bytes=max(values("memory", "used"), default=None),
+        power_watts=_mean(values("power", scale=1e3)),
+        power_limit_watts=None if limit is None else limit / 1e3,
+        sm_clock_mhz=_mean(values("sm_clock")),
+        sm_clock_least_mhz=min(values("sm_clock"), default=None),
+        memory_clock_mhz=_mean(values("memory_clock")),
+        temperature_celsius=max(values("temperature"), default=None),
+        throttled=throttled([int(v) for v in values("throttle")]),
+        missing=dict(seen.missing.get(number, {})),
+    )
+    if window is None:
+        return figures
+    joules, source = energy(seen.samples, number, window)
+    return figures.model_copy(update={"energy_joules": joules, "energy_source": source})
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -218,36 +222,34 @@ def throttled(masks: Sequence[int]) -> dict[str, float] | None:
     """Reason -> share of samples in which NVML gave it; ``None``: it never answered."""
     if not masks:
         return None
-    shares = {}
-    for bit, name in nvml.THROTTLE.items():
-        count = sum(bool(mask & bit) for mask in masks)
-        if count:
-            shares[name] = count / len(masks)
-    unknown = sum(bool(mask & ~sum(nvml.THROTTLE)) for mask in masks)
-    return shares | ({"unknown to this suite": unknown / len(masks)} if unknown else {})
+    bits = {**nvml.THROTTLE, ~sum(nvml.THROTTLE): "unknown to this suite"}
+    counts = {name: sum(bool(mask & bit) for mask in masks) for bit, name in bits.items()}
+    return {name: count / len(masks) for name, count in counts.items() if count}
 
 
 def energy(
-    samples: Sequence[Mapping[str, Any]], number: int, window: tuple[float, float]
-) -> dict[str, Any]:
+    samples: Sequence[Sample], number: int, window: Window
+) -> tuple[float | None, str | None]:
     """Joules of GPU ``number`` in ``window``: by its counter, else power times time, else none.
 
     The counter is read between two looks by a straight line.  Where no look lies outside of the
     window, the mean rate of those inside stands for the rest.
     """
     since, until = window
-    told = [(s["clock"], s["gpus"][number]["energy"]) for s in samples]
-    points = [(clock, value / 1e3) for clock, value in told if value is not None]
+    points = [
+        (sample.clock, counter / 1e3)
+        for sample in samples
+        if (counter := sample.gpus[number].energy) is not None
+    ]
     if len(points) > 1 and points[-1][0] > points[0][0]:
         rate = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
         joules = _at(points, until, rate) - _at(points, since, rate)
-        return {"energy_joules": joules, "energy_source": "counter"}
-    powers = [s["gpus"][number]["power"] for s in samples if since <= s["clock"] <= until]
-    watts = [value / 1e3 for value in powers if value is not None]
-    if watts:
-        joules = statistics.fmean(watts) * (until - since)
-        return {"energy_joules": joules, "energy_source": "power x time"}
-    return {"energy_joules": None, "energy_source": None}
+        return joules, "counter"
+    powers = [s.gpus[number].power for s in samples if since <= s.clock <= until]
+    watts = _mean([power / 1e3 for power in powers if power is not None])
+    if watts is not None:
+        return watts * (until - since), "power x time"
+    return None, None
 
 
 def _at(points: Sequence[tuple[float, float]], clock: float, rate: float) -> float:
@@ -260,90 +262,88 @@ def _at(points: Sequence[tuple[float, float]], clock: float, rate: float) -> flo
     return points[-1][1] + rate * (clock - points[-1][0])
 
 
-def of_side(seen: Seen, records: Sequence[AloneRecord]) -> dict[str, Any]:
+def of_side(seen: Seen, records: Sequence[AloneRecord]) -> SideSummary:
     """Figures of a side that ran alone on the ranks of ``records``."""
-    known = [record.pci for record in records if record.pci is not None]
+    places = [record.pci for record in records if record.pci is not None]
     window = max(r.began for r in records), min(r.ended for r in records)
-    found = summary(seen, known or None, window)
-    joules = [gpu["energy_joules"] for gpu in found["gpus"]]
+    figures = summary(seen, places or None, window)
+    joules = [gpu.energy_joules for gpu in figures.gpus if gpu.energy_joules is not None]
     steps = records[0].steps
-    return {
-        **found,
-        "resident_bytes": max(record.resident for record in records),
-        "allocator": worst([record.allocator for record in records]),
-        "steps": steps,
-        "joules_per_step": sum(joules) / steps if joules and None not in joules else None,
-    }
+    whole = bool(joules) and len(joules) == len(figures.gpus)
+    return SideSummary(
+        **{**dict(figures), "resident_bytes": max(record.resident for record in records)},
+        allocator=worst([record.allocator for record in records]),
+        steps=steps,
+        joules_per_step=sum(joules) / steps if whole else None,
+    )
 
 
-def worst(told: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
+def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
     """The largest of each rank's allocator figures; ``None`` where ranks use no GPU."""
-    ranks = [stats for stats in told if stats is not None]
-    if not ranks:
+    on_gpus = [stats for stats in ranks if stats is not None]
+    if not on_gpus:
         return None
-    return {name: max(int(s.get(key, 0)) for s in ranks) for key, name in ALLOCATOR.items()}
+    return {name: max(int(s.get(key, 0)) for s in on_gpus) for key, name in ALLOCATOR.items()}
 
 
 # ---------------------------------------------------------------------------------------- texts
 
 
-def texts(told: Mapping[str, Any] | None) -> list[str]:
-    """A line's ``telemetry`` for people, one sentence or figure a line."""
-    if told is None:
+def texts(telemetry: Telemetry | None) -> list[str]:
+    """Telemetry for people, one sentence or figure a line."""
+    if telemetry is None:
         return []
     lines = []
-    launches, sides = told["launches"], told.get("sides") or {}
+    launches, sides = telemetry.launches, telemetry.sides
     if launches is not None:
-        if launches["resident_bytes"] is not None:
-            mib = launches["resident_bytes"] / 2**20
+        if launches.resident_bytes is not None:
+            mib = launches.resident_bytes / 2**20
             lines.append(f"all ranks, A, its twin and B alive: {mib:,.0f} MiB resident at most")
-        lines += [_gpu_text(gpu) for gpu in launches["gpus"]]
-        lines += _slowed(launches["gpus"])
-        cost = launches["cost"]
-        if cost["share_of_a_core"] is not None:
-            share = cost["share_of_a_core"]
-            lines.append(f"looking at this {cost['looks']} times took {share:.2%} of a core")
+        lines += [_gpu_text(gpu) for gpu in launches.gpus]
+        lines += _slowed(launches.gpus)
+        cost = launches.cost
+        if cost.share_of_a_core is not None:
+            share = cost.share_of_a_core
+            lines.append(f"looking at this {cost.looks} times took {share:.2%} of a core")
     lines += [_side_text(letter, side) for letter, side in sides.items()]
-    looked = [part for part in (launches, *sides.values()) if part and "cost" in part]
-    problems = {part["problem"] for part in looked if part["problem"]}
+    looked = [part for part in (launches, *sides.values()) if isinstance(part, Summary)]
+    problems = {part.problem for part in looked if part.problem}
     return lines + [f"telemetry: {problem}" for problem in sorted(problems)]
 
 
-def _gpu_text(gpu: Mapping[str, Any]) -> str:
-    parts = [f"GPU {gpu['gpu']} {gpu['name']}:"]
-    for key, form in (
-        ("utilisation_percent", "{:.0f} % busy,"),
-        ("power_watts", "{:.0f} W,"),
-        ("sm_clock_mhz", "SM at {:.0f} MHz"),
-        ("sm_clock_least_mhz", "(least {:.0f}),"),
-        ("temperature_celsius", "{:.0f} degrees at most,"),
-    ):
-        if gpu[key] is not None:
-            parts.append(form.format(gpu[key]))
-    if gpu["memory_used_bytes"] is not None:
-        parts.insert(1, f"{gpu['memory_used_bytes'] / 2**20:,.0f} MiB used,")
-    absent = "; ".join(f"no {figure}: {why}" for figure, why in gpu["missing"].items())
-    return " ".join(parts).rstrip(",") + (f" ({absent})" if absent else "")
+def _gpu_text(gpu: GpuFigures) -> str:
+    figures = (
+        (gpu.memory_used_bytes and gpu.memory_used_bytes / 2**20, "{:,.0f} MiB used,"),
+        (gpu.utilisation_percent, "{:.0f} % busy,"),
+        (gpu.power_watts, "{:.0f} W,"),
+        (gpu.sm_clock_mhz, "SM at {:.0f} MHz"),
+        (gpu.sm_clock_least_mhz, "(least {:.0f}),"),
+        (gpu.temperature_celsius, "{:.0f} degrees at most,"),
+    )
+    parts = [form.format(value) for value, form in figures if value is not None]
+    absent = "; ".join(f"no {figure}: {why}" for figure, why in gpu.missing.items())
+    text = " ".join([f"GPU {gpu.gpu} {gpu.name}:", *parts]).rstrip(",")
+    return text + (f" ({absent})" if absent else "")
 
 
-def _slowed(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+def _slowed(gpus: Sequence[GpuFigures]) -> list[str]:
     lines = []
     for gpu in gpus:
-        slow = {name: s for name, s in (gpu["throttled"] or {}).items() if name in nvml.SLOWS}
+        slow = {name: s for name, s in (gpu.throttled or {}).items() if name in nvml.SLOWS}
         if slow:
             shares = ", ".join(f"{name} in {share:.0%} of looks" for name, share in slow.items())
-            lines.append(f"caution: GPU {gpu['gpu']} was slowed down: {shares}")
+            lines.append(f"caution: GPU {gpu.gpu} was slowed down: {shares}")
     return lines
 
 
-def _side_text(letter: str, side: Mapping[str, Any]) -> str:
-    if "steps" not in side:
-        return f"{letter.upper()} alone: no figures: {side['problem']}"
-    parts = [f"{side['resident_bytes'] / 2**20:,.0f} MiB resident added, advisory"]
-    if side["allocator"] is not None:
-        peak, held = (side["allocator"][key] / 2**20 for key in ("allocated_peak", "reserved_peak"))
+def _side_text(letter: str, side: SideSummary | NoFigures) -> str:
+    if isinstance(side, NoFigures):
+        return f"{letter.upper()} alone: no figures: {side.problem}"
+    parts = [f"{(side.resident_bytes or 0) / 2**20:,.0f} MiB resident added, advisory"]
+    if side.allocator is not None:
+        peak, held = (side.allocator[key] / 2**20 for key in ("allocated_peak", "reserved_peak"))
         parts.append(f"{peak:,.0f} MiB allocated on the GPU, {held:,.0f} held")
-    if side["joules_per_step"] is not None:
-        source = side["gpus"][0]["energy_source"]
-        parts.append(f"{side['joules_per_step']:.3g} J a step ({source})")
+    if side.joules_per_step is not None:
+        source = side.gpus[0].energy_source
+        parts.append(f"{side.joules_per_step:.3g} J a step ({source})")
     return f"{letter.upper()} alone, worst rank: " + "; ".join(parts)

@@ -51,8 +51,8 @@ class DeepSpeedZero0(_DeepSpeed):
     Parameters without a gradient get zeros.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero0"
-    source: ClassVar[str] = (
+    strategy = "deepspeed_zero0"
+    source = (
         "all-reduce of all gradients at once, engine.py: buffered_allreduce_fallback; "
         "utils.py: clip_grad_norm_ averages the norm over the ranks"
     )
@@ -66,8 +66,8 @@ class DeepSpeedZero0(_DeepSpeed):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors, gradients left out."""
-        found = super().resident(rank, step, updated)
-        return {kind: size for kind, size in found.items() if kind != "gradients"}
+        held = super().resident(rank, step, updated)
+        return {kind: size for kind, size in held.items() if kind != "gradients"}
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """All gradients until the update, which lets go of them."""
@@ -91,8 +91,8 @@ class _Sharded(_DeepSpeed):
     @property
     def zero(self) -> Options:
         """The section ``zero_optimization``."""
-        found: Options = self.facts.option("zero_optimization", {})
-        return found
+        section: Options = self.facts.option("zero_optimization", {})
+        return section
 
     @property
     def ranks(self) -> int:
@@ -106,16 +106,15 @@ class _Sharded(_DeepSpeed):
 
 
 class DeepSpeedZero1(_Sharded):
-    """P Psi + (masters + O) Psi / N, each parameter group padded to a multiple of 2 N elements.
+    """P + (masters + O)/N bytes, each parameter group padded to a multiple of 2 N elements.
 
     In fp32 the master is a second copy of the partition, which ZeRO's own strategy does not hold.
     At ``gradients_final`` a rank still has the whole gradient of every parameter that its partition
     touches (``copy_grads_in_partition``), from ``after_clip`` on its flat partition.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero1"
-    textbook: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero1", "zero1"
+    source = (
         f"{_PAPER}: 2 Psi; DeepSpeed: 3 Psi, 1.5 times as much, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
     )
@@ -154,15 +153,15 @@ class DeepSpeedZero1(_Sharded):
         norms = [FP32] * len(self.padded) if zero.get("compute_grad_norm", True) else []
         gathered = [FP32 * count for count in self.padded]
         how = "reduce" if to_owners else "all_reduce"
-        found = [
+        moved = [
             *flow(facts, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
             *flow(facts, "shard", "all_reduce", norms),
         ]
-        return [*(f.in_any_calls() for f in found), *flow(facts, "shard", "all_gather", gathered)]
+        return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_gather", gathered)]
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
-        found = []
+        fragments = []
         for group, padded in zip(filter(None, self.facts.grouped), self.padded, strict=True):
             low = padded // self.ranks * rank
             high, at = low + padded // self.ranks, 0
@@ -170,8 +169,8 @@ class DeepSpeedZero1(_Sharded):
                 count = min(high, at + tensor.numel) - max(low, at)
                 at += tensor.numel
                 if count > 0:
-                    found.append((tensor, count))
-        return found
+                    fragments.append((tensor, count))
+        return fragments
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Flat buffers, padding included; one step counter a group.
@@ -189,14 +188,14 @@ class DeepSpeedZero1(_Sharded):
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Whole gradients of what the partition touches; from clipping on flat partitions."""
-        found = super().at_point(rank, point, updated)
+        held = super().at_point(rank, point, updated)
         if self.offloaded:
-            return found
+            return held
         if point == "gradients_final":
             touched = FP32 * sum(tensor.numel for tensor, _ in self.fragments(rank))
-            return found | {"gradients": touched}
+            return held | {"gradients": touched}
         share = FP32 * sum(self.padded) // self.ranks
-        return found | {"gradients": share if self.facts.clipped else 0}
+        return held | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
         """Whole parameters; fragments of the rest."""
@@ -208,9 +207,8 @@ class DeepSpeedZero1(_Sharded):
 class DeepSpeedZero2(DeepSpeedZero1):
     """As stage 1; every micro-batch is reduced."""
 
-    strategy: ClassVar[str] = "deepspeed_zero2"
-    textbook: ClassVar[str] = "zero2"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero2", "zero2"
+    source = (
         f"{_PAPER}: (m + 1) Psi; DeepSpeed: (2 m + 1) Psi, because average_tensor in "
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
     )
@@ -223,7 +221,7 @@ class DeepSpeedZero2(DeepSpeedZero1):
 
 
 class DeepSpeedZero3(_Sharded):
-    """(P + masters + G + O) Psi / N, each parameter padded to a multiple of N elements.
+    """(P + masters + G + O)/N bytes, each parameter padded to a multiple of N elements.
 
     The master is there in fp32, too, where DeepSpeed's device is a CPU: ``_create_fp32_partitions``
     means to do without, but compares a ``torch.device`` with the string ``"cpu"``.
@@ -232,9 +230,8 @@ class DeepSpeedZero3(_Sharded):
     :attr:`untraced`; only then a promise of traffic is made and parameters are judged.
     """
 
-    strategy: ClassVar[str] = "deepspeed_zero3"
-    textbook: ClassVar[str] = "zero3"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_zero3", "zero3"
+    source = (
         f"{_PAPER}: 3 Psi a micro-batch; padding: partition_parameters.py, _aligned_size; "
         "which parameters stay: partitioned_param_coordinator.py, __params_to_release"
     )
@@ -299,8 +296,8 @@ class DeepSpeedZero3(_Sharded):
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Gradients lie in one buffer; the update copies them, group by group."""
         copied = point != "gradients_final" and self.facts.clipped and not self.offloaded
-        found = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
-        return super().at_point(rank, point, updated) | found
+        held = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
+        return super().at_point(rank, point, updated) | held
 
     def held(self, kind: str) -> int:
         """As every stage; nothing of parameters that the trace keeps."""
@@ -317,19 +314,19 @@ class DeepSpeedZero3(_Sharded):
 
     def unjudged(self) -> dict[str, str]:
         """Parameters that the trace keeps; masters that nothing tells from other tensors."""
-        found = {}
+        reasons = {}
         if self.traced:
             names = ", ".join(self.untraced)
-            found["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
+            reasons["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
         if self.zero.get("sub_group_size") is not None:
-            found["optimizer_state"] = found["masters"] = "sub-groups: one flat buffer for each"
+            reasons["optimizer_state"] = reasons["masters"] = "sub-groups: one flat buffer for each"
         groups = sum(1 for group in self.facts.grouped if group)
         if not self.facts.clipped or groups > 1:
-            found["masters"] = (
+            reasons["masters"] = (
                 "the optimizer has a group's master during its update only, where it is seen "
                 "if gradients are clipped and there is one group"
             )
-        return found
+        return reasons
 
     def local(self, rank: int) -> Local:
         """Shards, padding left out."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
-from typing import ClassVar
 
 from shardproof.costs.model import Bytes, Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
@@ -25,9 +24,8 @@ class TorchPipelining(Pipeline):
     step, whatever the schedule has in flight.
     """
 
-    strategy: ClassVar[str] = "torch_pipelining"
-    textbook: ClassVar[str] = "pipeline"
-    source: ClassVar[str] = (
+    strategy, textbook = "torch_pipelining", "pipeline"
+    source = (
         "pipelining/stage.py: get_fwd_send_ops and get_bwd_send_ops send an activation and its "
         "gradient a micro-batch and boundary, set_local_fwd_input and set_local_bwd_input nothing "
         "between stages of one rank; _warmup_forward_vote and _forward_metadata_inference exchange "
@@ -86,9 +84,8 @@ class DeepSpeedPipeline(Pipeline):
     Gradients of a tied parameter are all-reduced over the ranks of its two stages.
     """
 
-    strategy: ClassVar[str] = "deepspeed_pipeline"
-    textbook: ClassVar[str] = "pipeline"
-    source: ClassVar[str] = (
+    strategy, textbook = "deepspeed_pipeline", "pipeline"
+    source = (
         "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
         "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"
     )

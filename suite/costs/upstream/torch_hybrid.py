@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import ClassVar
 
 from shardproof.costs.model import Bytes, Flow, NoCostModel, Operation, norm_flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
@@ -26,9 +25,8 @@ class TorchHybrid(TorchTensorParallel):
     gathered once a window and reduced at its end; what is partial over ``tensor`` is summed then.
     """
 
-    strategy: ClassVar[str] = "torch_hybrid"
-    textbook: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = (
+    strategy, textbook = "torch_hybrid", "hybrid"
+    source = (
         "as torch_tensor_parallel, fsdp2 and torch_pipelining; pipelining/stage.py: "
         "backward_maybe_with_nosync neither reduces nor reshards, perform_reduce_grad does both "
         "after the last micro-batch of a window; fsdp/_fully_shard/_fsdp_param.py, "
@@ -150,9 +148,9 @@ class TorchHybrid(TorchTensorParallel):
 
     def norms(self) -> list[Flow]:
         """Stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         if not facts.clipped:
-            return found
+            return flows
         item, copies = ITEMSIZE[self.table.dtype], self.replicas * self.ranks
         for pipe in range(facts.size("pipe")):
             mine = [t for t in facts.trainable if pipe in self.stages.ranks(t)]
@@ -164,11 +162,11 @@ class TorchHybrid(TorchTensorParallel):
             ):
                 payload = len(members) * item
                 if payload and "tensor" in axes and self.ranks > 1:
-                    found += self.each("all_reduce", [payload] * (self.replicas * self.shards))
+                    flows += self.each("all_reduce", [payload] * (self.replicas * self.shards))
                 if payload and self.shards > 1:
                     total = Fraction(2 * (self.shards - 1) * payload * copies)
-                    found.append(Flow("shard", "all_reduce", total, self.shards * copies))
-        return found
+                    flows.append(Flow("shard", "all_reduce", total, self.shards * copies))
+        return flows
 
     # ----------------------------------------------------------------------------------- memory
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
 
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import unit_names, units
@@ -97,9 +96,8 @@ class FSDP2(_Upstream):
     size; a unit's chunks travel together.
     """
 
-    strategy: ClassVar[str] = "fsdp2"
-    textbook: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy, textbook = "fsdp2", "fsdp"
+    source = (
         "fsdp/_fully_shard: padding per parameter on dim 0 (_fsdp_param.py, padded_sharded_size); "
         "a gather of every unit before forward and, where it was resharded, before backward, over "
         "k ranks for an int k (_fsdp_param_group.py, unshard; fully_shard: the root is not "
@@ -161,24 +159,24 @@ class FSDP2(_Upstream):
 
     def flows(self) -> list[Flow]:
         """Gathers, gathers again, reductions over both axes, the norm."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
             gathered = sum(self.padded(t) * ITEMSIZE[facts.compute(t.dtype)] for t in members)
             # Called c times: all but the first backward find it sharded, as the first forward does.
-            found += flow(
+            flows += flow(
                 facts, "shard", "all_gather", [gathered], facts.rounds * self.called(name)
             )
-            found += self.second(name, gathered)
+            flows += self.second(name, gathered)
             # The first backward of several finds the gradients that were kept, the last its own.
             kept = self.called(name) > 1 and self.reductions < facts.rounds
             times = self.reductions + kept
-            found += flow(facts, "shard", "reduce_scatter", [reduced], times)
-            found += flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
+            flows += flow(facts, "shard", "reduce_scatter", [reduced], times)
+            flows += flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
         if facts.clipped:
             norms = [ITEMSIZE[t.dtype] for t in facts.parameters if self.reduced(t)]
-            found += flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
-        return [*found, *self.overflow("shard")]
+            flows += flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
+        return [*flows, *self.overflow("shard")]
 
     def reduced_bytes(self) -> list[int]:
         """Of what has a gradient, padding included."""
@@ -241,12 +239,12 @@ class FlatParameter:
     @cached_property
     def starts(self) -> list[int]:
         """First element of every member, and the end of the last, before padding for the ranks."""
-        found, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.compute]
+        starts, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.compute]
         for tensor in self.members:
             at = -(-at // step) * step
-            found.append(at)
+            starts.append(at)
             at += tensor.numel
-        return [*found, at]
+        return [*starts, at]
 
     @property
     def dtype(self) -> str:
@@ -273,9 +271,8 @@ class FlatParameter:
 class FSDP1(_Upstream):
     """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
 
-    strategy: ClassVar[str] = "fsdp1"
-    textbook: ClassVar[str] = "fsdp"
-    source: ClassVar[str] = (
+    strategy, textbook = "fsdp1", "fsdp"
+    source = (
         "fsdp: parameters at multiples of 16 bytes of what they are computed in, the end padded to "
         "the ranks, NO_SHARD too (_flat_param.py, _init_flat_param_and_metadata); a gather of "
         "every unit before each forward and, but for SHARD_GRAD_OP and the root, before backward "
@@ -313,26 +310,26 @@ class FSDP1(_Upstream):
 
     def flows(self) -> list[Flow]:
         """Gathers, reductions, the norm."""
-        facts, found = self.facts, list[Flow]()
+        facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         silent = self.reductions < facts.rounds
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
             gathered = [flat.padded * ITEMSIZE[facts.compute(flat.dtype)]]
             if self.kind == "NO_SHARD":
-                found += flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
+                flows += flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
                 continue
             if self.kind == "SHARD_GRAD_OP":
                 times = 1 if silent else facts.rounds
             else:
                 times = facts.rounds * (facts.called(name) + 1 if name else 1)
-            found += flow(facts, "shard", "all_gather", gathered, times)
-            found += flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
+            flows += flow(facts, "shard", "all_gather", gathered, times)
+            flows += flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.shards]
-            found += flow(facts, "replicate", "all_reduce", crossing, self.reductions)
+            flows += flow(facts, "replicate", "all_reduce", crossing, self.reductions)
         if facts.clipped and self.kind != "NO_SHARD":
             wide = facts.trainable[0].dtype == "float64"
-            found += flow(facts, "shard", "all_reduce", [8 if wide else 4])
-        return [*found, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
+            flows += flow(facts, "shard", "all_reduce", [8 if wide else 4])
+        return [*flows, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
 
     def refuse_recomputed(self) -> None:
         """Raise where units lie inside of blocks that are computed again.
@@ -404,9 +401,8 @@ class ZeroRedundancyOptimizer(CostModel):
     2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
     """
 
-    strategy: ClassVar[str] = "zero_redundancy_optimizer"
-    textbook: ClassVar[str] = "zero1"
-    source: ClassVar[str] = (
+    strategy, textbook = "zero_redundancy_optimizer", "zero1"
+    source = (
         "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
         "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
         "_sync_params, _build_param_buckets; a step that a scaler leaves out broadcasts nothing"
@@ -421,13 +417,13 @@ class ZeroRedundancyOptimizer(CostModel):
     @cached_property
     def owner(self) -> Mapping[str, int]:
         """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
-        sizes, found = [0] * self.facts.world, dict[str, int]()
+        sizes, owner = [0] * self.facts.world, dict[str, int]()
         for group in self.facts.grouped:
             for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
                 rank = sizes.index(min(sizes))
-                found[tensor.name] = rank
+                owner[tensor.name] = rank
                 sizes[rank] += tensor.numel
-        return found
+        return owner
 
     def flows(self) -> list[Flow]:
         """DDP's, and the updated parameters."""
@@ -450,10 +446,10 @@ class ZeroRedundancyOptimizer(CostModel):
         """DDP's, but state of own parameters only."""
         mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
         state = state_bytes(self.facts, mine, updated)
-        found = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
+        held = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
         if not self.facts.option("gradient_as_bucket_view", False):
-            found["gradients"] = sum(t.nbytes for t in used(self.facts.parameters, step))
-        return found
+            held["gradients"] = sum(t.nbytes for t in used(self.facts.parameters, step))
+        return held
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
@@ -466,6 +462,6 @@ class ZeroRedundancyOptimizer(CostModel):
 
     def local(self, rank: int) -> Local:
         """Everything, but state of own parameters only."""
-        found = self.ddp.local(rank)
-        own = {n: size for n, size in found.optimizer.items() if self.owner[n] == rank}
-        return Local(found.parameters, found.gradients, own)
+        of_ddp = self.ddp.local(rank)
+        own = {n: size for n, size in of_ddp.optimizer.items() if self.owner[n] == rank}
+        return Local(of_ddp.parameters, of_ddp.gradients, own)

@@ -6,8 +6,6 @@ confirmed call by call with the traffic ledger.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from shardproof.costs.model import Bytes, Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.tensor import ROWS, TensorParallel
@@ -28,9 +26,8 @@ class TorchTensorParallel(TensorParallel):
     a style; padding.
     """
 
-    strategy: ClassVar[str] = "torch_tensor_parallel"
-    textbook: ClassVar[str] = "tensor"
-    source: ClassVar[str] = (
+    strategy, textbook = "torch_tensor_parallel", "tensor"
+    source = (
         "tensor/parallel/style.py: RowwiseParallel's output is reduced, ColwiseParallel's input "
         "gradient too, both reduced and scattered, or gathered, where inputs are cut on the "
         "sequence; the head gathers logits unless loss_parallel keeps them cut, which all-reduces "
@@ -70,12 +67,12 @@ class TorchTensorParallel(TensorParallel):
         facts = self.facts
         if self.ranks == 1:
             return []
-        found = super().flows()
+        flows = super().flows()
         if self.is_sequence:
             width, item = self.table.shape[1], ITEMSIZE[self.table.dtype]
             hidden = [n * length * width * item for n, length in self.shapes]
-            found += self.each("all_gather", hidden, 2 * len(self.odd))
-        return [*found, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
+            flows += self.each("all_gather", hidden, 2 * len(self.odd))
+        return [*flows, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
 
     def gathered_twice(self) -> int:
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""

@@ -105,13 +105,13 @@ class MemoryLog(Stored):
         for index, size, _, _ in self.events[: self._position(at, step)]:
             sizes[index] = size
         kinds = self.classes()
-        found = [
+        live = [
             Held(size, kind, self.storages[index])
             for index, size in sizes.items()
             if size and index >= 0 and (kind := kinds[index]) is not None
             if device is None or self.storages[index].device == device
         ]
-        return sorted(found, key=lambda held: -held.bytes)
+        return sorted(live, key=lambda held: -held.bytes)
 
     def peak(
         self, phase: str, step: int, kind: str | None = None, device: str | None = None
@@ -156,17 +156,17 @@ class MemoryLog(Stored):
     def classes(self) -> list[str | None]:
         """The class of every storage (``None``: not the implementation's, so not counted)."""
         outlived, lasting = self._lives()
-        found: list[str | None] = []
+        kinds: list[str | None] = []
         for index, storage in enumerate(self.storages):
             if storage.origin == "observed" or (storage.origin == "before" and not storage.label):
-                found.append(None)
+                kinds.append(None)
             elif storage.label:
-                found.append(storage.label)
+                kinds.append(storage.label)
             elif storage.communicated and (index not in outlived or index in lasting):
-                found.append("communication")
+                kinds.append("communication")
             else:
-                found.append("activations" if index in outlived else "temporary")
-        return found
+                kinds.append("activations" if index in outlived else "temporary")
+        return kinds
 
     def _position(self, name: str, step: int | None) -> int:
         for mark, of_step, position in reversed(self.marks):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch._C import DispatchKey
 
 #: Results lie in the inputs' storages: never looked at.
@@ -35,20 +33,8 @@ KNOWN: dict[Any, tuple[int, str]] = {}
 def learn(operator: Any) -> tuple[int, str]:
     """Kind (one of the above) and name, from now on in :data:`KNOWN`."""
     name = str(operator)
-    KNOWN[operator] = found = (_kind(operator, name), name)
-    return found
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
+    KNOWN[operator] = learned = (_kind(operator, name), name)
+    return learned
 
 
 def _kind(operator: Any, name: str) -> int:

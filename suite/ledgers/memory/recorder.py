@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from shardproof.ledgers.memory import installed, operators
 from shardproof.ledgers.memory.log import FILE, LABELS, MemoryLog, Origin, Storage
+from shardproof.ledgers.program_order import nested_tensors
 
 if TYPE_CHECKING:
     from shardproof.contract import Piece
@@ -200,7 +201,7 @@ class MemoryLedger(TorchDispatchMode):
             self._copied(args[0], args[1])
         if kind in (operators.IN_PLACE, operators.COPY):
             return result
-        for tensor in (result,) if isinstance(result, Tensor) else operators.tensors(result):
+        for tensor in (result,) if isinstance(result, Tensor) else nested_tensors(result):
             for part in self._countable(tensor):
                 storage = part.untyped_storage()
                 ref = self._known.get(id(storage))
@@ -212,14 +213,14 @@ class MemoryLedger(TorchDispatchMode):
         if kind == operators.DUPLICATE:
             self._copied(result, args[0])
         if kind == operators.SENDS:
-            self.touch(operators.tensors((args, kwargs, result)))
+            self.touch(nested_tensors((args, kwargs, result)))
         return result
 
     def _given(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
         """Whether ``storage`` was the operator's input, so that the operator did not make it."""
         return any(
             storage is part.untyped_storage()
-            for tensor in operators.tensors((args, kwargs))
+            for tensor in nested_tensors((args, kwargs))
             for part in self._countable(tensor)
         )
 
@@ -228,7 +229,7 @@ class MemoryLedger(TorchDispatchMode):
         phase, step = self._now
         if self.fakes or self._pauses or phase == "observe":
             return
-        pairs = zip(operators.tensors(targets), operators.tensors(sources), strict=False)
+        pairs = zip(nested_tensors(targets), nested_tensors(sources), strict=False)
         for target, source in pairs:
             to_host, from_host = _on_host(target, source), _on_host(source, target)
             if to_host == from_host or not source.is_floating_point():

@@ -92,8 +92,8 @@ def _peaks(log: MemoryLog) -> list[MemoryRow]:
             _raise(best[now], levels, (changed, (changed[0], "all")))
     return [
         _row("peak", step, phase, device, kind, held)
-        for (step, phase), found in best.items()
-        for (device, kind), held in sorted(found.items())
+        for (step, phase), levels_then in best.items()
+        for (device, kind), held in sorted(levels_then.items())
         if held
     ]
 

@@ -8,17 +8,16 @@ fewer cores than ranks and decides nothing; a dashed line is modelled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import Markup
 
+from shardproof.bench.lines import CellLine
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
-from shardproof.table import Table
+from shardproof.table import Row, Table
 
-Line = Mapping[str, Any]
 HEADINGS = (
     *("mode", "implementation", "backend", "ranks", "verdict"),
     *("efficiency against plain [95 %]", "against wrapped [95 %]", "modelled", "target"),
@@ -43,39 +42,33 @@ class Panel:
     image: Markup
 
 
-def title_of(line: Line) -> str:
-    """The system with the label of its options."""
-    label = (line.get("cell") or {}).get("label")
-    return str(line["implementation"]) + (f"+{label}" if label else "")
-
-
-def _scenario(line: Line) -> str:
-    """Two scenarios may scale one system: the name of its own, or else the mode."""
-    return str((line.get("cell") or {}).get("name") or line["mode"])
-
-
-def table(lines: Iterable[Line]) -> Table:
+def table(lines: Iterable[CellLine]) -> Table:
     """Efficiencies with their intervals, and modelled ones."""
-    rows = []
+    rows: list[Row] = []
     for line in sorted(lines, key=_key):
-        score = line.get("scorecard") or {}
+        score = line.scorecard
+        scores = ["-"] * 4
+        if score is not None:
+            scores = [
+                _plain(score.achieved_over_predicted, "{:.3f}"),
+                _plain(score.achieved_over_probed, "{:.3f}"),
+                _plain(score.exposed_share, "{:.1%}"),
+                _plain(score.memory_over_formula, "{:.3f}"),
+            ]
         rows.append(
             (
-                *(line["mode"], title_of(line), line["backend"], str(line["world"])),
-                chip(str(line["verdict"])),
+                *(line.mode, line.title, line.backend, str(line.world)),
+                chip(line.verdict),
                 *(_interval(line, base) for base, _ in BASES),
-                _plain(_modelled(line), "{:.1%}"),
-                f"{float(line.get('target') or 0):.0%}",
-                _plain(score.get("achieved_over_predicted"), "{:.3f}"),
-                _plain(score.get("achieved_over_probed"), "{:.3f}"),
-                _plain(score.get("exposed_share"), "{:.1%}"),
-                _plain(score.get("memory_over_formula"), "{:.3f}"),
+                _plain(line.modelled_efficiency, "{:.1%}"),
+                f"{line.target:.0%}",
+                *scores,
             )
         )
     return Table("Scaling", HEADINGS, rows, align="lllrlrrrrrrrr", row_header=1)
 
 
-def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+def remarks(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
     """How each system was measured, and what to make of single rows."""
     if not lines:
         return []  # what judges scaling is slow to import
@@ -84,74 +77,67 @@ def remarks(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     return tables.remarks_by_system(lines)
 
 
-def panels(lines: Iterable[Line]) -> list[Panel]:
+def panels(lines: Iterable[CellLine]) -> list[Panel]:
     """One panel for each mode, system and backend."""
-    groups: dict[tuple[str, str, str], list[Line]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
     for line in lines:
-        groups[_scenario(line), title_of(line), line["backend"]].append(line)
+        groups[line.cell.name, line.title, line.backend].append(line)
     return [
         Panel(f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())
     ]
 
 
-def _key(line: Line) -> tuple[str, str, str, int]:
-    return _scenario(line), title_of(line), line["backend"], line["world"]
+def _key(line: CellLine) -> tuple[str, str, str, int]:
+    return line.cell.name, line.title, line.backend, line.world
 
 
-def _modelled(line: Line) -> float | None:
-    value = (line.get("modelled") or {}).get("efficiency")
-    return None if value is None else float(value)
-
-
-def _measured(line: Line, base: str) -> tuple[float, float, float] | None:
+def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
     """Efficiency against ``base`` and the ends of its interval."""
-    interval = (line.get("efficiency") or {}).get(base)
-    if not interval:
-        return None
-    ratio = float(interval["ratio"])
-    return ratio, float(interval.get("low", ratio)), float(interval.get("high", ratio))
+    interval = (line.efficiency or {}).get(base)
+    return None if interval is None else (interval.ratio, interval.low, interval.high)
 
 
-def _interval(told: Line, base: str) -> str:
-    found = _measured(told, base)
-    return "-" if found is None else "{:.1%} [{:.1%}, {:.1%}]".format(*found)
+def _interval(line: CellLine, base: str) -> str:
+    ends = _measured(line, base)
+    return "-" if ends is None else "{:.1%} [{:.1%}, {:.1%}]".format(*ends)
 
 
-def _plain(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(float(value))
+def _plain(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
-def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Markup:
-    ordered = sorted(members, key=lambda told: told["world"])
-    worlds = [int(told["world"]) for told in ordered]
-    points = [p for told in ordered for base, _ in BASES if (p := _measured(told, base))]
+def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -> Markup:
+    ordered = sorted(members, key=lambda line: line.world)
+    worlds = [line.world for line in ordered]
+    points = [p for line in ordered for base, _ in BASES if (p := _measured(line, base))]
     modelled = [
-        (w, m) for w, t in zip(worlds, ordered, strict=True) if (m := _modelled(t)) is not None
+        (line.world, line.modelled_efficiency)
+        for line in ordered
+        if line.modelled_efficiency is not None
     ]
     top = max([1.0, *(high for _, _, high in points), *(m for _, m in modelled)])
     top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
     x = svg.Scale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
     y = svg.Scale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
-    target = float(ordered[0].get("target") or 0.8)
-    parts = [*_axes(x, y, worlds, top), *_target(y, target)]
+    parts = [*_axes(x, y, worlds, top), *_target(y, ordered[0].target)]
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
         parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
     for shift, (base, mark) in zip((-4.0, 4.0), BASES, strict=True):
-        for world, told in zip(worlds, ordered, strict=True):
-            found = _measured(told, base)
-            if found is None:
+        for line in ordered:
+            ends = _measured(line, base)
+            if ends is None:
                 continue
-            ratio, low, high = found
-            at = x(world) + shift
-            hollow = " hollow" if told["verdict"] == "oversubscribed" else ""
+            ratio, low, high = ends
+            at = x(line.world) + shift
+            hollow = " hollow" if line.verdict == "oversubscribed" else ""
             parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
             parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
     return svg.drawing(
         f"{scenario.capitalize()} scaling of {name} on {backend}",
-        " ".join(_sentence(told) for told in ordered),
+        " ".join(_sentence(line) for line in ordered),
         _WIDTH,
         _HEIGHT,
         parts,
@@ -159,15 +145,15 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[Line]) -> Ma
     )
 
 
-def _sentence(told: Line) -> str:
+def _sentence(line: CellLine) -> str:
     parts = [
-        "{} {:.1%} ({:.1%} to {:.1%})".format(base, *found)
+        "{} {:.1%} ({:.1%} to {:.1%})".format(base, *ends)
         for base, _ in BASES
-        if (found := _measured(told, base))
+        if (ends := _measured(line, base))
     ]
-    model = _modelled(told)
+    model = line.modelled_efficiency
     parts += [] if model is None else [f"modelled {model:.1%}"]
-    return f"{told['world']} ranks: {', '.join(parts) or 'no figure'} ({told['verdict']})."
+    return f"{line.world} ranks: {', '.join(parts) or 'no figure'} ({line.verdict})."
 
 
 def _axes(x: svg.Scale, y: svg.Scale, worlds: Sequence[int], top: float) -> list[Markup]:

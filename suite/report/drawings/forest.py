@@ -7,18 +7,17 @@ matter; the square is A over B with its 95 % interval, the grey line below it A 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import Markup
 
 from shardproof.bench import tables as times
+from shardproof.bench.lines import PairFigures, PairLine
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
 from shardproof.table import Cell, Row, Table
 
-Line = Mapping[str, Any]
 #: Beyond these ratios an arrow stands.
 _LEAST, _MOST = 0.125, 8.0
 _WIDTH, _HEIGHT, _EDGE = 300.0, 34.0, 14.0
@@ -37,23 +36,23 @@ class ForestRow:
     verdict: str
 
 
-def rows(lines: Sequence[Line]) -> list[ForestRow]:
+def rows(lines: Sequence[PairLine]) -> list[ForestRow]:
     """Every comparison in the order in which they were timed."""
     from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
 
     scale, family = _scale(lines), stats.family(lines)
     return [
         ForestRow(
-            _draw(line, scale) if "ratio" in line else None,
+            None if line.figures is None else _draw(line, line.figures, scale),
             times.cells(line, family),
             tuple(text.strip() for text in times.details(line)),
-            str(line["verdict"]),
+            line.verdict,
         )
         for line in lines
     ]
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[PairLine]) -> Table:
     """Texts and drawings of :func:`rows`, on one axis."""
     ruler = axis(lines)
     drawn = Cell(
@@ -73,16 +72,16 @@ def table(lines: Sequence[Line]) -> Table:
     return Table("Comparisons of times", (*HEADINGS[:2], drawn, *HEADINGS[2:]), body)
 
 
-def lost(lines: Sequence[Line]) -> str:
+def lost(lines: Sequence[PairLine]) -> str:
     """A sentence if a difference does not stand beside all others of the run."""
     from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
 
     return times.lost(lines, stats.family(lines)) or ""
 
 
-def axis(lines: Sequence[Line]) -> Markup | None:
+def axis(lines: Sequence[PairLine]) -> Markup | None:
     """The axis that all drawings share (``None``: there is none)."""
-    if not any("ratio" in line for line in lines):
+    if all(line.figures is None for line in lines):
         return None
     scale = _scale(lines)
     parts, last = [], -100.0
@@ -102,40 +101,37 @@ def axis(lines: Sequence[Line]) -> Markup | None:
     )
 
 
-def _scale(lines: Iterable[Line]) -> svg.Scale:
+def _scale(lines: Iterable[PairLine]) -> svg.Scale:
     """Symmetric around 1, as far as the intervals reach."""
     reach = 0.12
     for line in lines:
-        for interval in (line, line.get("aa") or {}):
-            ends = [interval[key] for key in ("low", "high", "ratio") if key in interval]
-            reach = max([reach, *(abs(math.log(float(end))) for end in ends if float(end) > 0)])
+        for interval in (line.figures, line.figures and line.figures.aa):
+            if interval is not None:
+                ends = (interval.low, interval.high, interval.ratio)
+                reach = max([reach, *(abs(math.log(end)) for end in ends if end > 0)])
     reach = min(reach * 1.08, math.log(_MOST))
     return svg.Scale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
 
 
-def _draw(line: Line, scale: svg.Scale) -> Markup:
-    ratio, low, high = (float(line[key]) for key in ("ratio", "low", "high"))
-    margin = float(line.get("margin") or 0.0)
+def _draw(line: PairLine, figures: PairFigures, scale: svg.Scale) -> Markup:
+    ratio, low, high, margin = figures.ratio, figures.low, figures.high, figures.margin
     band = scale(1 / (1 + margin)), scale(1 + margin)
     parts = [
         svg.rect(band[0], 0, band[1] - band[0], _HEIGHT, "band"),
         svg.line(scale(1.0), 0, scale(1.0), _HEIGHT, "one"),
     ]
-    same = line.get("aa")
-    said = ""
-    if same:
-        ends = float(same["low"]), float(same["high"])
-        parts.append(svg.line(scale(ends[0]), 27, scale(ends[1]), 27, "twin"))
-        said = f" A over its own twin {float(same['ratio']):.3f} ({ends[0]:.3f} to {ends[1]:.3f})."
-    look = {"faster": "i-good", "slower": "i-bad"}.get(str(line["verdict"]), "i-plain")
+    same, twins = figures.aa, ""
+    if same is not None:
+        parts.append(svg.line(scale(same.low), 27, scale(same.high), 27, "twin"))
+        twins = f" A over its own twin {same.ratio:.3f} ({same.low:.3f} to {same.high:.3f})."
+    look = {"faster": "i-good", "slower": "i-bad"}.get(line.verdict, "i-plain")
     parts.append(svg.line(scale(low), 14, scale(high), 14, look))
     parts += [svg.line(scale(end), 9, scale(end), 19, look) for end in (low, high)]
     parts.append(svg.marker("square", scale(ratio), 14, look, 5.0))
-    pair = line["pair"]
     return svg.drawing(
-        f"{pair['a']['implementation']} over {pair['b']['implementation']}: {line['verdict']}",
+        f"{line.pair.a.implementation} over {line.pair.b.implementation}: {line.verdict}",
         f"Ratio of times {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}; "
-        f"margin {margin:.1%}.{said}",
+        f"margin {margin:.1%}.{twins}",
         _WIDTH,
         _HEIGHT,
         parts,

@@ -1,0 +1,430 @@
+"""The lines of ``cases.jsonl`` about times: what was measured, and what is judged from it.
+
+A line is read by :func:`pairs` and :func:`cells` (or ``model_validate``) and written by
+``to_dict``.  Loads neither torch nor scipy: reports and comparisons read lines, too.  ``a`` and
+``b`` are sides of a comparison; ``plain``, ``wrapped`` and ``ranks`` those of a scaling cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError, field_serializer, model_validator
+
+from shardproof.bench.model.alpha_beta import Machine
+from shardproof.bench.model.step_time import Call, Scorecard
+from shardproof.bench.plain import NoFigures, StoredModel
+from shardproof.bench.subjects import Cell, Pair, Room
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs.run_folder import Run
+
+#: A loss that is not finite is stored as text.
+Losses = dict[str, list[float]]
+
+# ---------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the blocks say of A's time over B's; ``mean``, ``low``, ``high``, ``sd`` in log units.
+
+    ``p`` is that of the sign-flip permutation, exact if ``exact``; ``None`` below 6 blocks, where
+    it cannot get under 0.05.
+    """
+
+    blocks: int
+    mean: float
+    low: float
+    high: float
+    sd: float
+    p: float | None
+    exact: bool
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval, in log units."""
+        return (self.high - self.low) / 2
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval excludes "the same"."""
+        return self.low > 0 or self.high < 0
+
+    def ratios(self) -> dict[str, float]:
+        """The fields of an :class:`Interval`."""
+        ratios = {key: math.exp(getattr(self, key)) for key in ("low", "high")}
+        return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
+
+
+class Interval(StoredModel):
+    """A ratio with its 95 % interval; ``half_width`` as a share."""
+
+    ratio: float
+    low: float
+    high: float
+    half_width: float
+
+
+class Twin(Interval):
+    """A beside its own twin; ``blocks_needed`` give a half-width of 5 %."""
+
+    sd: float
+    blocks: int
+    blocks_needed: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether A differs from itself: an alarm of the machine."""
+        return self.low > 1 or self.high < 1
+
+
+class PairFigures(Interval):
+    """A over B, from at least 2 whole blocks; 1.1 says that A takes 10 % longer.
+
+    ``margin``: differences below it do not matter; ``smallest_effect``: what so many blocks find.
+    ``launches_differ_p``: where it is below 0.01 the interval is too narrow.
+    """
+
+    sd: float
+    launches: int
+    p: float | None
+    p_exact: bool
+    margin: float
+    smallest_effect: float
+    aa: Twin | None
+    median_seconds: dict[str, float]
+    launches_differ_p: float | None
+    log: Estimate
+
+
+class Efficiency(Interval):
+    """An efficiency, or another ratio of a cell."""
+
+    log: Estimate
+
+
+class InReport(StoredModel):
+    """What becomes of a comparison beside all others of a report (Holm)."""
+
+    p: float
+    p_holm: float
+    verdict: str
+
+
+# ----------------------------------------------------------------------------------- telemetry
+
+
+class GpuFigures(StoredModel):
+    """A GPU while ranks ran: means, unless the name says otherwise; ``None``: see ``missing``.
+
+    ``throttled``: reason -> share of looks.  Energy is known of a window only.
+    """
+
+    gpu: int
+    name: str | None
+    utilisation_percent: float | None
+    memory_busy_percent: float | None
+    memory_used_bytes: float | None
+    power_watts: float | None
+    power_limit_watts: float | None
+    sm_clock_mhz: float | None
+    sm_clock_least_mhz: float | None
+    memory_clock_mhz: float | None
+    temperature_celsius: float | None
+    throttled: dict[str, float] | None
+    energy_joules: float | None = None
+    energy_source: str | None = None
+    missing: dict[str, str]
+
+
+class LookCost(StoredModel):
+    """What looking took."""
+
+    looks: int
+    cpu_seconds: float
+    share_of_a_core: float | None
+
+
+class Summary(StoredModel):
+    """What was seen of ranks and GPUs; ``resident_bytes`` are the most."""
+
+    samples: int
+    resident_bytes: int | None
+    gpus: list[GpuFigures]
+    cost: LookCost
+    problem: str | None
+
+
+class SideSummary(Summary):
+    """The same of a side that ran alone; ``allocator`` are torch's figures of the worst rank."""
+
+    allocator: dict[str, int] | None
+    steps: int
+    joules_per_step: float | None
+
+
+class Telemetry(StoredModel):
+    """Of launches, and of each side alone; ``no_gpu`` is why there are no figures of GPUs."""
+
+    launches: Summary | None
+    sides: dict[str, SideSummary | NoFigures] = Field(default_factory=dict)
+    no_gpu: str | None = None
+
+
+class Memory(StoredModel):
+    """Peak bytes of a step of each side on its worst rank: exact (``ledger``) or advisory."""
+
+    kind: Literal["ledger", "resident"]
+    a: int
+    b: int
+    ratio: float
+
+
+# ------------------------------------------------------------------------------- what was probed
+
+
+class ProbedStep(StoredModel):
+    """A step of the slowest rank: seconds ``alone``, without traffic, and what it sends and does;
+    ``elements`` are those that are trained.
+    """
+
+    alone: float
+    calls: list[Call]
+    flops: int
+    elements: int
+
+
+class SideProbes(ProbedStep):
+    """A side's step, and seconds of it with traffic."""
+
+    together: float
+
+
+class Probes(StoredModel):
+    """The machine as all ranks found it at once, and what a rank had of it."""
+
+    machine: Machine
+    cores_per_rank: int | None
+    threads: int
+
+
+class PairProbes(StoredModel):
+    """What the scorecards of both sides are made of; no ``machine`` where neither can be scored."""
+
+    sides: Mapping[str, SideProbes | NoFigures]
+    machine: Machine | None = None
+    cores_per_rank: int | None = None
+    threads: int = 1
+
+    @property
+    def probes(self) -> Probes:
+        """The machine, which was probed if a side can be scored.
+
+        :raises ValueError: it was not.
+        """
+        return Probes.model_validate(dict(self))
+
+
+class CellProbes(Probes, ProbedStep):
+    """What ``world`` ranks probed: seconds to the gradients by samples of a rank, those of the
+    ``update`` after, and the step of a rank with its share of the batch.
+    """
+
+    world: int
+    gradients: dict[int, float]
+    update: float
+
+
+class Modelled(StoredModel):
+    """A modelled efficiency, or the ``problem``; the parts of its prediction stand beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    world: int
+    efficiency: float | None
+    problem: str = ""
+
+
+# ---------------------------------------------------------------------------------------- lines
+
+
+class Line(StoredModel):
+    """What all lines about times have in common.
+
+    ``problem`` is (verdict, reason) of what broke; ``losses`` are those of the first steps by side;
+    ``times`` is the file of raw times.
+    """
+
+    id: str
+    seconds: float = 0.0
+    problem: tuple[str, str] | None = None
+    losses: Losses = Field(default_factory=dict)
+    targets_per_step: dict[str, int] = Field(default_factory=dict)
+    times: str | None = None
+
+
+class Judgement(StoredModel):
+    """What is judged from raw times; ``trained_alike`` is ``None`` where nobody knows."""
+
+    verdict: str
+    reason: str = ""
+    blocks: int = 0
+    trained_alike: bool | None = True
+
+
+class MeasuredPair(Line):
+    """A comparison before it is judged."""
+
+    pair: Pair
+    meshes: dict[str, dict[str, int]] = Field(default_factory=dict)
+    memory: Memory | NoFigures | None = None
+    strategies: dict[str, str] = Field(default_factory=dict)
+    profile: dict[str, dict[str, float]] | NoFigures | None = None
+    telemetry: Telemetry | None = None
+    probed: PairProbes | NoFigures | None = None
+    threads: int = 1
+    cores: list[list[int]] = Field(default_factory=list)
+    segment_steps: list[int] = Field(default_factory=list)
+
+    @field_serializer("pair")
+    def _pair(self, pair: Pair) -> dict[str, Any]:
+        return pair.to_dict()
+
+
+class JudgedPair(Judgement):
+    """Verdict and figures of a comparison; ``figures`` stand in the line itself."""
+
+    figures: PairFigures | None = None
+    scorecard: dict[str, Scorecard | NoFigures] | None = None
+    goal_met: bool | None = None
+    targets_per_second: dict[str, float] = Field(default_factory=dict)
+    samples_per_second: dict[str, float] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_figures(cls, line: Any) -> Any:
+        is_stored = isinstance(line, Mapping) and "ratio" in line
+        return {**line, "figures": line} if is_stored else line
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, without a level for the figures."""
+        line = super().to_dict()
+        return line | (line.pop("figures", None) or {})
+
+
+class PairLine(MeasuredPair, JudgedPair):
+    """A comparison, judged."""
+
+    kind: ClassVar[Literal["bench"]] = "bench"
+
+    @property
+    def missed(self) -> bool:
+        """Whether the goal was missed."""
+        return self.goal_met is False
+
+
+class MeasuredCell(Line):
+    """A scaling cell before it is judged; ``measured_in`` names the cell in whose launches a
+    refused cell's single rank was timed.
+    """
+
+    mode: str
+    implementation: str
+    backend: str
+    world: int
+    target: float
+    cell: Cell
+    mesh: dict[str, int] = Field(default_factory=dict)
+    strategy: str = ""
+    room: Room | None = None
+    measured_in: str | None = None
+    peak_bytes: int | None = None
+    probed: CellProbes | None = None
+    segment_steps: list[dict[str, int]] = Field(default_factory=list)
+
+    @field_serializer("cell")
+    def _cell(self, cell: Cell) -> dict[str, Any]:
+        return cell.to_dict()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the ranks would have to share cores."""
+        return self.room is not None and self.room.oversubscribed(self.world)
+
+
+class CellFigures(StoredModel):
+    """Efficiencies by base, from whole blocks; ``None`` below 2 of them, and where no more than
+    one rank was timed.  ``wrapping`` is the wrapped system alone over the plain program.
+    """
+
+    blocks: int
+    launches: int
+    median_seconds: dict[str, float]
+    efficiency: dict[str, Efficiency] | None
+    wrapping: Efficiency | None
+    launches_differ_p: float | None
+
+
+class JudgedCell(CellFigures, Judgement):
+    """Verdict and figures of a cell."""
+
+    tokens_per_second: dict[str, float] = Field(default_factory=dict)
+    modelled: Modelled | None = None
+    scorecard: Scorecard | None = None
+
+
+class CellLine(MeasuredCell, JudgedCell):
+    """A scaling cell, judged."""
+
+    kind: ClassVar[Literal["scaling"]] = "scaling"
+
+    @property
+    def missed(self) -> bool:
+        """Whether the target was missed."""
+        return self.verdict == "below"
+
+    @property
+    def title(self) -> str:
+        """The implementation with the label of its options."""
+        return self.cell.title
+
+    @property
+    def modelled_efficiency(self) -> float | None:
+        """The modelled figure, if there is one."""
+        return None if self.modelled is None else self.modelled.efficiency
+
+
+L = TypeVar("L", PairLine, CellLine)
+
+
+def pairs(run: Run) -> list[PairLine]:
+    """The comparisons of a run, in the order of timing.
+
+    :raises SelectionError: a line that cannot be read.
+    """
+    return _read(PairLine, run, run.benches)
+
+
+def cells(run: Run) -> list[CellLine]:
+    """The scaling cells of a run, in the order of timing.
+
+    :raises SelectionError: a line that cannot be read.
+    """
+    return _read(CellLine, run, run.scalings)
+
+
+def _read(kind: type[L], run: Run, stored: Sequence[object]) -> list[L]:
+    lines = []
+    for line in stored:
+        try:
+            lines.append(kind.model_validate(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            what = f"a line about times cannot be read: {fault['loc']}: {fault['msg']}"
+            remedy = "`shardproof verify` says whether the run was changed"
+            file = str(run.path / "cases.jsonl")
+            raise SelectionError(Problem(what, remedy, file=file)) from None
+    return lines

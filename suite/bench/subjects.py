@@ -1,0 +1,195 @@
+"""What is timed: a pair of sides, or a cell of a scaling scenario.  Plain data, without torch."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import OptimizerSpec, Options
+from shardproof.files import Stored
+from shardproof.launch.process_control import physical_cores
+
+#: Letters of the sides of a comparison.
+LETTERS = ("a", "b")
+Mode = Literal["strong", "weak"]
+#: The cases that N ranks are compared with: the ordinary program, and the system alone.
+BASES = ("plain", "wrapped")
+#: What runs as the plain program.
+PLAIN = "plain"
+#: Sides of a comparison, in the order of their set-up; ``twin`` is A once more.
+SIDES = ("a", "twin", "b")
+#: Order of the segments in a block of each pair.
+ORDERS = {"ab": ("a", "b", "b", "a"), "aa": ("a", "twin", "twin", "a")}
+#: Segments of a cell's block, and what is left of them where N ranks do not fit.
+ORDER = ("plain", "wrapped", "ranks", "ranks", "wrapped", "plain")
+ALONE_ORDER = ("plain", "wrapped", "wrapped", "plain")
+#: The name under which a cell's raw times are kept, where a comparison has its pairs.
+SCALING = "scaling"
+#: Relative difference of the first losses from which two sides do not train the same: sums in
+#: another order differ by 1e-6 in fp32.  Only a guard; numbers are what ``shardproof run`` judges.
+LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+#: Blocks of a comparison: chosen beforehand, so that the A/A half-width on the machine of the
+#: evidence is at most 5 % (results/evidence/bench-calibration.md).
+BLOCKS = 24
+#: Blocks of a cell: where blocks vary by 10 %, 10 of them find a change of 10 % in 68 % of runs,
+#: 20 in 97 % (simulated).
+CELL_BLOCKS = 20
+#: Fresh sets of ranks over which the blocks are spread.
+LAUNCHES = 3
+#: Computing threads of a rank: :mod:`shardproof.launch` gives every rank one.
+THREADS = 1
+
+
+@dataclass(frozen=True)
+class Side:
+    """One implementation and its options; an empty ``mesh`` is its natural axis, whole world."""
+
+    implementation: str
+    options: Options = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Stored, ABC):
+    """What a pair and a cell have in common; both travel to leaders as JSON.
+
+    ``workload`` is that of a step of all ranks.  ``deadline`` is in seconds, of a launch.
+    """
+
+    name: str
+    backend: str
+    world: int
+    workload: WorkloadSpec
+    optimizer: OptimizerSpec
+    dtype: str = "float32"
+    size: str = ""
+    launches: int = LAUNCHES
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """Names it in results."""
+
+    @property
+    def work(self) -> str:
+        """The workload and its size."""
+        return "+".join((self.workload.name, *([self.size] if self.size else [])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form, beside the id."""
+        return super().to_dict() | {"id": self.id}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What :meth:`to_dict` described."""
+        return super().from_dict({key: value for key, value in data.items() if key != "id"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair(Timed):
+    """A comparison of ``a`` with ``b``."""
+
+    #: Its kind of line in ``cases.jsonl``.
+    kind: ClassVar[Literal["bench"]] = "bench"
+
+    a: Side
+    b: Side
+    goal: float | None = None
+    blocks: int = BLOCKS
+    deadline: float = 900.0
+
+    @property
+    def versus(self) -> str:
+        """Both implementations."""
+        return f"{self.a.implementation} v {self.b.implementation}"
+
+    @property
+    def id(self) -> str:
+        """Names the comparison; two of one name differ in more than the machine."""
+        return f"bench::{self.name}::{self.versus}::{self.backend}::{self.world}::{self.work}"
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Sides are examined for one comparison at a time."""
+        return (self.id,)
+
+    def progress_name(self, refused: bool) -> str:
+        """The name in messages about progress."""
+        return self.versus
+
+    def side(self, letter: str) -> Side:
+        """``a``, ``b``, or A's ``twin`` in the A/A pair."""
+        return self.b if letter == "b" else self.a
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Timed):
+    """One system on one backend at one world; ``base`` is the workload of the single process."""
+
+    #: Its kind of line in ``cases.jsonl``.
+    kind: ClassVar[Literal["scaling"]] = "scaling"
+
+    mode: Mode
+    system: Side
+    base: WorkloadSpec
+    target: float
+    label: str = ""
+    blocks: int = CELL_BLOCKS
+    deadline: float = 600.0
+
+    @property
+    def title(self) -> str:
+        """The implementation with the label of its options."""
+        return self.system.implementation + (f"+{self.label}" if self.label else "")
+
+    @property
+    def id(self) -> str:
+        """Names the cell in results."""
+        return f"scaling::{self.name}::{self.title}::{self.backend}::{self.world}::{self.work}"
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Cells that differ in nothing but their world share it."""
+        return self.name, self.title, self.backend
+
+    def progress_name(self, refused: bool) -> str:
+        """The name in messages about progress; of a refused cell one rank is timed alone."""
+        ranks = "alone" if refused else f"on {self.world} ranks"
+        return f"{self.mode} {self.title} {ranks}, {self.backend}"
+
+    def samples(self, world: int) -> int:
+        """Samples of the rank that has most, in a step of ``world`` ranks."""
+        if self.mode == "weak":
+            return self.base.global_batch
+        return math.ceil(self.base.global_batch / world)
+
+    def at(self, world: int) -> Cell:
+        """The same system on another number of ranks."""
+        samples = self.base.global_batch * (world if self.mode == "weak" else 1)
+        return replace(self, world=world, workload=replace(self.base, global_batch=samples))
+
+
+Subject = Pair | Cell
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many ``ranks`` of ``threads`` threads fit on this machine, counted in ``of``."""
+
+    ranks: int
+    of: str
+    threads: int = THREADS
+
+    @classmethod
+    def here(cls, gpus: int | None) -> Room:
+        """That of this machine: its ``gpus``, or (``None``) its physical cores."""
+        count, of = (physical_cores(), "physical core") if gpus is None else (gpus, "GPU")
+        return cls(count, of if count == 1 else f"{of}s")
+
+    def oversubscribed(self, world: int) -> bool:
+        """Whether so many ranks would take turns."""
+        return world * self.threads > self.ranks
