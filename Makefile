@@ -1,4 +1,4 @@
-# One verb per intent. `make bench` (the main job) and `make test` do their own set-up.
+# One verb per intent. `make bench` (the main job) and `make test` run `make setup` themselves.
 PYTHON ?= python3
 VENV ?= .venv
 # Any other build: make bench TORCH=torch==2.11.0
@@ -7,10 +7,10 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
-# Budgets in minutes: what does not fit is printed and recorded as left out.
+# Budgets in minutes: cases that do not fit are printed and recorded as left out.
 RUN_BUDGET ?= 3.5
 MUTANT_BUDGET ?= 1.2
-# Minutes and blocks of `make peers`, with the machine left alone; fewer blocks than by default, so that all pairs fit.
+# Minutes and blocks of `make peers` on an idle machine; fewer blocks than the default, so that all pairs fit.
 PEERS_BUDGET ?= 16
 PEERS_BLOCKS ?= 18
 
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing the extra deepspeed (built from source, without compiled operators) ..."
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 \
 	&& echo "deepspeed is installed" \
-	|| echo "deepspeed is not to be had here: its cases are skipped (docs/install-extras.md)"
+	|| echo "deepspeed could not be installed: its cases are skipped (docs/install-extras.md)"
 	@rm -f $(VENV)/.installed-* && touch $@
 
 bench: setup ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)
@@ -43,13 +43,13 @@ bench: setup ## the main job: quick conformance on every backend, then the plant
 	$(BIN)/shardproof mutants --tier quick --budget $(MUTANT_BUDGET) -j $(JOBS) --results $$run || { code=$$?; test $$worst -eq 1 || worst=$$code; }; \
 	echo "evidence: $$run"; exit $$worst
 
-test: setup ## tests of the judge itself, with one planted fault a file and a check
+test: setup ## tests of the judge itself, with one planted fault per file and check
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow"
 
-slow: setup ## the tests that take long or need a container engine
+slow: setup ## slow tests, and tests that need a container engine
 	@$(BIN)/pytest tests -m slow
 
-peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes, leave the machine alone)
+peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes on an idle machine)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
 	$(BIN)/shardproof bench peers --blocks $(PEERS_BLOCKS) --budget $(PEERS_BUDGET) --results $$run; code=$$?; \
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
@@ -58,18 +58,18 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 conformance: setup ## the whole conformance matrix, all tiers
 	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
 
-mutants: setup ## every planted fault against every check that should see it
+mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
 
-# Takes the torch that is there, not the pinned one of `make setup`.
-gpu: ## all that a machine with GPUs can tell, into results/baselines (40 minutes; docs/gpu.md)
+# Uses the installed torch, not the pinned one of `make setup`.
+gpu: ## all measurements on GPUs, into results/baselines (40 minutes; docs/gpu.md)
 	@$(PYTHON) deploy/gpu.py
 
-# Needs an engine and any Python, no virtual environment.  Every lane that promises equal bits.
+# Needs a container engine and any Python, no virtual environment.  Runs every lane of equal bits.
 cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local processes
 	@$(PYTHON) -m shardproof.multinode.cluster run ddp-gpt ddp-dyadic --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
 
-image: ## build the container images if they are missing or old
+image: ## build the container images if missing or outdated
 	@$(PYTHON) -m shardproof.multinode.cluster build
 
 compare: setup ## regenerate the table across hardware from the committed baselines
@@ -78,7 +78,7 @@ compare: setup ## regenerate the table across hardware from the committed baseli
 report: setup ## regenerate the tables of results/README.md from the newest run
 	@$(BIN)/shardproof report --into results/README.md
 
-docs: setup ## regenerate generated pages
+docs: setup ## regenerate docs/bug-zoo.md
 	@$(BIN)/python docs/make_bug_zoo.py
 
 lint: setup ## style and types

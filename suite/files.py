@@ -72,6 +72,18 @@ class Stored:
         return instance
 
 
+class SparselyStored(Stored):
+    """Of its fields, those that are ``None`` by default and stayed so are not stored."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        whole = super().to_dict()
+        return {n: v for n, v in whole.items() if v is not None or defaults[n] is not None}
+
+
 def to_plain(value: Any) -> Any:
     """The stored form of ``value``, which may hold dataclasses."""
     if type(value) in _AS_THEY_ARE:

@@ -1,8 +1,8 @@
-"""``shardproof bench``: is one implementation faster than another on this machine, can we tell, and
-what do more ranks gain?
+"""``shardproof bench``: compare two implementations on this machine, or one rank with many.
 
-``sides``          what is compared: sides, pairs, their scenario files, the procedure's constants
-``scaling``        one rank beside N: cells, their scenario files, efficiencies and verdicts
+``subjects``       what is timed: pairs of sides, and cells of scaling scenarios
+``sides``          scenario files and options of pairs, the procedure's constants
+``scaling``        scenario files of cells, their efficiencies and verdicts
 ``launches``       what ranks are asked to time, and what they return: plain data
 ``arm``            one side on one rank, ready to step
 ``timed_ranks``    the rank programs: blocks in turns, memory, a side alone
@@ -13,7 +13,8 @@ what do more ranks gain?
 ``time_budget``    what fits into the minutes there are
 ``stats``          block ratios, intervals, permutation, verdicts: pure
 ``same_training``  whether sides train the same, without which times decide nothing
-``evidence``       lines and raw times of a run folder: written, read, judged again
+``lines``          lines of ``cases.jsonl`` as models; reports and comparisons read them, too
+``evidence``       lines and raw times of a run folder: written, judged again
 ``tables``         comparisons in words; ``peers``: the table of every strategy beside its peer
 ``model``          a step predicted from its calls, compute, alpha and beta; the scorecard
 ``telemetry``      resident memory and GPU figures while sides run

@@ -166,7 +166,7 @@ def cell_launch(
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank tells at the end of a timed launch, by side; step times are in its file.
+    """What a rank returns at the end of a timed launch, by side; step times are in its file.
 
     ``losses`` are those of the first steps (``None``: this rank does not learn it),
     ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of

@@ -28,8 +28,8 @@ SCENARIO = "peers"
 OURS = "reference"
 #: Families that are not somebody else's system.
 _NOT_UPSTREAM = (OURS, "plain", "mutants")
-#: Options that tell one row from the next.
-_TELLING = ("schedule", "sequence_parallel", "sharding_strategy", "data")
+#: Options that distinguish one row from the next.
+_DISTINGUISHING = ("schedule", "sequence_parallel", "sharding_strategy", "data")
 HEADINGS = (
     "reference",
     "upstream peer",
@@ -93,12 +93,12 @@ def _row(line: PairLine, verdict: str) -> tuple[str, ...]:
 
 
 def _side(line: PairLine, letter: str) -> str:
-    """Name, the options that tell one row from the next, and a mesh of several axes."""
+    """Name, the options that distinguish one row from the next, and a mesh of several axes."""
     side, mesh = line.pair.side(letter), line.meshes.get(letter, {})
     words = [
         key if value is True else f"{value}"
         for key, value in side.options.items()
-        if key in _TELLING
+        if key in _DISTINGUISHING
     ]
     if side.options.get("reshard_after_forward") is False:
         words.append("kept whole after forward")

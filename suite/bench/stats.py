@@ -32,7 +32,7 @@ POWER = 0.8
 EXACT_BLOCKS = 40
 _DRAWS, _DRAWS_AT_ONCE = 200_000, 1_000
 
-#: Verdicts that say that something broke, and those that leave a question open.
+#: Verdicts on what broke, and those that leave a question open.
 BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition")
 
@@ -161,8 +161,8 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
 
     The hypotheses are "A and B take the same time", one a comparison that has a verdict of its
     own (none where it is not known whether the sides train the same); p is that of the interval,
-    so a report of one says what the comparison says.  A difference
-    that does not survive becomes inconclusive.  A/A pairs are controls and claim nothing; "same"
+    so a report of one has the verdict of the comparison.  A difference that does not survive
+    becomes inconclusive.  A/A pairs are controls and claim nothing; "same"
     claims that a difference is small, errs in at most 5 of 100 each, and is left as it is.
     """
     claims = get_args(Verdict)

@@ -281,7 +281,7 @@ def _steps_alone(arm: Arm) -> int:
 
 
 def _pci(backend: str) -> dict[str, int] | None:
-    """Where this rank's GPU is, if it computes on one and torch tells."""
+    """Where this rank's GPU is, if it computes on one and torch knows."""
     if backends.BACKENDS[backend].device != "cuda":
         return None
     return nvml.pci_of(torch.cuda.get_device_properties(torch.cuda.current_device()))

@@ -69,17 +69,6 @@ class Outcome(Stored):
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class CheckFigures(Stored):
-    """The figures of one check; what is ``None`` by default and stayed so is not stored."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stored form."""
-        defaults = {name: f.default for name, f in type(self).__dataclass_fields__.items()}
-        whole = super().to_dict()
-        return {n: v for n, v in whole.items() if v is not None or defaults[n] is not None}
-
-
 def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
     """What check ``name`` measures of the tensors (nothing, for most)."""
     rows: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)

@@ -274,6 +274,11 @@ def _check_names(
         raise _Failure(text)
 
 
+def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
+    if not evidence.has(step, point):
+        raise _Failure(f"step {step}: the implementation never observed {point!r}")
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -389,8 +394,7 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -
     for point, expected in points.items():
         if expected is None:
             continue
-        if not evidence.has(step, point):
-            raise _Failure(f"step {step}: the implementation never observed {point!r}")
+        _must_be_observed(evidence, step, point)
         state = evidence.observed(step, point, "gradients")
         _compare_all(evidence, state, expected, compare, tally, step, point, zeros=True)
 
@@ -398,8 +402,7 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -
 def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
     """Parameters and optimizer state against the oracle's own trajectory."""
     truth = evidence.truth.steps[step]
-    if not evidence.has(step, "after_update"):
-        raise _Failure(f"step {step}: the implementation never observed 'after_update'")
+    _must_be_observed(evidence, step, "after_update")
     expected = {
         "parameters": truth.parameters,
         "optimizer": {**truth.optimizer, **_masters(evidence, step, truth.parameters)},
@@ -435,8 +438,7 @@ def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
 def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
     """One optimizer step on one device from the implementation's own state and gradients."""
     spec, truth = evidence.case.optimizer, evidence.truth.steps[step]
-    if not evidence.has(step, "after_update"):
-        raise _Failure(f"step {step}: the implementation never observed 'after_update'")
+    _must_be_observed(evidence, step, "after_update")
     after = evidence.observed(step, "after_update", "parameters")
     slots = evidence.observed(step, "after_update", "optimizer")
     _check_names(after, truth.parameters, step, "after_update parameters")

@@ -24,13 +24,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, cost_model_of, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
@@ -84,7 +85,7 @@ BytesOfRanks = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass
-class MemoryFigures(CheckFigures):
+class MemoryFigures(SparselyStored):
     """Bytes after the last update, and peaks of the last step by rank, phase and class.
 
     ``bytes_held`` and ``bytes_promised`` are those of the judged classes on the fullest rank,

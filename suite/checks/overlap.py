@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shardproof.checks import CheckFigures, Outcome
+from shardproof.checks import Outcome
 from shardproof.checks.traffic import step_calls
 from shardproof.costs import cost_model_of
 from shardproof.costs.model import Prefetch
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.traffic import Call
 
 #: Steps in which an implementation may still be learning the order of its gradients.
@@ -101,7 +102,7 @@ def decide(evidence: Figures) -> Outcome:
 
 
 @dataclass
-class OverlapFigures(CheckFigures):
+class OverlapFigures(SparselyStored):
     """Reductions of the settled steps; the fewest gathers issued ahead, and the most at once."""
 
     reductions: int = 0

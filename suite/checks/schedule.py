@@ -44,7 +44,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.checks.announced_schedule import (
     OWN,
     BubbleRatios,
@@ -63,6 +63,7 @@ from shardproof.costs.schedules import Setting
 from shardproof.costs.stages import split_units
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.program_order import Done
 from shardproof.schedules import Action, simulate
@@ -135,7 +136,7 @@ class ActivationBytes:
 
 
 @dataclass
-class ScheduleFigures(CheckFigures):
+class ScheduleFigures(SparselyStored):
     """By size of the window, and by rank; ``activations`` may be the reason why not judged."""
 
     windows: dict[int, WindowFigures]

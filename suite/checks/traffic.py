@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardproof.checks import CheckFigures, Outcome, Worst
+from shardproof.checks import Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
+from shardproof.files import SparselyStored
 from shardproof.ledgers.traffic import Call
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
@@ -85,7 +86,7 @@ class Sent:
 
 
 @dataclass
-class TrafficFigures(CheckFigures):
+class TrafficFigures(SparselyStored):
     """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
 
     Bytes are exact fractions, as text.  ``textbook``: the strategy that an upstream system carries

@@ -13,7 +13,7 @@ from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import CaseResult
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def prove(
     meshes: Sequence[Mapping[str, int]] = (),
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
     checks: Sequence[str] = GENERAL,
     steps: int = 3,
     deadline: float = 60.0,

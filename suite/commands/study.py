@@ -132,8 +132,8 @@ def model_check(
 ) -> None:
     """Predict steps of three models by the alpha-beta model, and measure them.
 
-    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 too restless a
-    machine to tell.
+    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 the machine is
+    too restless for a verdict.
     """
     from shardproof.studies import model_check as study
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.contract import Event, Piece
-from shardproof.files import Stored
+from shardproof.files import SparselyStored, Stored
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import Call
@@ -226,7 +226,7 @@ class OracleStep:
 
 
 @dataclass(frozen=True)
-class OracleFacts(Stored):
+class OracleFacts(SparselyStored):
     """What is kept of the oracle (:class:`shardproof.oracle.truth.Truth`), without its tensors."""
 
     steps: Sequence[OracleStep] = ()
@@ -240,7 +240,3 @@ class OracleFacts(Stored):
         """The facts of ``truth``."""
         steps = [OracleStep(s.loss, float(s.norm), s.scale, s.skipped) for s in truth.steps]
         return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The stored form: what is ``None`` is left out."""
-        return {name: value for name, value in super().to_dict().items() if value is not None}

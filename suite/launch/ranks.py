@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
@@ -78,34 +79,17 @@ class _SuiteLink:
 
     @property
     def threads(self) -> bool:
-        from shardproof.backends import BACKENDS
+        return backends.BACKENDS[self.name].threads
 
-        return BACKENDS[self.name].threads
+    def hub(self, world: int, timeout_s: float) -> backends.Hub:
+        return backends.Hub(world, timeout_s)
 
-    def hub(self, world: int, timeout_s: float) -> Any:
-        from shardproof.backends import Hub
-
-        return Hub(world, timeout_s)
-
-    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
-        from shardproof import backends
-
+    def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
         backends.listen(heartbeat.note)
-        extra = {} if launch.disturbances is None else {"disturbances": launch.disturbances}
-        backends.join(
-            self.name,
-            rank,
-            launch.world,
-            launch.rendezvous,
-            launch.timeout_s,
-            launch.ledgers,
-            hub,
-            **extra,
-        )
+        where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
+        backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
 
     def leave(self) -> None:
-        from shardproof import backends
-
         backends.leave()
 
 

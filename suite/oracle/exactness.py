@@ -103,7 +103,7 @@ class _Meter(TorchDispatchMode):
         func: Any,
         types: Any,
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -111,7 +111,7 @@ class _Meter(TorchDispatchMode):
         if name in _PRODUCTS:
             needed = self._product(func, name, args)
         elif name in _ADDITIONS:
-            needed = self._addition(args, kwargs)
+            needed = self._addition(args, kwargs.get("alpha", 1))
         elif name in _SUMS and _is_float(args[0]):
             needed = _bits(func(*_absolute(args), **kwargs), min(_quanta(args)))
         out = func(*args, **kwargs)
@@ -137,11 +137,10 @@ class _Meter(TorchDispatchMode):
             return _bits(left.abs() * abs(right), _quantum(left) + _quantum(right))
         return _bits(multiply(left.abs(), right.abs()), _quantum(left) + _quantum(right))
 
-    def _addition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    def _addition(self, args: Sequence[Any], alpha: Any) -> int:
         left, right = args[:2]
         if not (_is_float(left) or _is_float(right)):
             return 0
-        alpha = kwargs.get("alpha", 1)
         grain = min(_quantum(left), _quantum(right) + _quantum(alpha))
         return _bits(abs(left) + abs(right) * abs(alpha), grain)
 

@@ -204,7 +204,7 @@ def _slowest(backend: str, ranks: int, measure: Callable[[], float]) -> float:
 
 
 def sentences() -> Iterator[str]:
-    """What each measurement says, as soon as it is made."""
+    """The result of each measurement in a sentence, as soon as it is made."""
     torch.set_num_threads(1)
     own, gpt = harness_seconds(), gpt_step_seconds()
     share = own / gpt

@@ -1,13 +1,16 @@
-"""A file is whole or not there, whatever ends its writing."""
+"""A file is whole or not there, whatever ends its writing; dataclasses come back from JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from shardproof.files import write_whole
+from shardproof.files import SparselyStored, Stored, from_plain, write_whole
 
 
 @pytest.mark.parametrize("data", ["ä\n", "ä\n".encode(), [b"\xc3", b"\xa4\n"]])
@@ -40,3 +43,49 @@ def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "file", pieces())
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    share: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outer(Stored):
+    inner: Inner
+    pairs: tuple[tuple[int, int], ...] = ()
+    by_name: Mapping[str, Sequence[Inner]] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    other: Inner | None = None
+    note: str | None = None
+
+
+@dataclass
+class Sparse(SparselyStored):
+    always: int | None
+    sometimes: int | None = None
+
+
+def test_a_dataclass_comes_back_from_its_stored_form() -> None:
+    third = Inner("b", Fraction(1, 3))
+    outer = Outer(Inner("a"), ((1, 2), (3, 4)), {"x": [third]}, frozenset("zy"), third)
+    stored = outer.to_dict()
+    assert stored == {
+        "inner": {"name": "a", "share": "1/1"},
+        "pairs": [[1, 2], [3, 4]],
+        "by_name": {"x": [{"name": "b", "share": "1/3"}]},
+        "features": ["y", "z"],
+        "other": {"name": "b", "share": "1/3"},
+        "note": None,
+    }
+    assert Outer.from_dict(json.loads(json.dumps(stored))) == outer
+    assert Outer.from_dict({"inner": {"name": "a"}}) == Outer(Inner("a"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'new'"):
+        Outer.from_dict({"inner": {"name": "a"}, "new": 1})
+    assert from_plain(dict[str, list[Inner]], {"x": [{"name": "a"}]}) == {"x": [Inner("a")]}
+
+
+def test_what_stayed_none_is_not_stored_where_that_is_the_default() -> None:
+    assert Sparse(None).to_dict() == {"always": None}
+    assert Sparse(1, 0).to_dict() == {"always": 1, "sometimes": 0}

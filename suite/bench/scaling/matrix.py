@@ -1,6 +1,6 @@
 """What a scaling scenario measures, and which of it fits on this machine.
 
-A scaling scenario (``scenarios/scaling/strong.yaml``) says its ``mode``::
+A scaling scenario (``scenarios/scaling/strong.yaml``) has a ``mode``::
 
     name: strong
     about: why these systems
@@ -51,12 +51,12 @@ MOST_SAMPLES = 4096
 class SystemModel(SideModel):
     """An implementation and its options; a bare name stands for `{implementation: ...}`."""
 
-    label: Label | None = Field(None, description="tells option sets apart in ids and tables")
+    label: Label | None = Field(None, description="distinguishes option sets in ids and tables")
 
     @model_validator(mode="after")
-    def _told_apart(self) -> SystemModel:
+    def _has_label(self) -> SystemModel:
         if self.options and self.label is None:
-            raise ValueError("options need a label, which tells them apart in ids")
+            raise ValueError("options need a label, which distinguishes them in ids")
         if self.mesh:
             raise ValueError("no mesh here: all ranks are put on the system's data axis")
         return self

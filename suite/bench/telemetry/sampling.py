@@ -116,7 +116,7 @@ class Sampler:
             while True:
                 seen.samples.append(self._sample(devices))
                 if self._over.wait(self._every):
-                    seen.samples.append(self._sample(devices))  # what counters say at the end
+                    seen.samples.append(self._sample(devices))  # counters at the end
                     break
         except Exception as error:  # noqa: BLE001 - no figure is worth a comparison
             seen.problem = f"stopped looking: {type(error).__name__}: {error}"
