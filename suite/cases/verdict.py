@@ -71,8 +71,8 @@ def decide(account: Account) -> CaseResult:
     if "refuses" in case.expect:
         return _refused(case, outcomes)
     if account.unsound_schedules:
-        found = [announced_schedule.not_run(account.unsound_schedules)]
-        return _expected(case, *verdict_of(found), found)
+        outcome = announced_schedule.not_run(account.unsound_schedules)
+        return _expected(case, *verdict_of([outcome]), [outcome])
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _expected(case, "refused", cause.message)
@@ -82,11 +82,11 @@ def decide(account: Account) -> CaseResult:
         return _expected(case, "precondition", account.no_oracle_because)
     figures = account.figures
     assert figures is not None
-    found = [_run_check(name, figures) for name in case.checks]
-    verdict, text = verdict_of(found)
+    results = [_run_check(name, figures) for name in case.checks]
+    verdict, text = verdict_of(results)
     if verdict == "pass" and case.lane == "working_precision":
         verdict = WORKING_PRECISION_ONLY
-    return _expected(case, verdict, text, found)
+    return _expected(case, verdict, text, results)
 
 
 def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
@@ -114,17 +114,17 @@ def _run_check(name: str, figures: Figures) -> Outcome:
         return Outcome(name, "fail", f"the check itself broke: {error!r} ({where})")
 
 
-def verdict_of(found: Sequence[Outcome]) -> tuple[str, str]:
+def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
 
     Each outcome that gave it has a line of its own: together they often explain the fault.
     """
     for status in ("fail", "undecidable", "precondition"):
-        told = [f"{o.check}: {o.message}" for o in found if o.status == status]
-        if told:
-            return status, "\n".join(told)
-    if found and all(outcome.status == "skip" for outcome in found):
-        return "skip", "; ".join(f"{o.check}: {o.message}" for o in found)
+        lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
+        if lines:
+            return status, "\n".join(lines)
+    if outcomes and all(outcome.status == "skip" for outcome in outcomes):
+        return "skip", "; ".join(f"{o.check}: {o.message}" for o in outcomes)
     return "pass", ""
 
 
@@ -159,9 +159,9 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
         text += f" {cause.error_type}"
     if cause.message:
         text += f": {cause.message}"
-    found = _FRAME.findall(cause.traceback)
-    if cause.status == "raised" and found:
-        file, line, function = found[-1]
+    frames = _FRAME.findall(cause.traceback)
+    if cause.status == "raised" and frames:
+        file, line, function = frames[-1]
         text += f" ({file}:{line} in {function})"
     if len({outcome.last_call for outcome in outcomes}) > 1:
         text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on

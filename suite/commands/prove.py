@@ -131,16 +131,16 @@ def prove(
         order = [(dict(mesh), backend) for mesh in meshes for backend in backends]
         cases.sort(key=lambda case: order.index((dict(case.mesh), case.backend)))
         if results is None:
-            found, _ = session.run(cases, lambda result: None)
+            judged, _ = session.run(cases, lambda result: None)
         else:
             from shardproof import verdicts
             from shardproof.runs.run_folder import RunFolder
 
             with RunFolder(Path(results), ["prove"]) as folder:
                 folder.plan(cases)
-                found, _ = session.run(cases, folder.add, on_account=folder.keep)
-                folder.close(verdicts.exit_code(verdicts.count(found)))
-    return _frame(found, cases)
+                judged, _ = session.run(cases, folder.add, on_account=folder.keep)
+                folder.close(verdicts.exit_code(verdicts.count(judged)))
+    return _frame(judged, cases)
 
 
 def _only_axis(name: str, axes: Sequence[str]) -> str:
