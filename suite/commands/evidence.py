@@ -110,7 +110,7 @@ def _reports(folder: Path) -> dict[str, str]:
     from shardproof.runs.run_folder import read
 
     run = read(folder)
-    run = replace(run, path=run.path.parent / str(run.header.get("id") or run.path.name))
+    run = replace(run, path=run.path.parent / run.name)
     makers = {"report.html": report.html, "report.md": report.document, "junit.xml": junit.document}
     return {name: make(run) for name, make in makers.items() if not (folder / name).exists()}
 

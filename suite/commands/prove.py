@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, ScenarioError, SelectionError
 
@@ -119,16 +120,16 @@ def prove(
         if axis is None and not meshes:
             cases = expanded(_only_axis(name, session.axes(name, dict(options or {}))))
         if results is None:
-            found, _ = session.run(cases, lambda result: None)
+            judged, _ = session.run(cases, lambda result: None)
         else:
             from shardproof import verdicts
             from shardproof.runs.run_folder import RunFolder
 
             with RunFolder(Path(results), ["prove"]) as folder:
                 folder.plan(cases)
-                found, _ = session.run(cases, folder.add, on_account=folder.keep)
-                folder.close(verdicts.exit_code(verdicts.count(found)))
-    return _frame(found, cases)
+                judged, _ = session.run(cases, folder.add, on_account=folder.keep)
+                folder.close(verdicts.exit_code(verdicts.count(judged)))
+    return _frame(judged, cases)
 
 
 def _only_axis(name: str, axes: Sequence[str]) -> str:
@@ -210,10 +211,10 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else {})}
 
 
-def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.DataFrame:
+def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame:
     import pandas as pd
 
-    by_id = {result["id"]: result for result in results}
+    by_id = {result.id: result for result in results}
     rows = [
         {
             "case": case.id,
@@ -226,12 +227,12 @@ def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.Da
             "clip": case.optimizer.clip_norm,
             "lane": case.lane,
             "dtype": case.dtype,
-            "error": by_id[case.id]["worst_error"],
+            "error": by_id[case.id].worst_error,
             **{
-                key: by_id[case.id][key]
+                key: getattr(by_id[case.id], key)
                 for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
             },
-            "seconds": by_id[case.id]["seconds"],
+            "seconds": by_id[case.id].seconds,
             "rerun": f"prove({case.implementation!r}, ...): case {case.id}",
         }
         for case in cases

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
@@ -90,11 +89,10 @@ class Hybrid(CostModel):
             **{n: facts.options[n] for n in ("precision", "offload") if n in facts.options},
             "recompute_every": facts.option("recompute_every", 0),
         }
-        whole: dict[str, Any] = {}
         strategy = _DATA[self.data]
         if self.is_cut and issubclass(strategy, Zero3):
             strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
-            whole = {"units": (), "modules": {"": ""}, "calls": {}}
+            facts = replace(facts, units=(), modules={"": ""}, calls={})
             kept = {"accumulate_without_communication": True, "reshard_after_forward": False}
             options = {**options, **kept}
         rounds = facts.micro_batches
@@ -109,7 +107,6 @@ class Hybrid(CostModel):
             clipped=False,
             inputs=(),
             hidden={},
-            **whole,
         )
         return offloaded(strategy, inner)(inner)
 

@@ -1,9 +1,8 @@
 """Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
 
 ``multinode.torchrun`` writes the folder; here it becomes results, by the judge that judges local
-runs.
-  Two folders of the same cases can be compared tensor by tensor through digests, which
-shows whether containers or machines compute the same bits as processes on one machine.
+runs.  Digests of two folders of the same cases show, tensor by tensor, whether containers or
+machines compute the same bits as processes on one machine.
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
+from shardproof.evidence.account import Account
 from shardproof.evidence.records import Pieces, RankRecord
-from shardproof.files import write_whole
+from shardproof.files import Stored, write_whole
 from shardproof.launch.outcome import RankOutcome, mark_consequences
 from shardproof.tensor_bytes import digest, dtype_name
 
@@ -36,31 +36,49 @@ def case_folder(records: Path, number: int) -> Path:
     return records / f"case{number:04d}"
 
 
+@dataclass(frozen=True)
+class Plan(Stored):
+    """What was about to be run: all that is needed to judge it.  ``began`` is Unix time."""
+
+    began: float
+    world: int
+    torch: str
+    capability: str
+    cases: list[Case]
+
+
 def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
-    """Say what is about to be run, so that nothing else is needed to judge it."""
+    """Say what is about to be run."""
     records.mkdir(parents=True, exist_ok=True)
-    plan = {
-        "began": time.time(),
-        "world": world,
-        "torch": torch.__version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cases": [case.to_dict() for case in cases],
-    }
-    write_whole(records / "plan.json", json.dumps(plan))
+    capability = torch.backends.cpu.get_cpu_capability()
+    plan = Plan(time.time(), world, torch.__version__, capability, list(cases))
+    write_whole(records / "plan.json", json.dumps(plan.to_dict()))
 
 
-def read_plan(records: Path) -> dict[str, Any]:
-    """What :func:`write_plan` wrote, with ``cases`` as :class:`Case` objects.
+def read_plan(records: Path) -> Plan:
+    """What :func:`write_plan` wrote.
 
     :raises SelectionError: no plan there.
     """
     try:
-        plan = json.loads((records / "plan.json").read_text())
+        return Plan.from_dict(json.loads((records / "plan.json").read_text()))
     except (OSError, ValueError) as error:
         remedy = "name a folder that shardproof.multinode.torchrun wrote"
         raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
-    plan["cases"] = [Case.from_dict(case) for case in plan["cases"]]
-    return plan
+
+
+@dataclass(frozen=True)
+class RankEnd(Stored):
+    """How one rank ended a case, and a digest of each tensor that it observed."""
+
+    outcome: RankOutcome
+    digests: dict[str, str]
+
+
+def write_end(folder: Path, end: RankEnd) -> None:
+    """Leave ``end`` for who judges."""
+    text = json.dumps(end.to_dict(), default=str)
+    write_whole(folder / f"rank{end.outcome.rank}.end", text)
 
 
 # ----------------------------------------------------------------------------------- digests
@@ -123,10 +141,10 @@ def compare(records: Path, others: Path) -> list[Comparison]:
 
     A tensor, rank or case that only one folder has counts as differing; skipped cases do not count.
     """
-    numbers = {case.id: n for n, case in enumerate(read_plan(others)["cases"])}
-    world = read_plan(records)["world"]
+    numbers = {case.id: n for n, case in enumerate(read_plan(others).cases)}
+    world = read_plan(records).world
     rows: dict[str, Comparison] = {}
-    for number, case in enumerate(read_plan(records)["cases"]):
+    for number, case in enumerate(read_plan(records).cases):
         if case.skip:
             continue
         row = rows.setdefault(case.lane, Comparison(case.lane))
@@ -136,8 +154,8 @@ def compare(records: Path, others: Path) -> list[Comparison]:
             row.differing.append(f"{case.id} ran only once")
             continue
         for rank in range(world):
-            here = _end(case_folder(records, number), rank).get("digests", {})
-            there = _end(case_folder(others, numbers[case.id]), rank).get("digests", {})
+            here = _digests_of(case_folder(records, number), rank)
+            there = _digests_of(case_folder(others, numbers[case.id]), rank)
             places = [key for key in {**here, **there} if here.get(key) != there.get(key)]
             row.equal += len({**here, **there}) - len(places)
             row.unequal += len(places)
@@ -155,11 +173,11 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
         return None
     outcomes = []
     for rank in range(world):
-        outcome = _end(folder, rank).get("outcome")
-        if outcome is not None:
-            record = folder / f"rank{rank}.rec"
-            outcome["record"] = record if outcome["status"] == "ok" and record.exists() else None
-            outcomes.append(RankOutcome(**outcome))
+        end = _end(folder, rank)
+        if end is not None:
+            path = folder / f"rank{rank}.rec"
+            record = path if end.outcome.status == "ok" and path.exists() else None
+            outcomes.append(replace(end.outcome, record=record))
         else:
             outcomes.append(_silent(folder, rank, rank in began))
     return mark_consequences(outcomes)
@@ -183,31 +201,35 @@ def _top_frame(stacks: str) -> str:
     return frames[0] if frames else "native code"
 
 
-def _end(folder: Path, rank: int) -> dict[str, Any]:
+def _end(folder: Path, rank: int) -> RankEnd | None:
     try:
-        end: dict[str, Any] = json.loads((folder / f"rank{rank}.end").read_text())
+        return RankEnd.from_dict(json.loads((folder / f"rank{rank}.end").read_text()))
     except (OSError, ValueError):
-        return {}
-    return end
+        return None
+
+
+def _digests_of(folder: Path, rank: int) -> dict[str, str]:
+    end = _end(folder, rank)
+    return {} if end is None else end.digests
 
 
 def results_of(
     records: Path, cache: Path
-) -> Iterator[tuple[Case, dict[str, Any] | None, dict[str, Any]]]:
-    """Judge every case of the plan: result and account; ``None`` for what no rank came to."""
+) -> Iterator[tuple[Case, tuple[Account, CaseResult] | None]]:
+    """Judge every case of the plan; ``None`` for what no rank came to."""
     from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
-    for number, case in enumerate(plan["cases"]):
+    for number, case in enumerate(plan.cases):
         folder = case_folder(records, number)
-        outcomes = outcomes_of(folder, plan["world"])
+        outcomes = outcomes_of(folder, plan.world)
         if outcomes is None and not case.skip:
-            yield case, None, {}
+            yield case, None
             continue
         account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
-            result["seconds"] = max(outcome.ended for outcome in outcomes)
-        yield case, result, account.to_dict()
+            result.seconds = max(outcome.ended for outcome in outcomes)
+        yield case, (account, result)
 
 
 def judge(records: Path, results: Path, against: Path | None = None, prune: bool = False) -> int:
@@ -223,18 +245,19 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
     code = verdicts.BROKEN
     torch.set_num_threads(1)
     with RunFolder(results, sys.argv) as run, tempfile.TemporaryDirectory() as cache:
-        run.plan(read_plan(records)["cases"])
-        for case, result, account in results_of(records, Path(cache)):
-            if result is None:
+        run.plan(read_plan(records).cases)
+        for case, judged in results_of(records, Path(cache)):
+            if judged is None:
                 left += 1
                 run.leave_out(case, "the ranks ended before they came to it")
                 print(f"{'left out':<10} {case.id}", flush=True)
                 continue
+            account, result = judged
             counted.append(result)
-            run.keep(result, json.loads(json.dumps(account, default=str)))
+            run.keep(result, json.loads(json.dumps(account.to_dict(), default=str)))
             run.add(result)
             print(_line(result), flush=True)
-            if prune and verdicts.kind(result["verdict"]) in verdicts.GREEN:
+            if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
                 _drop_tensors(records, case)
         counts = verdicts.count(counted)
         code = verdicts.exit_code(counts)
@@ -254,16 +277,16 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
 
 
 def _drop_tensors(records: Path, case: Case) -> None:
-    for number, planned in enumerate(read_plan(records)["cases"]):
+    for number, planned in enumerate(read_plan(records).cases):
         if planned.id == case.id:
             for path in case_folder(records, number).glob("*.rec"):
                 path.unlink()
 
 
-def _line(result: Mapping[str, Any]) -> str:
-    error, bound = result.get("worst_error"), result.get("bound")
+def _line(result: CaseResult) -> str:
+    error, bound = result.worst_error, result.bound
     figures = (
         f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
     )
-    reason = f"  {result['reason']}" if result.get("reason") else ""
-    return f"{result['verdict']:<10} {result['id']}{figures}  {result['seconds']:.2f} s{reason}"
+    reason = f"  {result.reason}" if result.reason else ""
+    return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"

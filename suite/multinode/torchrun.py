@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import gc
 import json
@@ -45,7 +44,6 @@ from shardproof import backends, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.errors import InputError, Problem, SelectionError
-from shardproof.files import write_whole
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import PATIENCE
 from shardproof.multinode import foreign_records
@@ -195,8 +193,7 @@ def _one(
     with contextlib.suppress(RuntimeError):
         backends.leave()
     gc.collect()
-    fields = {"outcome": dataclasses.asdict(outcome), "digests": digests}
-    write_whole(folder / f"rank{place.rank}.end", json.dumps(fields, default=str))
+    foreign_records.write_end(folder, foreign_records.RankEnd(outcome, digests))
 
 
 def _sockets() -> set[int]:

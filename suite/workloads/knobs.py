@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.workloads.traits import TRAITS
+
+T = TypeVar("T")
 
 #: Knob -> value: an int, float, bool or word that its :class:`Knob` has checked.
 Params = Mapping[str, Any]
@@ -35,7 +37,7 @@ class Knob:
             raise WorkloadError(f"{name} = {value!r}: must be an integer >= {self.minimum}")
 
 
-def lookup(name: str, known: Mapping[str, Any], what: str) -> Any:
+def lookup(name: str, known: Mapping[str, T], what: str) -> T:
     """``known[name]``, or a :class:`WorkloadError` that lists or suggests what there is."""
     if name in known:
         return known[name]

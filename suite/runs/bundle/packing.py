@@ -58,7 +58,7 @@ def pack(
         meanwhile; a file that is there already (without ``force``) or cannot be written.
     """
     run = read(folder)
-    name = _plain_name(str(run.header.get("id") or folder.name))
+    name = _plain_name(run.name)
     if output is None or output.is_dir():
         output = (output or Path()) / f"{name}{SUFFIX}"
     if not force and output.exists():
@@ -70,7 +70,7 @@ def pack(
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
             sources[file] = reports[file].encode()
-    versions = {str(i["suite"]) for i in run.header["invocations"] if "suite" in i}
+    versions = {invocation.suite for invocation in run.header.invocations}
     listing = Listing(
         name,
         VERSION,
