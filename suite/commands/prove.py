@@ -73,8 +73,8 @@ def prove(
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
-    lanes = [old_words.current("lane", lane) for lane in _several(lanes)]
-    checks = [old_words.current("check", check) for check in _several(checks)]
+    current_lanes: list[Any] = [old_words.current("lane", lane) for lane in _several(lanes)]
+    current_checks = [old_words.current("check", check) for check in _several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
     def expanded(along: str) -> list[Case]:
@@ -87,7 +87,7 @@ def prove(
         return [
             case
             for mesh, backend in places
-            for lane in lanes
+            for lane in current_lanes
             for case in _cases_of(
                 {
                     "name": "prove",
@@ -103,7 +103,7 @@ def prove(
                         "lane": lane,
                         **({"precision": {"label": dtype, "built": dtype}} if dtype else {}),
                     },
-                    "checks": checks,
+                    "checks": current_checks,
                     "steps": steps,
                     "deadline": deadline,
                 }

@@ -130,8 +130,9 @@ def test_expressions_match_ids_of_before(
 def test_python_may_say_the_old_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"lane.*native2"):
         prove("reference/ddp", lanes=("native", "native2"), checks=("engagement",))  # type: ignore[arg-type]
-    [warning] = warnings(capsys)
-    assert "old name of a lane (native) - write working_precision" in warning
+    lane, check = warnings(capsys)
+    assert "old name of a lane (native) - write working_precision" in lane
+    assert "old name of a check (engagement) - write active" in check
 
 
 def test_a_baseline_in_old_words_is_the_committed_one(
