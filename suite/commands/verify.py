@@ -86,18 +86,18 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
 
     :raises SelectionError: no bundle, a damaged one, or one that is not safe to unpack.
     """
-    with unpacked(archive) as found:
+    with unpacked(archive) as bundle:
         try:
-            verified = verify(found.folder)
+            verified = verify(bundle.folder)
         except OtherFormat as error:
             file = str(archive / "run.json")
             raise OtherFormat([replace(problem, file=file) for problem in error.problems]) from None
         except SelectionError:
             problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
             verified = Verified(0, 0, 0, [problem])
-        own = (text.replace(str(found.folder), str(archive)) for text in verified.problems)
-        problems = list(dict.fromkeys([*found.problems, *map(printable, own)]))
-        return replace(verified, problems=problems), found.listing
+        own = (text.replace(str(bundle.folder), str(archive)) for text in verified.problems)
+        problems = list(dict.fromkeys([*bundle.problems, *map(printable, own)]))
+        return replace(verified, problems=problems), bundle.listing
 
 
 def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
