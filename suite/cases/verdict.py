@@ -11,12 +11,12 @@ import re
 import shlex
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from shardproof import checks
 from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
+from shardproof.checks.results import CaseResult
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -40,7 +40,7 @@ def measure(evidence: Evidence) -> None:
             evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
-def decide(account: Account) -> dict[str, Any]:
+def decide(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
     case = account.case
     if account.fault:
@@ -71,8 +71,8 @@ def decide(account: Account) -> dict[str, Any]:
     if "refuses" in case.expect:
         return _refused(case, outcomes)
     if account.unsound_schedules:
-        found = [announced_schedule.not_run(account.unsound_schedules)]
-        return _expected(case, *verdict_of(found), found)
+        outcome = announced_schedule.not_run(account.unsound_schedules)
+        return _expected(case, *verdict_of([outcome]), [outcome])
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _expected(case, "refused", cause.message)
@@ -82,11 +82,11 @@ def decide(account: Account) -> dict[str, Any]:
         return _expected(case, "precondition", account.no_oracle_because)
     figures = account.figures
     assert figures is not None
-    found = [_run_check(name, figures) for name in case.checks]
-    verdict, text = verdict_of(found)
+    results = [_run_check(name, figures) for name in case.checks]
+    verdict, text = verdict_of(results)
     if verdict == "pass" and case.lane == "working_precision":
         verdict = WORKING_PRECISION_ONLY
-    return _expected(case, verdict, text, found)
+    return _expected(case, verdict, text, results)
 
 
 def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
@@ -114,21 +114,21 @@ def _run_check(name: str, figures: Figures) -> Outcome:
         return Outcome(name, "fail", f"the check itself broke: {error!r} ({where})")
 
 
-def verdict_of(found: Sequence[Outcome]) -> tuple[str, str]:
+def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
 
     Each outcome that gave it has a line of its own: together they often explain the fault.
     """
     for status in ("fail", "undecidable", "precondition"):
-        told = [f"{o.check}: {o.message}" for o in found if o.status == status]
-        if told:
-            return status, "\n".join(told)
-    if found and all(outcome.status == "skip" for outcome in found):
-        return "skip", "; ".join(f"{o.check}: {o.message}" for o in found)
+        lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
+        if lines:
+            return status, "\n".join(lines)
+    if outcomes and all(outcome.status == "skip" for outcome in outcomes):
+        return "skip", "; ".join(f"{o.check}: {o.message}" for o in outcomes)
     return "pass", ""
 
 
-def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
+def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> CaseResult:
     if "refuses" not in case.expect:
         message = outcomes[0].message
         if is_about_input(case, message):
@@ -159,9 +159,9 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
         text += f" {cause.error_type}"
     if cause.message:
         text += f": {cause.message}"
-    found = _FRAME.findall(cause.traceback)
-    if cause.status == "raised" and found:
-        file, line, function = found[-1]
+    frames = _FRAME.findall(cause.traceback)
+    if cause.status == "raised" and frames:
+        file, line, function = frames[-1]
         text += f" ({file}:{line} in {function})"
     if len({outcome.last_call for outcome in outcomes}) > 1:
         text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on
@@ -175,9 +175,7 @@ def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
     return f" [last calls: {calls}]" if calls else ""
 
 
-def _expected(
-    case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()
-) -> dict[str, Any]:
+def _expected(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> CaseResult:
     """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
@@ -189,23 +187,23 @@ def _expected(
     return _result(case, verdict, reason, found)
 
 
-def _result(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> dict[str, Any]:
-    by_name = {outcome.check: outcome for outcome in found}
+def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] = ()) -> CaseResult:
+    by_name = {outcome.check: outcome for outcome in outcomes}
     worst = by_name["equivalence"].worst if "equivalence" in by_name else None
     sent = by_name["traffic"].figures if "traffic" in by_name else {}
-    return {
-        "id": case.id,
-        "case": case.to_dict(),
-        "verdict": verdict,
-        "reason": reason,
-        "checks": [outcome.to_dict() for outcome in found],
-        "seconds": 0.0,
-        "worst_error": worst.error if worst else None,
-        "bound": worst.bound if worst else None,
-        "bytes_sent": sent.get("bytes_sent"),
-        "bytes_expected": sent.get("bytes_expected"),
-        "rerun": f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
-    }
+    return CaseResult(
+        id=case.id,
+        case=case,
+        verdict=verdict,
+        reason=reason,
+        checks=list(outcomes),
+        seconds=0.0,
+        worst_error=worst.error if worst else None,
+        bound=worst.bound if worst else None,
+        bytes_sent=sent.get("bytes_sent"),
+        bytes_expected=sent.get("bytes_expected"),
+        rerun=f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
+    )
 
 
 def _argument(case: Case) -> str:
