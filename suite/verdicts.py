@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 #: Gravest first; the order in which tables and summaries name them.
 Verdict = Literal[
@@ -40,9 +40,15 @@ def kind(verdict: str) -> str:
     return head if head in VERDICTS else "undecidable"
 
 
-def count(results: Iterable[Mapping[str, Any]]) -> Counter[str]:
+class HasVerdict(Protocol):
+    """A result of a case, or a line that a run keeps of it."""
+
+    verdict: str
+
+
+def count(results: Iterable[HasVerdict]) -> Counter[str]:
     """How many results have each verdict."""
-    return Counter(kind(result["verdict"]) for result in results)
+    return Counter(kind(result.verdict) for result in results)
 
 
 def exit_code(counts: Mapping[str, int]) -> int:

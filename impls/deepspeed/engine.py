@@ -7,17 +7,17 @@
              engine.step()                norm, clip, update, gathered parameters
 
 DeepSpeed keeps its process groups and its configuration in module globals and asks the environment
-for ``LOCAL_RANK``: ranks are processes, and the variable is there during calls only.  It divides
-by the number of ranks, so that the loss is multiplied by it.  Its shared-memory extension, half a
-minute of compilation at the first use of gloo, is switched off; gloo's own collectives are used.
+for ``LOCAL_RANK``: ranks are processes, and the variable is there during calls only.  It divides by
+the number of ranks, so the loss is multiplied by it.  Its shared-memory extension, half a minute of
+compilation at the first use of gloo, is switched off; gloo's own collectives are used.
 
 Gradients and optimizer state lie in flat partitions inside the engine; each stage says where.
 Clipping and update are one call, group by group: a hook keeps the clipped gradients of each group
-from being freed, and ``after_clip`` is told when the last group's are known.
+from being freed, and ``after_clip`` is observed when the last group's are known.
 
 Left out: fp16 and bf16 (a lossy oracle would be needed), NVMe, ZeRO++ and everything else that
-needs a compiler or a GPU.  fp64 cannot be judged: stages 0 and 3 refuse it, and stages 1 and 2
-train an fp64 model through an fp32 master without a word (``stage_1_and_2.py``,
+needs a compiler or a GPU. fp64 cannot be judged: stages 0 and 3 refuse it, and stages 1 and 2
+silently train an fp64 model through an fp32 master (``stage_1_and_2.py``,
 ``_configure_master_weights``).
 """
 

@@ -5,10 +5,9 @@ A scenario gives what would stand in ``ds_config.json``::
     options: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}
 
 DeepSpeed takes any key and drops those that it does not know, or that its stage does not use; here
-both are ``contract.Refused``.  What the case decides (optimizer, clipping, batch sizes)
-cannot stand there a second time, another precision than fp32 not at all.  Names and defaults:
-``config.py`` and ``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module
-needs no DeepSpeed.
+both are ``contract.Refused``.  What the case decides (optimizer, clipping, batch sizes) cannot be
+given a second time, and no precision but fp32 is allowed.  Names and defaults: ``config.py`` and
+``offload_config.py`` under ``deepspeed/runtime/zero`` in 0.19.8.  This module needs no DeepSpeed.
 """
 
 from __future__ import annotations

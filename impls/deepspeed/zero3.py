@@ -13,8 +13,8 @@
              backward      the same; a bucket of gradients is reduce-scattered when full
              engine.step() norm over the shards, clip, update, persistent parameters gathered
 
-The default threshold is 100,000 elements *a parameter*: of a small model nothing is ever freed, and
-what is called stage 3 holds whole parameters besides its shards.  Set it to 0 to have them sharded.
+The default threshold is 100,000 elements *a parameter*: with a small model nothing is ever freed,
+and stage 3 holds whole parameters besides its shards.  Set it to 0 to have them sharded.
 
 Cost: ``deepspeed_zero3.payload_bytes``.  Numbers: the mean over ranks of losses times N.
 """

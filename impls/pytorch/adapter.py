@@ -6,9 +6,9 @@
              clip                                         observe("after_clip")
              learning rate, update                        observe("after_update")
 
-After an overflow nothing is clipped and nothing updated.
-None of them can let a rank sit out a round of collectives, so all ranks must have the same number
-of micro-batches: the trait that breaks this is declined.  Not a strategy by itself.
+After an overflow, nothing is clipped or updated.  No system here lets a rank skip a round of
+collectives, so all ranks need the same number of micro-batches; the trait that breaks this is
+declined.  Not a strategy by itself.
 """
 
 from __future__ import annotations

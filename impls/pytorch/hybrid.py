@@ -17,12 +17,11 @@
     update   torch's optimizer on what the rank holds
 
 A parameter's local part is a strided block where both axes cut rows; of a fused projection it is
-several blocks.  An axis that the mesh does not have is not used; ``pipe`` must be there, if only
-of one rank.
+several blocks.  Axes that the mesh lacks are not used; ``pipe`` must exist, even with one rank.
 
-The first call of a schedule throws all gradients of ``fully_shard`` away, those of the step's
-earlier windows too (``_post_metadata_inference_cleanup``): the adapter keeps them aside.  Shapes
-are always given, for to infer them torch runs stages forward and backward.
+The first call of a schedule drops all gradients of ``fully_shard``, also those of the step's
+earlier windows (``_post_metadata_inference_cleanup``), so the adapter keeps them aside.  Shapes are
+always given: to infer them, torch would run stages forward and backward.
 
 Cost: ``torch_hybrid.payload_bytes``.
 Numbers: sums over ranks in the backend's order.
@@ -320,11 +319,11 @@ class Hybrid(Pipelining):
         return state
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """None: torch's checkpoints of DTensors are another matter."""
+        """Refused: torch's checkpoints of DTensors are another matter."""
         raise Refused("pytorch/hybrid writes no checkpoints")
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """None, either."""
+        """Refused as well."""
         raise Refused("pytorch/hybrid reads no checkpoints")
 
 

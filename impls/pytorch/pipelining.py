@@ -18,21 +18,21 @@
     zb_v             ``ScheduleZBVZeroBubble``       r and 2p-1-r
     dualpipe_v       ``ScheduleDualPipeV``           r and 2p-1-r
 
-torch would keep the outputs of a window until the next one, hence ``return_outputs=False``.
-Losses are sums, hence ``scale_grads=False``; torch's own default divides by the micro-batches.  A
-target is the number of its micro-batch, by which the loss finds targets and weights.
+torch keeps the outputs of a window until the next one unless ``return_outputs=False``.  Losses are
+sums, hence ``scale_grads=False``; torch's own default divides by the micro-batches.  A target is
+the number of its micro-batch, by which the loss finds targets and weights.
 
 ``shapes: inferred`` is torch's default: in the first call of a schedule every stage runs forward
-(in training mode, on memory that nobody has written) and tells its neighbour the shapes, so that
-generators move on and running statistics are spoilt.  ``given``: the adapter runs that forward in
+(in training mode, on memory that nobody has written) and sends its neighbour the shapes.
+Generators move on and running statistics are spoilt.  ``given``: the adapter runs that forward in
 evaluation mode, and torch is handed the shapes.
 
-What is told as the schedule is torch's ``pipeline_order_with_comms``, where there is one, but for
-the first stage, which never splits its backward (``backward_one_chunk``): W is all of it.
-``Schedule1F1B`` exports another order than it runs (``_get_pipeline_order`` counts the last
-stage's micro-batches from 1), so that for schedules of one stage a rank it is written down here.
-Evaluation leaves the forwards only in a copy of that order: ``schedule.eval`` of a V asks a stage
-for gradients that nothing computed.
+The announced schedule is torch's ``pipeline_order_with_comms`` where it exists, except for the
+first stage, which never splits its backward (``backward_one_chunk``): its W is the whole backward.
+``Schedule1F1B`` exports another order than it runs (``_get_pipeline_order`` counts the last stage's
+micro-batches from 1), so schedules with one stage a rank are written down here.  Evaluation runs a
+copy of that order with only the forwards, because ``schedule.eval`` of a V asks a stage for
+gradients that nothing computed.
 
 Cost: every boundary between two ranks is crossed twice by a micro-batch, as ``reference/pipeline``.
 Numbers: gradients add up in ascending order of micro-batches, bit for bit as on one device;

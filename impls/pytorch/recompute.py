@@ -1,8 +1,8 @@
 """Activation checkpointing as PyTorch ships it, for the adapters.
 
 torch's ``checkpoint_wrapper`` (not reentrant) goes around every unit: its input is kept, and
-backward runs it again.  torch puts the global generators back for that, but neither a module's own
-generators nor buffers, which would move twice; for these it has ``context_fn``, used here.
+backward runs it again.  torch restores the global generators for that, but neither a module's own
+generators nor buffers, which would move twice.  ``context_fn`` exists for these and is used here.
 
 Left out: groups of several units (the wrapper holds one).  Not a strategy by itself.
 """

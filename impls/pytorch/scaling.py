@@ -47,8 +47,8 @@ def make_scaler(spec: OptimizerSpec, device: str, shards: ProcessGroup | None = 
 def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Divide the gradients of ``optimizer``; the scale that they had, and whether they overflowed.
 
-    Nothing without a policy.  torch tells of an overflow only by leaving out the step that follows,
-    too late to leave out clipping: what ``unscale_`` noted is read instead.
+    Nothing without a policy.  torch reports an overflow only by skipping the step that follows, too
+    late to skip clipping, so what ``unscale_`` noted is read instead.
     """
     if not scaler.is_enabled():
         return {}

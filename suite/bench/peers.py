@@ -127,13 +127,8 @@ def section(run: Run) -> str:
         raise SelectionError(Problem(why_not(absent), remedy, str(run.path)))
     lines = lines_of(run)
     blocks = max(line.pair.blocks for line in lines)
-    last = run.header["invocations"][-1]
-    machine, commit = last.get("fingerprint", {}), str(last.get("commit") or "unknown")
-    return (
-        f"{table(lines)}\nRun `{run.path.name}`: commit {commit[:12]}, torch "
-        f"{last['packages'].get('torch')}, Python {last['python']}, {machine.get('cpu')}, "
-        f"{machine.get('cores')} cores. Again: `shardproof bench {SCENARIO} --blocks {blocks}`.\n"
-    )
+    again = f"`shardproof bench {SCENARIO} --blocks {blocks}`"
+    return f"{table(lines)}\n{run.provenance} Again: {again}.\n"
 
 
 def _notes(lines: Sequence[PairLine]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardproof.bench.session import Measured
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
 from shardproof.bench.subjects import ORDER, Cell, Subject
-from shardproof.runs.run_folder import Durations
+from shardproof.runs.durations import Durations
 
 #: Where nothing is known of a pair or cell nor of its like: seconds of a launch besides warm-up and
 #: blocks (of a cell its calls are watched and probed, too), of the passes of a side alone, and of

@@ -16,8 +16,9 @@ from itertools import zip_longest
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.runner import OnAccount, Result, run_cases
+from shardproof.cases.runner import OnAccount, run_cases
 from shardproof.checks import GENERAL
+from shardproof.checks.results import CaseResult, Kill
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks.
@@ -31,24 +32,6 @@ class Pair:
     mutant: Any
     case: Case
     parent: Case
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What became of one mutant."""
-
-    name: str
-    parent: str
-    killed_by: tuple[str, ...]
-    failing: tuple[str, ...]
-    killed: bool
-    why_not: str
-    verdict: str
-    reason: str
-    lane: str
-    margin: float | None
-    seconds: float
-    crash_says: str = ""
 
 
 def pair(mutant: Any) -> Pair:
@@ -85,14 +68,14 @@ def parent_case(own: Case, parent: str) -> Case:
     return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
 
 
-def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     failing = _failing(own) if own else ()
     why_not, says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
-    elif parent["verdict"] not in ("pass", WORKING_PRECISION_ONLY):
-        why_not = f"its parent is {parent['verdict']}: {parent['reason']}"
+    elif parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
+        why_not = f"its parent is {parent.verdict}: {parent.reason}"
     else:
         silent = [name for name in pair.mutant.killed_by if name not in failing]
         skipped = [
@@ -104,9 +87,9 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
             why_not = f"{', '.join(skipped)} does not judge the parent here"
         elif silent:
             seen = f"; failing: {', '.join(failing)}" if failing else ""
-            why_not = f"survives {', '.join(silent)}{seen} [{own['verdict']}: {own['reason']}]"
-        elif own["verdict"] == "crash" and says not in own["reason"]:
-            why_not = f"crashes, but does not say {says!r} [{own['reason']}]"
+            why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
+        elif own.verdict == "crash" and says not in own.reason:
+            why_not = f"crashes, but does not say {says!r} [{own.reason}]"
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -114,32 +97,33 @@ def judge_kill(pair: Pair, own: dict[str, Any] | None, parent: dict[str, Any] | 
         failing=failing,
         killed=not why_not,
         why_not=why_not,
-        verdict=own["verdict"] if own else "left out",
-        reason=own["reason"] if own else "",
+        verdict=own.verdict if own else "left out",
+        reason=own.reason if own else "",
         lane=pair.case.lane,
         margin=_margin(own) if own else None,
-        seconds=own["seconds"] if own else 0.0,
+        seconds=own.seconds if own else 0.0,
         crash_says=says,
     )
 
 
-def _failing(result: dict[str, Any]) -> tuple[str, ...]:
-    names = [check["check"] for check in result["checks"] if check["status"] == "fail"]
-    if result["verdict"] in VERDICT_KILLERS:
-        names.append(result["verdict"])
+def _failing(result: CaseResult) -> tuple[str, ...]:
+    names = [outcome.check for outcome in result.checks if outcome.status == "fail"]
+    if result.verdict in VERDICT_KILLERS:
+        names.append(result.verdict)
     return tuple(names)
 
 
-def _status(result: dict[str, Any], check: str) -> str:
-    return next((c["status"] for c in result["checks"] if c["check"] == check), "absent")
+def _status(result: CaseResult, check: str) -> str:
+    outcome = result.check(check)
+    return "absent" if outcome is None else outcome.status
 
 
-def _margin(result: dict[str, Any]) -> float | None:
+def _margin(result: CaseResult) -> float | None:
     """How far beyond its bound the worst tensor is (error / bound); ``None`` where not numeric."""
-    for check in result["checks"]:
-        worst = check["worst"]
-        if check["status"] == "fail" and worst and worst["bound"]:
-            return float(worst["error"]) / float(worst["bound"])
+    for outcome in result.checks:
+        worst = outcome.worst
+        if outcome.status == "fail" and worst is not None and worst.bound:
+            return worst.error / worst.bound
     return None
 
 
@@ -165,7 +149,7 @@ def _in_turn(mutants: Sequence[Any]) -> list[Any]:
 def run_mutants(
     mutants: Sequence[Any],
     jobs: int,
-    on_result: Callable[[Result], None],
+    on_result: Callable[[CaseResult], None],
     stop_after: float | None = None,
     on_account: OnAccount | None = None,
 ) -> list[Kill]:
@@ -176,5 +160,5 @@ def run_mutants(
     pairs = [pair(mutant) for mutant in mutants]
     order = mutants if stop_after is None else _in_turn(mutants)
     results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
-    by_id = {result["id"]: result for result in results}
+    by_id = {result.id: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

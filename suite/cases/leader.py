@@ -18,6 +18,7 @@ from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide, measure
 from shardproof.checks import announced_schedule, relations
+from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
@@ -47,12 +48,12 @@ def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     task.workdir.mkdir(parents=True)
     account, result = judge_case(task.case, task.workdir, task.oracles)
-    return {"result": result, "account": account.to_dict()}
+    return {"result": result.to_dict(), "account": account.to_dict()}
 
 
 def judge_case(
     case: Case, workdir: Path, cache: Path, run: Run = run_ranks
-) -> tuple[Account, dict[str, Any]]:
+) -> tuple[Account, CaseResult]:
     """Run one case: its account, and the result that ``cases.verdict.decide`` makes of it.
 
     Always returns both, whatever the implementation does.  ``run`` is called like
@@ -76,7 +77,7 @@ def judge_case(
         account.figures, account.whole = None, []
         account.fault = f"the judge itself failed: {error!r}\n{trace}"
         result = decide(account)
-    result["seconds"] = account.timings["all"] = time.monotonic() - started
+    result.seconds = account.timings["all"] = time.monotonic() - started
     return account, result
 
 
@@ -254,10 +255,11 @@ def _train_oracle(
     return training.load_or_train(case, declaration.buffers, cache)
 
 
-def _failing_tensors(evidence: Evidence, result: Mapping[str, Any]) -> list[WholeTensor]:
+def _failing_tensors(evidence: Evidence, result: CaseResult) -> list[WholeTensor]:
     tensors: list[WholeTensor] = []
-    for outcome in result["checks"]:
-        if outcome["status"] == "fail" and outcome["worst"]:
-            named = whole_tensors(evidence, outcome["worst"])
+    for outcome in result.checks:
+        worst = outcome.worst
+        if outcome.status == "fail" and worst is not None:
+            named = whole_tensors(evidence, worst.step, worst.phase, worst.name)
             tensors += [tensor for tensor in named if tensor not in tensors]
     return tensors

@@ -15,14 +15,14 @@ from typing import Any
 from shardproof.case import Case
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide
+from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import declaration, preflight
 
-Result = dict[str, Any]
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
-OnAccount = Callable[[Result, dict[str, Any]], None]
+OnAccount = Callable[[CaseResult, dict[str, Any]], None]
 #: Seconds that a leader gets on top of its ranks' deadline to train the oracle and to judge.
 JUDGING_SECONDS = 60.0
 
@@ -46,12 +46,12 @@ class Session:
     def run(
         self,
         cases: Sequence[Case],
-        on_result: Callable[[Result], None],
+        on_result: Callable[[CaseResult], None],
         stop_after: float | None = None,
         on_account: OnAccount | None = None,
-    ) -> tuple[list[Result], list[Case]]:
+    ) -> tuple[list[CaseResult], list[Case]]:
         """As :func:`run_cases`."""
-        results: list[Result] = []
+        results: list[CaseResult] = []
         if len({case.id for case in cases}) != len(cases):
             raise ValueError("two cases share one id")
         started: set[str] = set()
@@ -95,10 +95,10 @@ class Session:
 def run_cases(
     cases: Sequence[Case],
     jobs: int,
-    on_result: Callable[[Result], None],
+    on_result: Callable[[CaseResult], None],
     stop_after: float | None = None,
     on_account: OnAccount | None = None,
-) -> tuple[list[Result], list[Case]]:
+) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
     With ``stop_after`` (seconds) no further case is started once the time is used up.  Returns the
@@ -108,13 +108,13 @@ def run_cases(
         return session.run(cases, on_result, stop_after, on_account)
 
 
-def _result_of(end: TaskEnd[CaseTask]) -> tuple[Result, dict[str, Any]]:
+def _result_of(end: TaskEnd[CaseTask]) -> tuple[CaseResult, dict[str, Any]]:
     """The result of a case and its account: the leader's, or those of a leader that died."""
     if end.value is not None:
-        result, account = end.value["result"], end.value["account"]
+        result, account = CaseResult.from_dict(end.value["result"]), end.value["account"]
     else:
         ended = LeaderEnd(end.exit_code, end.signal, end.timed_out, end.seconds, end.output)
         left = Account(end.payload.case, leader=ended)
         result, account = decide(left), left.to_dict()
-    result["seconds"] = end.seconds
+    result.seconds = end.seconds
     return result, account

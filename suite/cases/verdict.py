@@ -11,12 +11,12 @@ import re
 import shlex
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from shardproof import checks
 from shardproof.case import AXES, Case
 from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
+from shardproof.checks.results import CaseResult
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -40,7 +40,7 @@ def measure(evidence: Evidence) -> None:
             evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
-def decide(account: Account) -> dict[str, Any]:
+def decide(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
     case = account.case
     if account.fault:
@@ -128,7 +128,7 @@ def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     return "pass", ""
 
 
-def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> dict[str, Any]:
+def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> CaseResult:
     if "refuses" not in case.expect:
         message = outcomes[0].message
         if is_about_input(case, message):
@@ -175,9 +175,7 @@ def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
     return f" [last calls: {calls}]" if calls else ""
 
 
-def _expected(
-    case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()
-) -> dict[str, Any]:
+def _expected(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> CaseResult:
     """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
@@ -189,23 +187,23 @@ def _expected(
     return _result(case, verdict, reason, found)
 
 
-def _result(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> dict[str, Any]:
-    by_name = {outcome.check: outcome for outcome in found}
+def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] = ()) -> CaseResult:
+    by_name = {outcome.check: outcome for outcome in outcomes}
     worst = by_name["equivalence"].worst if "equivalence" in by_name else None
     sent = by_name["traffic"].figures if "traffic" in by_name else {}
-    return {
-        "id": case.id,
-        "case": case.to_dict(),
-        "verdict": verdict,
-        "reason": reason,
-        "checks": [outcome.to_dict() for outcome in found],
-        "seconds": 0.0,
-        "worst_error": worst.error if worst else None,
-        "bound": worst.bound if worst else None,
-        "bytes_sent": sent.get("bytes_sent"),
-        "bytes_expected": sent.get("bytes_expected"),
-        "rerun": f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
-    }
+    return CaseResult(
+        id=case.id,
+        case=case,
+        verdict=verdict,
+        reason=reason,
+        checks=list(outcomes),
+        seconds=0.0,
+        worst_error=worst.error if worst else None,
+        bound=worst.bound if worst else None,
+        bytes_sent=sent.get("bytes_sent"),
+        bytes_expected=sent.get("bytes_expected"),
+        rerun=f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
+    )
 
 
 def _argument(case: Case) -> str:

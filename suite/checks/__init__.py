@@ -46,6 +46,11 @@ class Worst:
     error: float
     bound: float
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Worst:
+        """The tensor that a stored outcome names; JSON has no infinity but as text."""
+        return cls(**{**data, "error": float(data["error"]), "bound": float(data["bound"])})
+
     def __str__(self) -> str:
         return (
             f"{self.name!r} at step {self.step}, {self.phase}, {self.owner}: "

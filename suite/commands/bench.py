@@ -258,7 +258,7 @@ def _measure(
     """Measure ``subjects``, or print what would be measured; the exit code."""
     from shardproof.bench.session import Session
     from shardproof.commands import bench_run, supervision
-    from shardproof.runs.run_folder import Durations
+    from shardproof.runs.durations import Durations
 
     root = results.parent if results is not None else supervision.RESULTS
     durations = Durations(root / "durations.json")

@@ -21,7 +21,8 @@ from shardproof.bench.time_budget import Passes, choose, duration_name, estimate
 from shardproof.commands import supervision
 from shardproof.commands.console import Blocks, make_console, print_line
 from shardproof.commands.options import FailOn
-from shardproof.runs.run_folder import Durations, read
+from shardproof.runs.durations import Durations
+from shardproof.runs.run_folder import read
 
 if TYPE_CHECKING:
     from rich.console import Console

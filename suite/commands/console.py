@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardproof import verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from shardproof.checks.results import CaseResult
 
 EVERY_SECONDS = 10.0
 EVERY_CASES = 25
@@ -70,7 +71,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, result: Mapping[str, Any]) -> None:
+    def step(self, result: CaseResult) -> None:
         """Count one result and show it if it is red."""
         self._note(result)
         done = self.counts.total()
@@ -83,8 +84,8 @@ class Progress:
             of = "" if self.total is None else f"/{self.total}"
             self._say(f"  {done}{of} in {now - self._began:.0f} s: {self._counts()}")
 
-    def _note(self, result: Mapping[str, Any]) -> None:
-        kind = verdicts.kind(result["verdict"])
+    def _note(self, result: CaseResult) -> None:
+        kind = verdicts.kind(result.verdict)
         self.counts[kind] += 1
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)
@@ -92,13 +93,13 @@ class Progress:
     def _counts(self) -> str:
         return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
 
-    def _failure(self, result: Mapping[str, Any]) -> None:
+    def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"{result['verdict']}: {result['id']}", style="bold red"))
-        for line in str(result["reason"]).splitlines()[:12]:
+        self.console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
+        for line in result.reason.splitlines()[:12]:
             self._say(f"    {line}")
-        self._say(f"    rerun: {result['rerun']}")
+        self._say(f"    rerun: {result.rerun}")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -109,9 +110,9 @@ class FaultProgress(Progress):
 
     CAUGHT, PASSED, OTHER = "faults caught", "parents passed", "neither (see the table)"
 
-    def _note(self, result: Mapping[str, Any]) -> None:
-        kind = verdicts.kind(result["verdict"])
-        planted = str(result["case"]["implementation"]).startswith("mutants/")
+    def _note(self, result: CaseResult) -> None:
+        kind = verdicts.kind(result.verdict)
+        planted = result.case.implementation.startswith("mutants/")
         if planted and kind in verdicts.RED:
             self.counts[self.CAUGHT] += 1
         elif not planted and kind in verdicts.GREEN:

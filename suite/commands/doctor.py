@@ -72,12 +72,12 @@ def _torch() -> Finding:
 def _gpus() -> Finding:
     """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
     from shardproof.backends import BACKENDS
-    from shardproof.runs.run_folder import gpus
+    from shardproof.runs.machine import gpus
 
     reason = BACKENDS["gloo_cuda"].available()
     if reason:
         return Finding("GPUs", "note", reason, "cases on nccl and gloo_cuda are skipped here")
-    return Finding("GPUs", "good", ", ".join(gpu["name"] for gpu in gpus()) or "usable by torch")
+    return Finding("GPUs", "good", ", ".join(gpu.name for gpu in gpus()) or "usable by torch")
 
 
 def _cores() -> Finding:

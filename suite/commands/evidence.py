@@ -44,15 +44,15 @@ def verify(run: RunArgument = None) -> None:
     from shardproof.runs.run_folder import find_run
 
     if run is not None and Path(run).is_file():
-        found, listing = verify_archive(Path(run))
+        verified, listing = verify_archive(Path(run))
         notes = bundles.notes(listing)
     else:
-        found, notes = verify_run(find_run(run, supervision.RESULTS)), ()
-    for text in (*found.problems, *notes, found.sentence()):
+        verified, notes = verify_run(find_run(run, supervision.RESULTS)), ()
+    for text in (*verified.problems, *notes, verified.sentence()):
         typer.echo(text)
-    if found.problems:
+    if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
-    judged = found.cases + found.kills + found.benches + found.scalings
+    judged = verified.cases + verified.kills + verified.benches + verified.scalings
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 
@@ -110,7 +110,7 @@ def _reports(folder: Path) -> dict[str, str]:
     from shardproof.runs.run_folder import read
 
     run = read(folder)
-    run = replace(run, path=run.path.parent / str(run.header.get("id") or run.path.name))
+    run = replace(run, path=run.path.parent / run.name)
     makers = {"report.html": report.html, "report.md": report.document, "junit.xml": junit.document}
     return {name: make(run) for name, make in makers.items() if not (folder / name).exists()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
+    from shardproof.checks.results import CaseResult
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
 
@@ -71,24 +71,22 @@ def execute_mutants(
         what = f"planted faults ({len(mutants)}) and their parents"
         with FaultProgress(console, None, what) as progress:
 
-            def note(result: dict[str, Any]) -> None:
+            def note(result: CaseResult) -> None:
                 with interrupts.held():
                     folder.add(result, "mutant case")
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
             kills = run_mutants(mutants, jobs, note, seconds, folder.keep)
-        lines = [asdict(kill) for kill in kills]
-        for line in lines:
-            folder.add(line, "kill")
-        judged = [line for line in lines if line["verdict"] != "left out"]
-        late = {line["name"] for line in lines} - {line["name"] for line in judged}
-        stay = [line for line in read(folder.path).kills if line["name"] in late]
-        judged += [line for line in stay if line["verdict"] != "left out"]
+        for kill in kills:
+            folder.add(kill, "kill")
+        late = {kill.name for kill in kills if kill.left_out}
+        stay = [kill for kill in read(folder.path).kills if kill.name in late]
+        judged = [kill for kill in (*kills, *stay) if not kill.left_out]
         if judged:
             report.show_kills(judged, console.print)
-        killed = sum(bool(line["killed"]) for line in judged)
-        survivors, left_out = len(judged) - killed, len(lines) - len(judged)
+        killed = sum(kill.killed for kill in judged)
+        survivors, left_out = len(judged) - killed, len(kills) - len(judged)
         counts = f"{killed} killed, {survivors} survive"
         print_line(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
         if survivors:
@@ -107,7 +105,7 @@ def choose_mutants(patterns: Sequence[str]) -> list[Any]:
     from shardproof import registry
 
     declared = [registry.load_mutant(name) for name in registry.mutant_names()]
-    found: list[Any] = []
+    chosen: list[Any] = []
     for pattern in patterns:
         short = pattern.removeprefix(registry.MUTANTS)
         named = [
@@ -117,5 +115,5 @@ def choose_mutants(patterns: Sequence[str]) -> list[Any]:
             known = {name for m in declared for name in (m.name, m.parent)}
             remedy = nearest(short, known, "faults and their parents")
             raise SelectionError(Problem("--impl matches no fault", remedy, pattern))
-        found += [m for m in named if m not in found]
-    return found
+        chosen += [m for m in named if m not in chosen]
+    return chosen

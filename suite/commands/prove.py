@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec, Options
-from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
+from shardproof.errors import Problem, ScenarioError, SelectionError
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from shardproof.contract import Implementation
 
-#: Ranks, as in scenarios.
-MOST = 1024
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
 DEFAULT_WORKLOAD = "charnames_gpt"
 COLUMNS = (
@@ -71,64 +69,56 @@ def prove(
         and neither ``axis`` nor ``meshes``.
     """
     from shardproof import registry
-    from shardproof.backends import BACKENDS
-    from shardproof.case import AXES
     from shardproof.cases.runner import Session
-    from shardproof.checks import CHECKS
-    from shardproof.scenarios.schema import DtypeName
 
     name = implementation if isinstance(implementation, str) else _path_of(implementation)
     registry.check(name)
-    backends = _known(backends, "backends", BACKENDS)
-    lanes = _known(lanes, "lanes", get_args(Lane), "lane")
-    checks = _known(checks, "checks", CHECKS, "check")
-    _known(() if dtype is None else (dtype,), "dtype", get_args(DtypeName), empty=True)
-    _known(() if axis is None else (axis,), "axis", AXES, empty=True)
-    for mesh in meshes:
-        _check_mesh(mesh, AXES)
-    worlds = _sizes(worlds, "worlds", "worlds=(2, 3)")
-    _sizes((steps,), "steps", "steps=3")
-    _sizes((jobs,), "jobs", "jobs=2")
-    if not _positive(deadline):
-        raise SelectionError(
-            Problem("deadline is not a time", "give seconds above 0", str(deadline))
-        )
-    clips = {lane: _clips(clip, optimizer, lane) for lane in lanes}
-    workloads = {lane: _workload(workload, traits, lane) for lane in lanes}
-    optimizers = {lane: _optimizer(optimizer, lane) for lane in lanes}
-    with Session(jobs) as session:
-        session.check(name)
-        if not meshes:
-            along = axis or _only_axis(name, session.axes(name, dict(options or {})))
-            meshes = [{along: world} for world in worlds]
-        choice = {"name": name, **({"options": dict(options), "label": "given"} if options else {})}
-        cases = [
-            replace(case, source="")
-            for lane in lanes
-            for case in _expanded(
+    current_lanes: list[Any] = [old_words.current("lane", lane) for lane in _several(lanes)]
+    current_checks = [old_words.current("check", check) for check in _several(checks)]
+    choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
+
+    def expanded(along: str) -> list[Case]:
+        places = [
+            (mesh, backend)
+            for mesh in meshes or [{along: world} for world in _several(worlds)]
+            for backend in _several(backends)
+        ]
+        # World by world, each with its lanes: the order of the arguments, not that of scenarios.
+        return [
+            case
+            for mesh, backend in places
+            for lane in current_lanes
+            for case in _cases_of(
                 {
                     "name": "prove",
                     "about": "cases of one call of prove()",
                     "sees": "whatever the checks see",
-                    "workload": workloads[lane],
+                    "workload": _workload(workload, traits, lane),
                     "matrix": {
                         "implementation": choice,
-                        "backend": list(backends),
-                        "mesh": [dict(mesh) for mesh in meshes],
-                        "optimizer": optimizers[lane],
-                        "clip": clips[lane],
+                        "backend": backend,
+                        "mesh": mesh,
+                        "optimizer": _optimizer(optimizer, lane),
+                        "clip": _clips(clip, optimizer),
                         "lane": lane,
                         **({"precision": {"label": dtype, "built": dtype}} if dtype else {}),
                     },
-                    "checks": list(checks),
+                    "checks": current_checks,
                     "steps": steps,
                     "deadline": deadline,
                 }
             )
         ]
-        # World by world, each with its lanes: the order of the arguments, not that of scenarios.
-        order = [(dict(mesh), backend) for mesh in meshes for backend in backends]
-        cases.sort(key=lambda case: order.index((dict(case.mesh), case.backend)))
+
+    cases = expanded(axis or "replicate")  # so that bad values are refused before a process starts
+    if not cases:
+        raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
+    if type(jobs) is not int or jobs < 1:
+        raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
+    with Session(jobs) as session:
+        session.check(name)
+        if axis is None and not meshes:
+            cases = expanded(_only_axis(name, session.axes(name, dict(options or {}))))
         if results is None:
             judged, _ = session.run(cases, lambda result: None)
         else:
@@ -152,69 +142,16 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
     return axes[0] if axes else "replicate"
 
 
-def _known(
-    names: Any,
-    what: str,
-    valid: Collection[str],
-    kind: old_words.Kind | None = None,
-    empty: bool = False,
-) -> Sequence[Any]:
-    """``names``, each of which must be among ``valid``; old words for a ``kind`` warn."""
-    if isinstance(names, str):
-        names = (names,)
-    remedy = f"{what}: {', '.join(valid)}"
-    if not isinstance(names, Collection) or not (names or empty):
-        raise SelectionError(Problem(f"{what} is empty", remedy, repr(names)))
-    if kind is not None:
-        names = [old_words.current(kind, name) for name in names]
-    for name in names:
-        if name not in valid:
-            raise SelectionError(Problem(f"unknown {what}", remedy, str(name)))
-    return tuple(names)
+def _several(values: Any) -> list[Any]:
+    """A list of ``values``, of which one may be given alone."""
+    alone = isinstance(values, str | Mapping) or not isinstance(values, Collection)
+    return [values] if alone else list(values)
 
 
-def _sizes(numbers: Any, what: str, example: str) -> Sequence[int]:
-    """``numbers``, whole and from 1 to the most ranks that a scenario may ask for."""
-    remedy = f"whole numbers from 1 to {MOST}, e.g. {example}"
-    if isinstance(numbers, str) or not isinstance(numbers, Collection) or not numbers:
-        raise SelectionError(Problem(f"{what} is not a list of numbers", remedy, repr(numbers)))
-    for number in numbers:
-        if type(number) is not int or not 1 <= number <= MOST:
-            raise SelectionError(Problem(f"{what} has an invalid value", remedy, repr(number)))
-    return tuple(numbers)
-
-
-def _check_mesh(mesh: Any, axes: Sequence[str]) -> None:
-    remedy = f"an axis ({', '.join(axes)}) and its ranks, e.g. {{'replicate': 2, 'shard': 2}}"
-    if not isinstance(mesh, Mapping) or not mesh:
-        raise SelectionError(Problem("meshes: not a mesh", remedy, repr(mesh)))
-    for axis in mesh:
-        if axis not in axes:
-            raise SelectionError(Problem("meshes: unknown axis", remedy, repr(mesh)))
-    _sizes(tuple(mesh.values()), "meshes", "{'replicate': 2, 'shard': 2}")
-
-
-def _positive(number: Any) -> bool:
-    return type(number) in (int, float) and 0 < number < math.inf
-
-
-def _clips(clip: Any, optimizer: str | OptimizerSpec, lane: str) -> list[float | None]:
+def _clips(clip: Any, optimizer: str | OptimizerSpec) -> list[Any]:
     """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
-    if isinstance(clip, str) or not isinstance(clip, Collection) or not clip:
-        remedy = "None (off) or numbers above 0, e.g. clip=(None, 0.5)"
-        raise SelectionError(Problem("clip is not a list of norms", remedy, repr(clip)))
     own = None if isinstance(optimizer, str) else optimizer.clip_norm
-    for norm in (*clip, own):
-        if norm is not None and not _positive(norm):
-            raise SelectionError(
-                Problem("clip: not a norm", "None or a number above 0", repr(norm))
-            )
-        if norm is not None and lane in ("bitwise", "dyadic"):
-            what = f"lane {lane} needs clipping off: a norm's sum has no fixed order"
-            raise SelectionError(
-                Problem(what, "lanes with clipping: fp64, working_precision", repr(norm))
-            )
-    return list(dict.fromkeys(own if norm is None else norm for norm in clip))
+    return list(dict.fromkeys(own if norm is None else norm for norm in _several(clip)))
 
 
 def _path_of(cls: Any) -> str:
@@ -228,8 +165,8 @@ def _path_of(cls: Any) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _expanded(scenario: Mapping[str, Any]) -> list[Case]:
-    """The cases of ``scenario``, by the same way as those of a file.
+def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
+    """The cases of ``scenario``, made and refused as those of a file are.
 
     :raises SelectionError: what the file would be refused for, without a line.
     """
@@ -238,10 +175,15 @@ def _expanded(scenario: Mapping[str, Any]) -> list[Case]:
     from shardproof.scenarios.vocabulary import installed
 
     try:
-        return expand(load_text(json.dumps(scenario), "prove"), installed())
+        text = json.dumps(scenario, default=repr)
+        return [replace(case, source="") for case in expand(load_text(text, "prove"), installed())]
     except ScenarioError as error:
-        problems = [replace(problem, file="prove", line=None) for problem in error.problems]
-        raise SelectionError(problems) from None
+        raise SelectionError(
+            [
+                replace(problem, file="prove", line=None, what=problem.what.replace("matrix.", ""))
+                for problem in error.problems
+            ]
+        ) from None
 
 
 def _workload(
@@ -261,10 +203,7 @@ def _workload(
 def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     """As a scenario says it; by its name in lane dyadic: plain SGD, scaled by a power of two."""
     name = optimizer if isinstance(optimizer, str) else optimizer.name
-    if name not in ("sgd", "adamw"):
-        remedy = nearest(name, ("sgd", "adamw"), "optimizers")
-        raise SelectionError(Problem("unknown optimizer", remedy, name))
-    if lane == "dyadic" and name != "sgd":
+    if lane == "dyadic" and name == "adamw":
         what = "lane dyadic has exact sums with plain SGD only"
         raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
     if not isinstance(optimizer, str):
@@ -272,10 +211,10 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else {})}
 
 
-def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.DataFrame:
+def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame:
     import pandas as pd
 
-    by_id = {result["id"]: result for result in results}
+    by_id = {result.id: result for result in results}
     rows = [
         {
             "case": case.id,
@@ -288,12 +227,12 @@ def _frame(results: Sequence[Mapping[str, Any]], cases: Sequence[Case]) -> pd.Da
             "clip": case.optimizer.clip_norm,
             "lane": case.lane,
             "dtype": case.dtype,
-            "error": by_id[case.id]["worst_error"],
+            "error": by_id[case.id].worst_error,
             **{
-                key: by_id[case.id][key]
+                key: getattr(by_id[case.id], key)
                 for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
             },
-            "seconds": by_id[case.id]["seconds"],
+            "seconds": by_id[case.id].seconds,
             "rerun": f"prove({case.implementation!r}, ...): case {case.id}",
         }
         for case in cases

@@ -112,13 +112,13 @@ class CaseItem(pytest.Item):
         from shardproof import verdicts
 
         [result], _ = _session(self.config).run([self.case], lambda _: None)
-        self.user_properties.append(("verdict", result["verdict"]))
-        kind = verdicts.kind(result["verdict"])
+        self.user_properties.append(("verdict", result.verdict))
+        kind = verdicts.kind(result.verdict)
         if kind in ("skip", "xfail"):
             outcome = pytest.skip if kind == "skip" else pytest.xfail
-            outcome(result["reason"])
+            outcome(result.reason)
         if kind not in verdicts.GREEN:
-            message = f"{result['verdict']}: {result['reason']}\nrerun: {result['rerun']}"
+            message = f"{result.verdict}: {result.reason}\nrerun: {result.rerun}"
             raise NotHeld(message)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

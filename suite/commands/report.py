@@ -57,7 +57,7 @@ def report(
         _report(read(path), form, into)
 
 
-def _report(found: Run, form: Format, into: Path | None) -> None:
+def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
     from shardproof.bench import lines, peers, tables
     from shardproof.bench.scaling import tables as scaling_tables
@@ -67,38 +67,38 @@ def _report(found: Run, form: Format, into: Path | None) -> None:
     if into is not None:
         if form is Format.html:
             raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
-        beside = bool(peers.lines_of(found))
-        missing = peers.missing(found) if beside else []
-        if not found.cases and (missing or not beside):
+        beside = bool(peers.lines_of(run))
+        missing = peers.missing(run) if beside else []
+        if not run.cases and (missing or not beside):
             why = "--into: nothing to put there" + (f": {peers.why_not(missing)}" * bool(missing))
             remedy = "name a run of cases, or of the whole `shardproof bench peers`"
-            raise SelectionError(Problem(why, remedy, found.path.name))
-        if found.cases:
-            reports.insert(reports.markdown(found), into)
-            typer.echo(f"{into}: table of run {found.path.name}")
+            raise SelectionError(Problem(why, remedy, run.path.name))
+        if run.cases:
+            reports.insert(reports.markdown(run), into)
+            typer.echo(f"{into}: table of run {run.path.name}")
         if missing:
             typer.echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
         elif beside:
-            reports.insert(peers.section(found), into, peers.BEGIN, peers.END)
-            typer.echo(f"{into}: reference beside upstream systems, run {found.path.name}")
+            reports.insert(peers.section(run), into, peers.BEGIN, peers.END)
+            typer.echo(f"{into}: reference beside upstream systems, run {run.path.name}")
     elif form is Format.markdown:
         timed = [
-            *([tables.table(lines.pairs(found)).markdown()] if found.benches else []),
-            *([scaling_tables.markdown(lines.cells(found))] if found.scalings else []),
+            *([tables.table(lines.pairs(run)).markdown()] if run.benches else []),
+            *([scaling_tables.markdown(lines.cells(run))] if run.scalings else []),
         ]
-        judged = [reports.markdown(found)] if found.cases or not timed else []
+        judged = [reports.markdown(run)] if run.cases or not timed else []
         typer.echo("\n".join([*judged, *timed]), nl=False)
     elif form is Format.html:
-        typer.echo(reports.html(found), nl=False)
+        typer.echo(reports.html(run), nl=False)
     else:
         console = make_console()
-        if found.cases:
-            reports.show(found.cases, console.print)
-            reports.show_memory(found.cases, console.print)
-            reports.show_bubbles(found.cases, console.print)
-        if found.kills:
-            reports.show_kills(found.kills, console.print)
-        bench_run.show_pairs(lines.pairs(found), console)
-        bench_run.show_cells(lines.cells(found), console)
-        if found.cases or not (found.benches or found.scalings):
-            print_line(console, reports.closing(found))
+        if run.cases:
+            reports.show(run.cases, console.print)
+            reports.show_memory(run.cases, console.print)
+            reports.show_bubbles(run.cases, console.print)
+        if run.kills:
+            reports.show_kills(run.kills, console.print)
+        bench_run.show_pairs(lines.pairs(run), console)
+        bench_run.show_cells(lines.cells(run), console)
+        if run.cases or not (run.benches or run.scalings):
+            print_line(console, reports.closing(run))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,8 +19,10 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
+    from shardproof.checks.results import CaseResult
     from shardproof.commands.supervision import Interrupts
-    from shardproof.runs.run_folder import Durations, RunFolder
+    from shardproof.runs.durations import Durations
+    from shardproof.runs.run_folder import RunFolder
     from shardproof.scenarios.budget import CaseSchedule
 
 
@@ -85,7 +87,7 @@ def run(
     """
     from shardproof.commands.supervision import RESULTS
 
-    kept: list[dict[str, Any]] = []
+    kept: list[CaseResult] = []
     if resume and rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
@@ -142,7 +144,7 @@ def run_and_exit(
     budget: float | None,
     jobs: int | None,
     results: Path | None,
-    kept: Sequence[dict[str, Any]] = (),
+    kept: Sequence[CaseResult] = (),
     junit: Path | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -152,7 +154,7 @@ def run_and_exit(
     """
     from shardproof.commands.supervision import RESULTS, open_folder
     from shardproof.registry import preflight
-    from shardproof.runs.run_folder import Durations
+    from shardproof.runs.durations import Durations
     from shardproof.scenarios.budget import fit_cases
 
     preflight.check_cases(cases)
@@ -179,7 +181,7 @@ def execute(
     jobs: int,
     budget: float | None,
     durations: Durations,
-    kept: Sequence[dict[str, Any]] = (),
+    kept: Sequence[CaseResult] = (),
     junit_file: Path | None = None,
 ) -> int:
     """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
@@ -195,7 +197,7 @@ def execute(
     from shardproof.runs.run_folder import read
 
     console = make_console()
-    found = [*kept]
+    results = [*kept]
 
     def body(interrupts: Interrupts) -> int:
         folder.plan(schedule.chosen + schedule.left_out)
@@ -203,12 +205,12 @@ def execute(
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
         with Progress(console, len(schedule.chosen), "judging") as progress:
 
-            def note(result: dict[str, Any]) -> None:
+            def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
                     folder.add(result)
-                    found.append(result)
-                if verdicts.kind(result["verdict"]) != "skip":
-                    durations.note(result["id"], float(result["seconds"]))
+                    results.append(result)
+                if verdicts.kind(result.verdict) != "skip":
+                    durations.note(result.id, result.seconds)
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
@@ -217,45 +219,45 @@ def execute(
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
         left_out = [*schedule.left_out, *late]
         stay = _results_of(folder, left_out)
-        found.extend(stay)
-        if found:
-            report.show(found, console.print)
-            report.show_memory(found, console.print)
-            report.show_bubbles(found, console.print)
-        for line in report.skips(found):
+        results.extend(stay)
+        if results:
+            report.show(results, console.print)
+            report.show_memory(results, console.print)
+            report.show_bubbles(results, console.print)
+        for line in report.skips(results):
             print_line(console, line)
         if stay:
             what = f"not run again, earlier results stay ({len(stay)})"
             print_line(console, f"{what}: no room in a budget of {budget:g} minutes")
-        print_line(console, verdicts.summary(verdicts.count(found), len(left_out) - len(stay)))
-        medians = [f"{name} {value:.2f} s" for name, value in report.medians(found).items()]
+        print_line(console, verdicts.summary(verdicts.count(results), len(left_out) - len(stay)))
+        medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]
         if medians:
             print_line(console, f"median of a case: {', '.join(medians)}")
-        return verdicts.exit_code(verdicts.count(found))
+        return verdicts.exit_code(verdicts.count(results))
 
     def interrupted() -> None:
-        done = {result["id"] for result in found}
+        done = {result.id for result in results}
         for case in schedule.chosen:
             if case.id not in done:
                 folder.leave_out(case, "stopped by Ctrl-C")
-        left_out = len(schedule.left_out) + len(schedule.chosen) - (len(found) - len(kept))
-        print_line(console, f"stopped: {verdicts.summary(verdicts.count(found), left_out)}")
+        left_out = len(schedule.left_out) + len(schedule.chosen) - (len(results) - len(kept))
+        print_line(console, f"stopped: {verdicts.summary(verdicts.count(results), left_out)}")
 
     def finish() -> None:
         durations.save()
-        told = junit.document(read(folder.path))
-        (folder.path / "junit.xml").write_text(told, encoding="utf-8")
+        document = junit.document(read(folder.path))
+        (folder.path / "junit.xml").write_text(document, encoding="utf-8")
         folder.seal("junit.xml")
         if junit_file is not None:
             junit_file.parent.mkdir(parents=True, exist_ok=True)
-            junit_file.write_text(told, encoding="utf-8")
+            junit_file.write_text(document, encoding="utf-8")
 
     return supervised(folder, console, body, interrupted, finish)
 
 
-def _results_of(folder: RunFolder, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _results_of(folder: RunFolder, cases: Sequence[Case]) -> list[CaseResult]:
     """What ``folder`` holds of ``cases`` that a budget left out: it hides no failure of before."""
     from shardproof.runs.run_folder import read
 
     names = {case.id for case in cases}
-    return [result for result in read(folder.path).cases if result["id"] in names] if names else []
+    return [result for result in read(folder.path).cases if result.id in names] if names else []

@@ -121,6 +121,6 @@ def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
     more()
     folder.close(code)
     run = read(folder.path)
-    for name, told in (("report.html", report.html(run)), ("report.md", report.document(run))):
-        (folder.path / name).write_text(told, encoding="utf-8")
+    for name, document in (("report.html", report.html(run)), ("report.md", report.document(run))):
+        (folder.path / name).write_text(document, encoding="utf-8")
         folder.seal(name)

@@ -8,22 +8,22 @@ every verdict a record; and does ``cases.verdict.decide`` make the same result o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from shardproof.case import Case
 from shardproof.cases.kills import Pair, judge_kill, parent_case
 from shardproof.cases.verdict import decide
+from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import SelectionError
 from shardproof.evidence.account import Account
 from shardproof.runs import records
 from shardproof.runs.bundle import Listing, printable, unpacked
+from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import RecordError
-from shardproof.runs.run_folder import FORMAT, OtherFormat, Run, lines, other_format, read, standard
+from shardproof.runs.run_folder import DamagedLine, Line, Run, lines, read, standard
 from shardproof.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
@@ -56,16 +56,20 @@ def verify(path: Path) -> Verified:
 
     :raises SelectionError: there is no run, or its evidence has another format.
     """
-    run = read(path)
-    if run.header["format"] != FORMAT:
-        raise other_format(run.header, path)
+    header = read_header(path)
+    if header is not None and header.format != FORMAT:
+        raise other_format(header, path)
     problems = [*changed(path)]
+    try:
+        run = read(path)
+    except DamagedLine as error:
+        return Verified(0, 0, 0, [*problems, *map(str, error.problems)])
     results = [*run.cases, *run.mutant_cases]
     try:
-        for found in _again(run, results):
-            problems.append(found)
+        for problem in _again(run, results):  # those before an error stay
+            problems.append(problem)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        where = f"{path / 'cases.jsonl'} or run.json"
+        where = f"{path / 'cases.jsonl'}"
         problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
     return Verified(
         len(results),
@@ -82,75 +86,74 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
 
     :raises SelectionError: no bundle, a damaged one, or one that is not safe to unpack.
     """
-    with unpacked(archive) as found:
+    with unpacked(archive) as bundle:
         try:
-            verified = verify(found.folder)
+            verified = verify(bundle.folder)
         except OtherFormat as error:
             file = str(archive / "run.json")
             raise OtherFormat([replace(problem, file=file) for problem in error.problems]) from None
         except SelectionError:
-            told = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
-            verified = Verified(0, 0, 0, [told])
-        own = (text.replace(str(found.folder), str(archive)) for text in verified.problems)
-        problems = list(dict.fromkeys([*found.problems, *map(printable, own)]))
-        return replace(verified, problems=problems), found.listing
+            problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
+            verified = Verified(0, 0, 0, [problem])
+        own = (text.replace(str(bundle.folder), str(archive)) for text in verified.problems)
+        problems = list(dict.fromkeys([*bundle.problems, *map(printable, own)]))
+        return replace(verified, problems=problems), bundle.listing
 
 
-def _again(run: Run, results: list[dict[str, Any]]) -> Iterator[str]:
+def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
     """What is missing, and what comes out differently."""
     yield from _missing(run)
     for result in results:
         yield from _judged_again(run.path, result)
-    for line in run.kills:
-        yield from _killed_again(line, results)
-    for line in (*run.benches, *run.scalings):
+    for kill in run.kills:
+        yield from _killed_again(kill, results)
+    for line in run.timed:
         yield from _timed_again(run.path, line)
     yield from _reported_again(run.path)
 
 
 def _missing(run: Run) -> Iterator[str]:
     """Planned cases and kills that have no line."""
-    there = {line["id"] for line in (*run.cases, *run.mutant_cases, *run.left_out)}
-    there |= {line["id"] for line in (*run.benches, *run.scalings)}
-    kills = {line["name"] for line in run.kills}
-    for invocation in run.header["invocations"]:
-        ended = invocation.get("exit_code") is not None
-        for name in invocation.get("planned", ()):
+    there, kills = run.ids, {kill.name for kill in run.kills}
+    for invocation in run.header.invocations:
+        ended = invocation.exit_code is not None
+        for name in invocation.planned:
             # What a budget kept from running is told by the kill that it leaves open.
-            if name not in there and not (invocation["kills"] and ended):
+            if name not in there and not (invocation.kills and ended):
                 yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
-        for name in invocation.get("benches", ()):
-            if name not in there and invocation.get("exit_code") != INTERRUPTED:
+        for name in invocation.benches:
+            if name not in there and invocation.exit_code != INTERRUPTED:
                 yield f"{run.path / 'cases.jsonl'}: planned comparison {name} is missing"
-        for name in invocation.get("kills", ()):
+        for name in invocation.kills:
             if name not in kills:
                 yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
 
 
-def _judged_again(path: Path, result: Mapping[str, Any]) -> Iterator[str]:
+def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
     """Judge the record of ``result``; what comes out differently."""
-    name = result.get("record")
+    name = result.record
     if not name:
-        yield f"{path / 'cases.jsonl'}: {result['id']} has no record"
+        yield f"{path / 'cases.jsonl'}: {result.id} has no record"
         return
     try:
         account = Account.from_dict(records.read(path / name))
-        case = Case.from_dict(result["case"])  # with what newer versions have added
-        again = json.loads(json.dumps(standard(decide(account))))
+        judged = decide(account)
+        again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
     except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
-        yield f"{path / name}: the record of {result['id']} cannot be judged: {error!r}"
+        yield f"{path / name}: the record of {result.id} cannot be judged: {error!r}"
         return
-    if again["id"] != result["id"] or account.case.to_dict() != case.to_dict():
-        yield f"{path / name}: is the record of {again['id']}, not of {result['id']}"
+    if judged.id != result.id or account.case.to_dict() != result.case.to_dict():
+        yield f"{path / name}: is the record of {judged.id}, not of {result.id}"
         return
     for key in _JUDGED:
-        if again[key] != result[key]:
-            told = f"{path / name}: {result['id']}: the record gives {key} {_short(again[key])}, "
-            yield f"{told}cases.jsonl says {_short(result[key])}"
+        if again[key] != line[key]:
+            was, now = (_short(fields[key]) for fields in (line, again))
+            both = f"the record gives {key} {now}, cases.jsonl says {was}"
+            yield f"{path / name}: {result.id}: {both}"
             return
 
 
-def _timed_again(path: Path, line: Mapping[str, Any]) -> Iterator[str]:
+def _timed_again(path: Path, line: Line) -> Iterator[str]:
     """Judge the raw times of a comparison, or of a scaling cell."""
     from shardproof.bench import evidence
 
@@ -167,7 +170,7 @@ def _reported_again(path: Path) -> Iterator[str]:
     from shardproof.bench import stats
     from shardproof.bench.lines import PairLine
 
-    so_far: dict[str, Mapping[str, Any]] = {}
+    so_far: dict[str, Line] = {}
     for line in lines(path):
         if line["kind"] == "bench":
             so_far[line["id"]] = line
@@ -187,34 +190,20 @@ def _reported_again(path: Path) -> Iterator[str]:
                 yield f"{where}: they give {now}, not {before}"
 
 
-def _killed_again(line: Mapping[str, Any], results: list[dict[str, Any]]) -> Iterator[str]:
+def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     """Compare a mutant's result with its parent's again."""
-    implementation = f"mutants/{line['name']}"
-    own = next((r for r in results if r["case"]["implementation"] == implementation), None)
+    own = next((r for r in results if r.case.implementation == f"mutants/{kill.name}"), None)
     if own is None:
-        if line["verdict"] != "left out":
-            yield f"cases.jsonl: fault {line['name']} is {line['verdict']}, but its case is missing"
+        if not kill.left_out:
+            yield f"cases.jsonl: fault {kill.name} is {kill.verdict}, but its case is missing"
         return
-    case = Case.from_dict(own["case"])
-    parent = parent_case(case, line["parent"])
-    mutant = SimpleNamespace(
-        name=line["name"],
-        parent=line["parent"],
-        killed_by=tuple(line["killed_by"]),
-        crash_says=line.get("crash_says", ""),
-    )
+    parent = parent_case(own.case, kill.parent)
     # By what it ran: ids of parents are digests, which runs of old words made of those.
-    theirs = next((r for r in results if _runs(r, parent)), None)
-    again = asdict(judge_kill(Pair(mutant, case, parent), own, theirs))
-    if again["killed"] != line["killed"]:
-        yield f"cases.jsonl: fault {line['name']}: its results give killed={again['killed']}"
-
-
-def _runs(result: Mapping[str, Any], case: Case) -> bool:
-    """Whether ``result`` is one of ``case``, whatever its id."""
-    if result["case"]["implementation"] != case.implementation:
-        return False
-    return replace(Case.from_dict(result["case"]), id=case.id) == case
+    theirs = next((r for r in results if replace(r.case, id=parent.id) == parent), None)
+    # A kill names what judging needs of the mutant.
+    again = judge_kill(Pair(kill, own.case, parent), own, theirs)
+    if again.killed != kill.killed:
+        yield f"cases.jsonl: fault {kill.name}: its results give killed={again.killed}"
 
 
 def _short(value: Any) -> str:

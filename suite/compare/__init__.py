@@ -9,5 +9,5 @@
 ``forms``     tables as text, Markdown, CSV, JSON and one HTML page
 ``policy``    what breaks a gate, as a YAML file
 ``gate``      pure functions: comparison and policy -> findings
-``told``      findings as Markdown summary, JUnit XML and annotations
+``gate_output`` findings as Markdown summary, JUnit XML and annotations
 """

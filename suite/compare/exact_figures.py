@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
+from shardproof.checks import Outcome
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 Scalar = str | int | float | bool | None
@@ -86,7 +87,7 @@ _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 
 
 def of_checks(
-    checks: Sequence[Mapping[str, Any]], stages: int = 1
+    checks: Sequence[Outcome], stages: int = 1
 ) -> tuple[dict[str, Scalar], dict[str, Json]]:
     """Figures of a result's checks, and the lists and mappings that digests stand for.
 
@@ -95,9 +96,9 @@ def of_checks(
     figures: dict[str, Scalar] = {}
     deep: dict[str, Json] = {}
     for check in checks:
-        name = check["check"]
-        figures[name + STATUS] = check["status"]
-        for key, value in check["figures"].items():
+        name = check.check
+        figures[name + STATUS] = check.status
+        for key, value in check.figures.items():
             figure = f"{name}.{key}"
             if figure in INEXACT or (stages > 1 and figure in OF_MESSAGES):
                 continue

@@ -11,16 +11,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardproof import verdicts
 from shardproof.bench import lines as timed
 from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine, Twin
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import LETTERS
+from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
-from shardproof.compare.exact_figures import JsonObject
+from shardproof.compare.exact_figures import Json, JsonObject
 from shardproof.errors import Problem, SelectionError
+from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import Run
 
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
@@ -126,105 +127,63 @@ def of_run(run: Run) -> Snapshot:
 
     :raises SelectionError: a line that is damaged or lacks what this version needs.
     """
-    invocations = run.header["invocations"]
-    try:
-        versions = [_version(told) for told in invocations]
-        machines = [told["fingerprint"] for told in invocations]
-        hardware = list(dict.fromkeys(label(machine) for machine in machines))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(run.path / "run.json", "", error) from None
-    by_id = _invocation_of(invocations)
-    last = len(versions) - 1
+    invocations = run.header.invocations
+    versions = [_version(invocation, run) for invocation in invocations]
+    by_id = {
+        name: version
+        for invocation, version in zip(invocations, versions, strict=True)
+        for name in (*invocation.planned, *invocation.benches)
+    }
+    machines = [invocation.fingerprint for invocation in invocations]
     snapshot = Snapshot(
         name=run.path.resolve().name,
-        hardware=" and ".join(hardware),
-        machine=machines[-1],
-        taken=str(invocations[-1].get("started", ""))[:10],
+        hardware=" and ".join(dict.fromkeys(machine.label for machine in machines)),
+        machine=machines[-1].model_dump(exclude_unset=True),
+        taken=run.header.last.started[:10],
         versions=list(dict.fromkeys(versions)),
-        cases={},
+        cases={r.id: _case(r, by_id.get(r.id, versions[-1])) for r in run.cases},
         timed={},
-        kills={},
-        keys=[told["key"] for told in invocations if told.get("key")],
+        kills={kill.name: kill.killed for kill in run.kills if not kill.left_out},
+        left_out={FAULTS + kill.name: kill.why_not for kill in run.kills if kill.left_out}
+        | {line.id: line.reason for line in run.left_out},
+        keys=[one.key.model_dump(exclude_unset=True) for one in invocations if one.key is not None],
     )
     for pair in timed.pairs(run):
-        version = versions[by_id.get(pair.id, last)]
-        snapshot.timed[pair.id] = _bench(pair, version)
+        snapshot.timed[pair.id] = _bench(pair, by_id.get(pair.id, versions[-1]))
     for cell in timed.cells(run):
-        version = versions[by_id.get(cell.id, last)]
-        snapshot.timed[cell.id] = _scaling(cell, version)
-    line: Mapping[str, Any] = {}
-    try:
-        for line in run.cases:
-            version = versions[by_id.get(line["id"], last)]
-            snapshot.cases[line["id"]] = _case(line, version)
-        for line in run.kills:
-            if line["verdict"] == "left out":
-                snapshot.left_out[FAULTS + line["name"]] = str(line["why_not"])
-            else:
-                snapshot.kills[line["name"]] = bool(line["killed"])
-        for line in run.left_out:
-            snapshot.left_out[line["id"]] = str(line["reason"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        name = line.get("id") or line.get("name") if isinstance(line, Mapping) else ""
-        raise _damaged(run.path / "cases.jsonl", str(name or "a line"), error) from None
+        snapshot.timed[cell.id] = _scaling(cell, by_id.get(cell.id, versions[-1]))
     return snapshot
 
 
 def _damaged(file: Path, what: str, error: Exception) -> SelectionError:
-    where = f" in {what}" if what else ""
-    why = f"cannot be compared: {type(error).__name__} {error}{where}"
+    why = f"cannot be compared: {type(error).__name__} {error} in {what}"
     remedy = "it is damaged or of another version; `shardproof verify` says which"
     return SelectionError(Problem(why, remedy, None, str(file)))
 
 
-def _version(told: Mapping[str, Any]) -> Version:
-    return Version(
-        str(told["suite"]),
-        str(told["packages"]["torch"]),
-        str(told.get("python") or ""),
-        str(told.get("commit") or "")[:12],
-    )
+def _version(invocation: Invocation, run: Run) -> Version:
+    torch = invocation.packages.get("torch")
+    if torch is None:
+        raise _damaged(run.path / "run.json", "packages", KeyError("torch"))
+    return Version(invocation.suite, torch, invocation.python, (invocation.commit or "")[:12])
 
 
-def label(machine: Mapping[str, Any]) -> str:
-    """One name for the hardware of a fingerprint: accelerators first, then processor and cores."""
-    told = []
-    names = [
-        str(gpu.get("name", "GPU")) if isinstance(gpu, Mapping) else str(gpu)
-        for gpu in machine.get("gpus") or ()
-    ]
-    for name in dict.fromkeys(names):
-        told.append(f"{names.count(name)} x {name}")
-    told.append(f"{machine.get('cpu') or 'unknown processor'}, {machine.get('cores', '?')} cores")
-    return ", ".join(told)
-
-
-def _invocation_of(invocations: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Id -> the last invocation that planned it."""
-    found: dict[str, int] = {}
-    for index, told in enumerate(invocations):
-        for planned in told.values():
-            if isinstance(planned, list):
-                found.update((name, index) for name in planned if isinstance(name, str))
-    return found
-
-
-def _case(line: Mapping[str, Any], version: Version) -> Entry:
-    case = line["case"]
-    found, deep = exact_figures.of_checks(line["checks"], case["mesh"].get("pipe", 1))
+def _case(result: CaseResult, version: Version) -> Entry:
+    case = result.case
+    figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
     return Entry(
-        id=line["id"],
-        implementation=_titled(case["implementation"], case.get("label")),
-        strategy=strategy_of(case["implementation"], _claimed(found)),
-        backend=case["backend"],
-        world=math.prod(case["mesh"].values()),
-        verdict=verdicts.kind(line["verdict"]),
+        id=result.id,
+        implementation=_titled(case.implementation, case.label),
+        strategy=strategy_of(case.implementation, _claimed(figures)),
+        backend=case.backend,
+        world=case.world,
+        verdict=verdicts.kind(result.verdict),
         version=version,
-        figures=found,
-        cell=_cell(case, _CELL),
-        data=str(line.get("data") or "")[:_DIGEST_CHARACTERS],
-        source=str(case.get("source") or ""),
-        reason=str(line.get("reason") or ""),
+        figures=figures,
+        cell=_cell(case.to_dict(), _CELL),
+        data=(result.data or "")[:_DIGEST_CHARACTERS],
+        source=case.source,
+        reason=result.reason,
         deep=deep,
     )
 
@@ -328,20 +287,20 @@ def strategy_of(implementation: str, claimed: str = "") -> str:
     return re.split("[/:.]", name)[-1]
 
 
-def _claimed(found: Mapping[str, exact_figures.Scalar]) -> str:
+def _claimed(figures: Mapping[str, exact_figures.Scalar]) -> str:
     """What the memory check took it for, or the formula of its bytes."""
-    told = found.get("memory.strategy")
-    if told is None and (formula := _FORMULA.match(str(found.get("traffic.formula")))):
-        told = formula[1]
-    return str(told or "")
+    strategy = figures.get("memory.strategy")
+    if strategy is None and (formula := _FORMULA.match(str(figures.get("traffic.formula")))):
+        strategy = formula[1]
+    return str(strategy or "")
 
 
-def _cell(told: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """``keys`` of ``told``; what is empty, off or absent is all the same."""
-    return {key: kept for key in keys if (kept := _kept(told.get(key)))}
+def _cell(fields: JsonObject, keys: Iterable[str]) -> dict[str, Json]:
+    """``keys`` of ``fields``; what is empty, off or absent is all the same."""
+    return {key: kept for key in keys if (kept := _kept(fields.get(key)))}
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Json) -> Json:
     if isinstance(value, Mapping):
         return {key: kept for key, item in value.items() if (kept := _kept(item)) or kept == 0}
     if isinstance(value, (list, tuple)):

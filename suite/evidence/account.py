@@ -105,19 +105,19 @@ class Account(Stored):
 # ------------------------------------------------------------------------------ whole tensors
 
 
-def whole_tensors(evidence: Evidence, worst: Mapping[str, Any]) -> list[WholeTensor]:
+def whole_tensors(evidence: Evidence, step: int, phase: str, name: str) -> list[WholeTensor]:
     """Every copy, and the oracle's, of the tensor that a failing check names."""
-    place = _place(worst["step"], worst["phase"])
+    place = _place(step, phase)
     if place is None:
         return []
     step, point, kind = place
-    name = worst["name"].removesuffix(" (zero slice)")
+    name = name.removesuffix(" (zero slice)")
     state = evidence.final(kind) if point == "final" else evidence.observed(step, point, kind)
     copies: dict[str, Tensor] = {
         f"replica {replica}": tensor for replica, tensor in state.tensors.get(name, {}).items()
     }
     truth = _truth(evidence.truth, step, point, kind).get(name)
-    if truth is not None and not worst["phase"].startswith("replayed"):
+    if truth is not None and not phase.startswith("replayed"):
         copies["oracle"] = truth
     return [
         WholeTensor(

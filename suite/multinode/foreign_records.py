@@ -12,14 +12,14 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import Pieces, RankRecord
@@ -213,8 +213,10 @@ def _digests_of(folder: Path, rank: int) -> dict[str, str]:
     return {} if end is None else end.digests
 
 
-def results_of(records: Path, cache: Path) -> Iterator[tuple[Case, Account | None, dict[str, Any]]]:
-    """Judge every case of the plan: account and result; ``None`` for what no rank came to."""
+def results_of(
+    records: Path, cache: Path
+) -> Iterator[tuple[Case, tuple[Account, CaseResult] | None]]:
+    """Judge every case of the plan; ``None`` for what no rank came to."""
     from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
@@ -222,12 +224,12 @@ def results_of(records: Path, cache: Path) -> Iterator[tuple[Case, Account | Non
         folder = case_folder(records, number)
         outcomes = outcomes_of(folder, plan.world)
         if outcomes is None and not case.skip:
-            yield case, None, {}
+            yield case, None
             continue
         account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
         if outcomes:
-            result["seconds"] = max(outcome.ended for outcome in outcomes)
-        yield case, account, result
+            result.seconds = max(outcome.ended for outcome in outcomes)
+        yield case, (account, result)
 
 
 def judge(records: Path, results: Path, against: Path | None = None, prune: bool = False) -> int:
@@ -244,17 +246,18 @@ def judge(records: Path, results: Path, against: Path | None = None, prune: bool
     torch.set_num_threads(1)
     with RunFolder(results, sys.argv) as run, tempfile.TemporaryDirectory() as cache:
         run.plan(read_plan(records).cases)
-        for case, account, result in results_of(records, Path(cache)):
-            if account is None:
+        for case, judged in results_of(records, Path(cache)):
+            if judged is None:
                 left += 1
                 run.leave_out(case, "the ranks ended before they came to it")
                 print(f"{'left out':<10} {case.id}", flush=True)
                 continue
+            account, result = judged
             counted.append(result)
             run.keep(result, json.loads(json.dumps(account.to_dict(), default=str)))
             run.add(result)
             print(_line(result), flush=True)
-            if prune and verdicts.kind(result["verdict"]) in verdicts.GREEN:
+            if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
                 _drop_tensors(records, case)
         counts = verdicts.count(counted)
         code = verdicts.exit_code(counts)
@@ -280,10 +283,10 @@ def _drop_tensors(records: Path, case: Case) -> None:
                 path.unlink()
 
 
-def _line(result: Mapping[str, Any]) -> str:
-    error, bound = result.get("worst_error"), result.get("bound")
+def _line(result: CaseResult) -> str:
+    error, bound = result.worst_error, result.bound
     figures = (
         f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
     )
-    reason = f"  {result['reason']}" if result.get("reason") else ""
-    return f"{result['verdict']:<10} {result['id']}{figures}  {result['seconds']:.2f} s{reason}"
+    reason = f"  {result.reason}" if result.reason else ""
+    return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"

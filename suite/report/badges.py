@@ -130,10 +130,10 @@ def of_cell(cell: CapabilityCell) -> str:
     return badge(" ".join(parts) or "shardproof", cell.text, cell.state, cell.sentence)
 
 
-def file_names(found: Iterable[CapabilityCell]) -> dict[str, CapabilityCell]:
+def file_names(cells: Iterable[CapabilityCell]) -> dict[str, CapabilityCell]:
     """File name -> cell: ``reference-zero3_gloo_checkpoint.svg``; names are never shared."""
     names: dict[str, CapabilityCell] = {}
-    for cell in found:
+    for cell in cells:
         parts = (cell.implementation, cell.backend, cell.capability)
         stem = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-.") for part in parts)
         if f"{stem}.svg" in names:
@@ -144,22 +144,22 @@ def file_names(found: Iterable[CapabilityCell]) -> dict[str, CapabilityCell]:
 
 def index(run: Run, names: Mapping[str, CapabilityCell], whole: CapabilityCell) -> str:
     """The index in Markdown: every badge with its sentence as the text for who cannot see it."""
-    last = run.header["invocations"][-1]
-    told = [
-        f"# Badges of run {_plain(str(run.header.get('id', run.path.name)))}",
+    last = run.header.last
+    lines = [
+        f"# Badges of run {_plain(run.name)}",
         "",
-        f"Commit {str(last.get('commit') or 'unknown')[:12]}, shardproof {last.get('suite')}, "
-        f"torch {last.get('packages', {}).get('torch')}, {last.get('started')}. "
+        f"Commit {(last.commit or 'unknown')[:12]}, shardproof {last.suite}, "
+        f"torch {last.packages.get('torch')}, {last.started}. "
         "Each badge is the worst of its cases.",
         "",
         _image(OVERALL, whole),
     ]
     rows = sorted(names.items(), key=lambda item: (item[1].implementation, item[1].backend))
     for implementation, members in groupby(rows, key=lambda item: item[1].implementation):
-        told += ["", f"## {_plain(implementation)}"]
+        lines += ["", f"## {_plain(implementation)}"]
         for backend, row in groupby(members, key=lambda item: item[1].backend):
-            told += ["", f"{_plain(backend)}:", *(_image(name, cell) for name, cell in row)]
-    return "\n".join(told) + "\n"
+            lines += ["", f"{_plain(backend)}:", *(_image(name, cell) for name, cell in row)]
+    return "\n".join(lines) + "\n"
 
 
 def _image(name: str, cell: CapabilityCell) -> str:

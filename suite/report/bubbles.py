@@ -21,7 +21,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardproof.report.tables import Figures, Result, figures_of, name_of
+from shardproof.checks.results import CaseResult
+from shardproof.report.tables import Figures, name_of
 from shardproof.table import Table
 
 BUBBLE_HEADINGS = (
@@ -83,16 +84,15 @@ class Pipeline:
         return next((f["measured"] for f in self.figures if f.get("measured")), None)
 
 
-def pipelines(results: Iterable[Result]) -> list[Pipeline]:
+def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
     """One for each row, in the table's order."""
     groups: dict[tuple[int, int, str, str], list[tuple[bool, Figures]]] = defaultdict(list)
     for result in results:
-        case = result["case"]
-        figures = figures_of(result, "schedule")
-        if case["scenario"].startswith("bubble") and "in_flight" in figures:
-            size = case["mesh"]["pipe"], case["workload"]["micro_batches"]
-            on_threads = case["backend"] == "in_memory"
-            groups[(*size, case["implementation"], name_of(case))].append((on_threads, figures))
+        case, figures = result.case, result.figures("schedule")
+        if case.scenario.startswith("bubble") and "in_flight" in figures:
+            size = case.mesh["pipe"], case.workload.micro_batches
+            on_threads = case.backend == "in_memory"
+            groups[(*size, case.implementation, name_of(case))].append((on_threads, figures))
     return [
         Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])
         for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])
@@ -140,13 +140,13 @@ def _notes(timed: Iterable[Pipeline]) -> list[str]:
     return [NOTE, *(SHARED_NOTE.format(ranks=ranks, cores=cores) for ranks, cores in few)]
 
 
-def tables(results: Iterable[Result]) -> list[Table]:
+def tables(results: Iterable[CaseResult]) -> list[Table]:
     """The tables of bubbles and of what is held, where they have rows."""
-    found = pipelines(results)
-    timed = [row for one in found if (row := _bubble_row(one)) is not None]
-    held = [_held_row(one) for one in found]
+    rows = pipelines(results)
+    timed = [row for one in rows if (row := _bubble_row(one)) is not None]
+    held = [_held_row(one) for one in rows]
     both = (
-        Table(BUBBLE_TITLE, BUBBLE_HEADINGS, timed, notes=_notes(found), align="lrrrrrrr"),
+        Table(BUBBLE_TITLE, BUBBLE_HEADINGS, timed, notes=_notes(rows), align="lrrrrrrr"),
         Table(HELD_TITLE, HELD_HEADINGS, held, align="lrrrrrr"),
     )
     return [table for table in both if table.rows]

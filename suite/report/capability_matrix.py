@@ -1,6 +1,6 @@
 """Strategy x backend x capability: what the cases of a run say about each, as cells.
 
-Pure functions of the lines of ``cases.jsonl`` (JSON form).  A *capability* is of one of two sorts.
+Pure functions of the results of a run.  A *capability* is of one of two sorts.
 One that a check judges (``traffic``, ``memory``, ...) takes that check's own outcome in each case
 that asks for it.  One that a case trains with (clipping, shared weights, ...) takes the verdict of
 the whole case: with it, all that was asked held.  A case that expects a refusal trains nothing, so
@@ -12,15 +12,15 @@ cases make no cell green.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult, LeftOut
 
-Line = Mapping[str, Any]
 State = Literal["fail", "open", "xfail", "working precision only", "pass", "skip", "not run"]
 #: Gravest first.  ``open`` is undecidable, inconclusive or lacks a precondition; ``xfail`` has
 #: failures that the scenario expects; ``working precision only``: no
@@ -85,13 +85,13 @@ BY_TRAIT: dict[str, tuple[str, ...]] = {
 }
 
 
-def _relation(case: Line) -> str:
+def _relation(case: Case) -> str:
     """Name of the metamorphic relation (``""``: none); ``same_as`` is a mapping of that key."""
-    relation = case.get("expect", {}).get("relation") or ""
+    relation = case.expect.get("relation") or ""
     return str(next(iter(relation)) if isinstance(relation, Mapping) else relation)
 
 
-def _given(options: Any, word: str) -> bool:
+def _given(options: object, word: str) -> bool:
     """Whether an option whose name begins with ``word`` is on, also inside other options."""
     return isinstance(options, Mapping) and any(
         (str(name).startswith(word) and bool(value)) or _given(value, word)
@@ -100,33 +100,30 @@ def _given(options: Any, word: str) -> bool:
 
 
 #: Capabilities that other fields of a case tell.
-_BY_FIELD: dict[str, Callable[[Line], bool]] = {
-    "clipping": lambda case: case["optimizer"].get("clip_norm") is not None,
-    "accumulation": lambda case: (
-        case["workload"].get("micro_batches", 1) > 1 or case["workload"].get("windows", 1) > 1
-    ),
-    "mixed-precision": lambda case: bool(case.get("precision")),
-    "loss-scaling": lambda case: case["optimizer"].get("scaler") is not None,
+_BY_FIELD: dict[str, Callable[[Case], bool]] = {
+    "clipping": lambda case: case.optimizer.clip_norm is not None,
+    "accumulation": lambda case: case.workload.micro_batches > 1 or case.workload.windows > 1,
+    "mixed-precision": lambda case: bool(case.precision),
+    "loss-scaling": lambda case: case.optimizer.scaler is not None,
     "recomputation": lambda case: (
-        _relation(case) == "recompute" or _given(case.get("options"), "recompute")
+        _relation(case) == "recompute" or _given(case.options, "recompute")
     ),
-    "offload": lambda case: _given(case.get("options"), "offload"),
-    "checkpoint": lambda case: _relation(case) == "reload" or case.get("reload_at") is not None,
-    "several-axes": lambda case: sum(ranks > 1 for ranks in case["mesh"].values()) > 1,
-    "parameter-groups": lambda case: bool(case["optimizer"].get("groups")),
+    "offload": lambda case: _given(case.options, "offload"),
+    "checkpoint": lambda case: _relation(case) == "reload" or case.reload_at is not None,
+    "several-axes": lambda case: sum(ranks > 1 for ranks in case.mesh.values()) > 1,
+    "parameter-groups": lambda case: bool(case.optimizer.groups),
     "buffers": lambda case: (  # batch norms count batches, and average over them
-        case["workload"]["name"] == "digits_cnn"
-        and case["workload"].get("params", {}).get("norm", "batch") == "batch"
+        case.workload.name == "digits_cnn" and case.workload.params.get("norm", "batch") == "batch"
     ),
-    "elastic": lambda case: bool(case.get("membership")),
+    "elastic": lambda case: bool(case.membership),
 }
 
 
-def capabilities(case: Line) -> list[str]:
-    """The capabilities that a case in its JSON form says something about, in order of columns."""
-    if "refuses" in case.get("expect", {}):
+def capabilities(case: Case) -> list[str]:
+    """The capabilities that a case says something about, in order of columns."""
+    if "refuses" in case.expect:
         return ["refusals"]
-    traits, checks = set(case["workload"].get("traits", ())), set(case["checks"])
+    traits, checks = set(case.workload.traits), set(case.checks)
     return [
         name
         for name in CAPABILITIES
@@ -136,25 +133,21 @@ def capabilities(case: Line) -> list[str]:
     ]
 
 
-def outcome(result: Line, capability: str) -> str:
+def outcome(result: CaseResult, capability: str) -> str:
     """The verdict (one of :data:`shardproof.verdicts.VERDICTS`) of one case on one capability."""
-    verdict = verdicts.kind(result["verdict"])
+    verdict = verdicts.kind(result.verdict)
     names = BY_CHECK.get(capability)
-    told = {check["check"]: check["status"] for check in result.get("checks", ())}
-    if names is None or verdict == "xpass" or not told:
+    if names is None or verdict == "xpass" or not result.checks:
         return verdict  # what ended before its checks says the same of each of them
-    found = [told[name] for name in names if name in told]
-    status = min(found, key=_GRAVITY.index) if found else verdict
+    judged = [check.status for check in result.checks if check.check in names]
+    # A check that does not apply says nothing beside one that does.
+    status = min(judged, key=verdicts.VERDICTS.index) if judged else verdict
     if status == "fail" and verdict == "xfail":
         return "xfail"
-    in_working_precision = result["case"]["lane"] == "working_precision"
+    in_working_precision = result.case.lane == "working_precision"
     if status == "pass" and capability == "numbers" and in_working_precision:
         return verdicts.WORKING_PRECISION_ONLY
-    return str(status)
-
-
-#: A check that does not apply says nothing beside one that does.
-_GRAVITY = verdicts.VERDICTS
+    return status
 
 
 @dataclass
@@ -221,54 +214,55 @@ class CapabilityCell:
         what = " on ".join(place) or "all cases"
         if self.capability:
             what += f", {self.capability}"
-        told = [f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v]]
-        told += [f"{self.left_out} not run"] if self.left_out else []
+        numbers = [f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v]]
+        numbers += [f"{self.left_out} not run"] if self.left_out else []
         worlds = ", ".join(map(str, sorted(self.worlds)))
         where = f"; ranks: {worlds}" if worlds else ""
-        return f"{what}: {', '.join(told) or 'nothing was judged'}{where}"
+        return f"{what}: {', '.join(numbers) or 'nothing was judged'}{where}"
 
-    def _add(self, case: Line, verdict: str) -> None:
+    def _add(self, case: Case, verdict: str) -> None:
         self.counts[verdict] += 1
         if verdict in verdicts.RED:
-            self.broken.append(str(case["id"]))
+            self.broken.append(case.id)
         if verdict != "skip":
-            self.worlds.add(math.prod(case["mesh"].values()))
+            self.worlds.add(case.world)
 
 
-def cells(results: Iterable[Line], left_out: Iterable[Line] = ()) -> list[CapabilityCell]:
+def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> list[CapabilityCell]:
     """Every cell that a case says something about, by implementation, backend and capability.
 
     ``results`` are the lines of cases (``Run.cases``), ``left_out`` those of what was selected and
     not run (``Run.left_out``), of which comparisons say nothing here.
     """
-    found: dict[tuple[str, str, str], CapabilityCell] = {}
+    by_place: dict[tuple[str, str, str], CapabilityCell] = {}
 
-    def of(case: Line, capability: str) -> CapabilityCell:
-        key = (str(case["implementation"]), str(case["backend"]), capability)
-        return found.setdefault(key, CapabilityCell(*key))
+    def of(case: Case, capability: str) -> CapabilityCell:
+        key = (case.implementation, case.backend, capability)
+        return by_place.setdefault(key, CapabilityCell(*key))
 
     for result in results:
-        for name in capabilities(result["case"]):
-            of(result["case"], name)._add(result["case"], outcome(result, name))
-    for line in left_out:
-        for name in capabilities(line["case"]) if "case" in line else ():
-            of(line["case"], name).left_out += 1
+        for name in capabilities(result.case):
+            of(result.case, name)._add(result.case, outcome(result, name))
+    for case in (line.case for line in left_out if line.case is not None):
+        for name in capabilities(case):
+            of(case, name).left_out += 1
     order = {name: number for number, name in enumerate(CAPABILITIES)}
     return sorted(
-        found.values(), key=lambda cell: (cell.implementation, cell.backend, order[cell.capability])
+        by_place.values(),
+        key=lambda cell: (cell.implementation, cell.backend, order[cell.capability]),
     )
 
 
-def overall(results: Iterable[Line], left_out: Iterable[Line] = ()) -> CapabilityCell:
+def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
     """One cell of all cases, each counted once with its verdict."""
     cell = CapabilityCell("", "", "")
     for result in results:
-        cell._add(result["case"], verdicts.kind(result["verdict"]))
-    cell.left_out = sum("case" in line for line in left_out)
+        cell._add(result.case, verdicts.kind(result.verdict))
+    cell.left_out = sum(line.case is not None for line in left_out)
     return cell
 
 
-def columns(found: Iterable[CapabilityCell]) -> list[str]:
+def columns(cells: Iterable[CapabilityCell]) -> list[str]:
     """The capabilities that some cell is about, in order of columns."""
-    there = {cell.capability for cell in found}
+    there = {cell.capability for cell in cells}
     return [name for name in CAPABILITIES if name in there]

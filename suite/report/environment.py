@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from collections.abc import Mapping
+
+from pydantic import JsonValue
 
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -15,31 +17,32 @@ _KNOWN = ("command", "started", "ended", "exit_code", "suite", "commit", "python
 
 def environment(run: Run) -> Table:
     """A row for each fact, a column for each invocation."""
-    invocations = [_flat(invocation) for invocation in run.header["invocations"]]
+    invocations = [_flat(one.model_dump(exclude_unset=True)) for one in run.header.invocations]
     names = dict.fromkeys(name for facts in invocations for name in facts)
     headings = ("fact", *(f"invocation {number}" for number, _ in enumerate(invocations, 1)))
     rows = [(name, *(facts.get(name, "-") for facts in invocations)) for name in names]
     return Table("What ran, and where", headings, rows)
 
 
-def _flat(invocation: dict[str, Any]) -> dict[str, str]:
+def _flat(invocation: Mapping[str, JsonValue]) -> dict[str, str]:
     facts = {}
     for name in _KNOWN:
         value = invocation.get(name)
         if name == "command":
-            facts[name] = shlex.join(map(str, value or ()))
+            facts[name] = shlex.join(map(str, value)) if isinstance(value, list) else ""
         else:
             facts[name.replace("_", " ")] = "-" if value is None else str(value)
     for name in _LISTS:
-        if invocation.get(name):
-            facts[f"{name} (number)"] = f"{len(invocation[name]):,}"
+        listed = invocation.get(name)
+        if isinstance(listed, list) and listed:
+            facts[f"{name} (number)"] = f"{len(listed):,}"
     rest = {k: v for k, v in invocation.items() if k not in (*_KNOWN, *_LISTS)}
     for name, value in rest.items():
         facts |= _leaves(name, value)
     return facts
 
 
-def _leaves(name: str, value: Any) -> dict[str, str]:
+def _leaves(name: str, value: JsonValue) -> dict[str, str]:
     if isinstance(value, dict):
         leaves: dict[str, str] = {}
         for key, item in value.items():

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
+from shardproof.checks.results import Kill
 from shardproof.report.looks import chip
-from shardproof.report.tables import Result
 from shardproof.table import Cell, Mark, Row, Table
 
 #: What the marks of :func:`kill_matrix` mean.
@@ -17,38 +17,38 @@ MARKS = {
     "!": "named but silent",
     "": "does not fail",
 }
-LEGEND = "; ".join(f"{mark} {says}" for mark, says in MARKS.items() if mark) + "."
+LEGEND = "; ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark) + "."
 
 
-def kill_matrix(kills: Sequence[Result]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def kill_matrix(kills: Sequence[Kill]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Fault x check, as one of :data:`MARKS`."""
-    columns = sorted({check for k in kills for check in (*k["killed_by"], *k["failing"])})
+    columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
     lines = []
     for kill in kills:
         marks = []
         for check in columns:
-            named, fails = check in kill["killed_by"], check in kill["failing"]
+            named, fails = check in kill.killed_by, check in kill.failing
             marks.append("K" if named and fails else "!" if named else "x" if fails else "")
-        lines.append((str(kill["name"]), marks))
+        lines.append((kill.name, marks))
     return columns, lines
 
 
-def table(kills: Sequence[Result]) -> Table:
+def table(kills: Sequence[Kill]) -> Table:
     """The kill matrix with what became of each fault; survivors are marked."""
     columns, lines = kill_matrix(kills)
-    marks: list[Mark] = ["" if kill["killed"] else "bad" for kill in kills]
-    survivors = any(not kill["killed"] for kill in kills)
+    marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
+    survivors = any(not kill.killed for kill in kills)
     rows: list[Row] = [
         (
             name,
-            chip("killed" if kill["killed"] else "survives"),
-            *map(_mark, found),
-            str(kill["parent"]),
-            str(kill["lane"]),
-            "-" if kill["margin"] is None else f"{float(kill['margin']):.1e}",
-            *([str(kill["why_not"])] if survivors else []),
+            chip("killed" if kill.killed else "survives"),
+            *map(_mark, row_marks),
+            kill.parent,
+            kill.lane,
+            "-" if kill.margin is None else f"{float(kill.margin):.1e}",
+            *([kill.why_not] if survivors else []),
         )
-        for kill, (name, found) in zip(kills, lines, strict=True)
+        for kill, (name, row_marks) in zip(kills, lines, strict=True)
     ]
     upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
     headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
@@ -66,16 +66,16 @@ def _mark(mark: str) -> Cell:
     )
 
 
-def kill_counts(kills: Sequence[Result]) -> str:
+def kill_counts(kills: Sequence[Kill]) -> str:
     """Kills by lane, and how many faults a single check sees: dropping it would lose them."""
-    lanes = Counter(str(kill["lane"]) for kill in kills if kill["killed"])
+    lanes = Counter(kill.lane for kill in kills if kill.killed)
     by_lane = ", ".join(f"{lane} {count}" for lane, count in sorted(lanes.items())) or "none"
-    lone = Counter(str(kill["failing"][0]) for kill in kills if len(kill["failing"]) == 1)
+    lone = Counter(kill.failing[0] for kill in kills if len(kill.failing) == 1)
     only = ", ".join(f"{check} {count}" for check, count in sorted(lone.items()))
     return f"kills by lane: {by_lane}; seen by one check only: {lone.total()} ({only or 'none'})"
 
 
-def verdict_counts(kills: Sequence[Result]) -> str:
+def verdict_counts(kills: Sequence[Kill]) -> str:
     """How many of the faults that ran were killed, and how many did not run, as a sentence."""
     run = judged(kills)
     killed = len(run) - len(survivors(kills))
@@ -84,12 +84,12 @@ def verdict_counts(kills: Sequence[Result]) -> str:
     return f"Planted faults: {killed} of {len(run)} killed by their named check{more}."
 
 
-def judged(kills: Sequence[Result]) -> list[Result]:
+def judged(kills: Sequence[Kill]) -> list[Kill]:
     """The faults that were run, survivors first."""
-    there = [kill for kill in kills if kill["verdict"] != "left out"]
-    return sorted(there, key=lambda kill: (bool(kill["killed"]), str(kill["name"])))
+    there = [kill for kill in kills if not kill.left_out]
+    return sorted(there, key=lambda kill: (kill.killed, kill.name))
 
 
-def survivors(kills: Sequence[Result]) -> list[Result]:
+def survivors(kills: Sequence[Kill]) -> list[Kill]:
     """The faults that were run and not killed."""
-    return [kill for kill in judged(kills) if not kill["killed"]]
+    return [kill for kill in judged(kills) if not kill.killed]

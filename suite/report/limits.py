@@ -6,14 +6,15 @@ was not looked at stands here with how often it occurred.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.bench import lines
+from shardproof.checks import CHECKS, Outcome
+from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, looks, matrix, summary
-from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -50,8 +51,8 @@ class Limit:
 def limits(run: Run) -> list[Limit]:
     """Every table that has rows."""
     return [
-        found
-        for found in (
+        limit
+        for limit in (
             _unfinished(run),
             _left_out(run),
             _skipped(run.cases),
@@ -63,67 +64,73 @@ def limits(run: Run) -> list[Limit]:
             _not_judged(run.cases),
             _working_precision_only(run.cases),
         )
-        if found.rows
+        if limit.rows
     ]
 
 
+def _limit(
+    title: str,
+    why: str,
+    headings: Sequence[str],
+    groups: Mapping[tuple[str, ...], Sequence[str]],
+    listed: bool = False,
+) -> Limit:
+    """A row for each group, the largest first: how many it has, and what they share.
+
+    ``groups`` has what is counted; ``listed``: it is also listed on demand.
+    """
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    shown, rest = ordered[:MOST], len(ordered[MOST:])
+    rows = tuple((str(len(members)), *key) for key, members in shown)
+    items = tuple(tuple(members) for _, members in shown) if listed else ()
+    return Limit(title, why, ("cases", *headings), rows, items, rest)
+
+
+def _grouped(pairs: Iterable[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for key, member in pairs:
+        groups[key].append(member)
+    return groups
+
+
 def _unfinished(run: Run) -> Limit:
-    names = summary.unfinished(run)
-    rows = [(f"{len(names)}", "planned, and no result: the run was ended before")] if names else []
+    key = ("planned, without a result: the run ended before",)
+    groups = _grouped((key, name) for name in summary.unfinished(run))
     why = "Planned by an invocation that was stopped."
-    items = (tuple(names),) if names else ()
-    return Limit("Planned and missing", why, ("cases", "reason"), tuple(rows), items)
+    return _limit("Planned and missing", why, ("reason",), groups, listed=True)
 
 
 def _left_out(run: Run) -> Limit:
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for line in run.left_out:
-        by_reason[str(line["reason"])].append(str(line["id"]))
-    for kill in run.kills:
-        if kill["verdict"] == "left out":
-            by_reason[f"fault: {kill['why_not']}"].append(str(kill["name"]))
-    ordered = sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
-    return Limit(
-        "Left out",
-        "Selected and not run.",
-        ("cases", "reason"),
-        tuple((str(len(ids)), reason) for reason, ids in ordered),
-        tuple(tuple(ids) for _, ids in ordered),
-    )
+    lines = [((line.reason,), line.id) for line in run.left_out]
+    lines += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
+    return _limit("Left out", "Selected and not run.", ("reason",), _grouped(lines), listed=True)
 
 
-def _skipped(results: Iterable[Result]) -> Limit:
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for result in results:
-        if verdicts.kind(result["verdict"]) == "skip":
-            groups[result["case"]["implementation"], result["reason"]].append(result["id"])
-    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    shown, rest = ordered[:MOST], len(ordered[MOST:])
-    return Limit(
+def _skipped(results: Iterable[CaseResult]) -> Limit:
+    return _limit(
         "Skipped cases",
-        "Outside what the implementation claims, or something is missing on this machine.",
-        ("cases", "implementation", "reason"),
-        tuple((str(len(ids)), *key) for key, ids in shown),
-        tuple(tuple(ids) for _, ids in shown),
-        rest,
+        "The implementation does not claim to do this, or this machine lacks something.",
+        ("implementation", "reason"),
+        _grouped(
+            ((result.case.implementation, result.reason), result.id)
+            for result in results
+            if verdicts.kind(result.verdict) == "skip"
+        ),
+        listed=True,
     )
 
 
-def _open(results: Iterable[Result]) -> Limit:
-    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for result in results:
-        if verdicts.kind(result["verdict"]) in verdicts.OPEN:
-            key = result["verdict"], result["case"]["implementation"], result["reason"]
-            groups[key].append(result["id"])
-    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    shown, rest = ordered[:MOST], len(ordered[MOST:])
-    return Limit(
+def _open(results: Iterable[CaseResult]) -> Limit:
+    return _limit(
         "Not decided",
-        "These ran, and their records do not suffice for a verdict.",
-        ("cases", "verdict", "implementation", "reason"),
-        tuple((str(len(ids)), *key) for key, ids in shown),
-        tuple(tuple(ids) for _, ids in shown),
-        rest,
+        "These ran, but their records do not suffice for a verdict.",
+        ("verdict", "implementation", "reason"),
+        _grouped(
+            ((result.verdict, result.case.implementation, result.reason), result.id)
+            for result in results
+            if verdicts.kind(result.verdict) in verdicts.OPEN
+        ),
+        listed=True,
     )
 
 
@@ -157,30 +164,35 @@ def _open_times(run: Run) -> Limit:
     return Limit(*_OPEN_TIMES, tuple(rows[:MOST]), rest=len(rows[MOST:]))
 
 
-def _judged(results: Iterable[Result]) -> Iterator[Result]:
-    return (r for r in results if r["checks"] and verdicts.kind(r["verdict"]) != "skip")
+def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
+    """The implementation and every check of each case that ran."""
+    for result in results:
+        if verdicts.kind(result.verdict) != "skip":
+            yield from ((result.case.implementation, outcome) for outcome in result.checks)
 
 
-def _skipped_checks(results: Iterable[Result]) -> Limit:
-    counts: Counter[tuple[str, str]] = Counter()
-    who: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for result in _judged(results):
-        for check in result["checks"]:
-            if check["status"] in ("skip", "undecidable", "precondition"):
-                key = check["check"], check["message"]
-                counts[key] += 1
-                who[key].add(result["case"]["implementation"])
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return Limit(
+def _with_members(
+    groups: Mapping[tuple[str, ...], list[str]], most: int
+) -> dict[tuple[str, ...], list[str]]:
+    """``groups`` whose keys end with the distinct members, of which ``most`` are named."""
+    return {(*key, _some(sorted(set(members)), most)): members for key, members in groups.items()}
+
+
+def _skipped_checks(results: Iterable[CaseResult]) -> Limit:
+    groups = _grouped(
+        ((outcome.check, outcome.message), name)
+        for name, outcome in _judged(results)
+        if outcome.status in ("skip", "undecidable", "precondition")
+    )
+    return _limit(
         "Checks that did not judge in cases that ran",
         "The case has a verdict from its other checks.",
-        ("cases", "check", "reason", "implementations"),
-        tuple((str(n), *key, _some(sorted(who[key]))) for key, n in ordered[:MOST]),
-        rest=len(ordered[MOST:]),
+        ("check", "reason", "implementations"),
+        _with_members(groups, 4),
     )
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
+def _some(names: Sequence[str], most: int) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -192,9 +204,8 @@ def _never_asked(run: Run) -> Limit:
     asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
     rows = []
     for capability in capability_matrix.columns(cells):
-        there = [name for name in names if (name, capability) in asked]
         absent = [name for name in names if (name, capability) not in asked]
-        if there and absent:
+        if 0 < len(absent) < len(names):
             rows.append((capability, str(len(absent)), ", ".join(absent)))
     return Limit(
         "Capabilities that no judged case asked about",
@@ -204,60 +215,54 @@ def _never_asked(run: Run) -> Limit:
     )
 
 
-def _not_tested(results: Iterable[Result]) -> Limit:
-    counts: Counter[tuple[str, str]] = Counter()
-    who: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for result in _judged(results):
-        for check in result["checks"]:
-            for item in check["figures"].get("not_tested", ()):
+def _not_tested(results: Iterable[CaseResult]) -> Limit:
+    def pairs() -> Iterator[tuple[tuple[str, ...], str]]:
+        for _, outcome in _judged(results):
+            for item in outcome.figures.get("not_tested", ()):
                 phase, _, tensor = str(item).partition(": ")
-                counts[phase, tensor] += 1
-                who[phase, tensor].add(check["check"])
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return Limit(
+                yield (phase, tensor), outcome.check
+
+    return _limit(
         "Tensors without power",
-        "A rolled, halved or rescaled copy of these would have passed, so that they passed says "
+        "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
         "little (a step counter, a tensor of zeros or of one element).",
-        ("cases", "when", "tensor", "check"),
-        tuple((str(n), *key, ", ".join(sorted(who[key]))) for key, n in ordered[:MOST]),
-        rest=len(ordered[MOST:]),
+        ("when", "tensor", "check"),
+        _with_members(_grouped(pairs()), most=len(CHECKS)),
     )
 
 
-def _not_judged(results: Iterable[Result]) -> Limit:
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for result in _judged(results):
-        name = result["case"]["implementation"]
-        for check in result["checks"]:
-            figures = check["figures"]
-            for kind, why in (figures.get("not_judged") or {}).items():
-                counts[f"{check['check']}: {kind.replace('_', ' ')}", name, str(why)] += 1
-            note = figures.get("activations")
+def _not_judged(results: Iterable[CaseResult]) -> Limit:
+    def pairs() -> Iterator[tuple[tuple[str, ...], str]]:
+        for name, outcome in _judged(results):
+            for kind, why in (outcome.figures.get("not_judged") or {}).items():
+                yield (f"{outcome.check}: {kind.replace('_', ' ')}", name, str(why)), name
+            note = outcome.figures.get("activations")
             if isinstance(note, str):
                 why = note.removeprefix("not judged: ")
-                counts[f"{check['check']}: activations", name, why] += 1
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return Limit(
-        "Figures that are check and not judged",
+                yield (f"{outcome.check}: activations", name, why), name
+
+    return _limit(
+        "Figures that were measured and not judged",
         "Their check passed without them.",
-        ("cases", "what", "implementation", "reason"),
-        tuple((str(n), *key) for key, n in ordered[:MOST]),
-        rest=len(ordered[MOST:]),
+        ("what", "implementation", "reason"),
+        _grouped(pairs()),
     )
 
 
-def _working_precision_only(results: Iterable[Result]) -> Limit:
-    found: Counter[tuple[str, str]] = Counter()
-    for result in results:
-        if verdicts.kind(result["verdict"]) == verdicts.WORKING_PRECISION_ONLY:
-            case = result["case"]
-            precision = ", ".join(sorted({case["dtype"], *(case.get("precision") or {}).values()}))
-            found[case["implementation"], precision] += 1
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-    return Limit(
+def _working_precision_only(results: Iterable[CaseResult]) -> Limit:
+    return _limit(
         "Judged in working precision only",
-        "Held to a multiple of one device's own error: small faults hide in it.",
-        ("cases", "implementation", "precision"),
-        tuple((str(n), *key) for key, n in ordered[:MOST]),
-        rest=len(ordered[MOST:]),
+        "Their bound is a multiple of one device's own error, so small faults go unseen.",
+        ("implementation", "precision"),
+        _grouped(
+            (
+                (case.implementation, ", ".join(sorted({case.dtype, *case.precision.values()}))),
+                case.id,
+            )
+            for case in (
+                result.case
+                for result in results
+                if verdicts.kind(result.verdict) == verdicts.WORKING_PRECISION_ONLY
+            )
+        ),
     )

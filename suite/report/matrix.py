@@ -33,7 +33,7 @@ class CapabilityMatrix:
             for row in self.rows
         ]
         headings = ("implementation", "backend", *(name for name, _ in self.columns))
-        notes = tuple(f"- {name}: {says}" for name, says in self.columns)
+        notes = tuple(f"- {name}: {about}" for name, about in self.columns)
         return Table("Capabilities", headings, rows, notes=notes)
 
 
@@ -44,10 +44,10 @@ def cells(run: Run) -> list[CapabilityCell]:
 
 def matrix(run: Run) -> CapabilityMatrix:
     """The matrix of all cases of a run."""
-    found = cells(run)
-    names = capability_matrix.columns(found)
-    by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in found}
-    places = sorted({(cell.implementation, cell.backend) for cell in found})
+    there = cells(run)
+    names = capability_matrix.columns(there)
+    by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in there}
+    places = sorted({(cell.implementation, cell.backend) for cell in there})
     return CapabilityMatrix(
         tuple((name, capability_matrix.CAPABILITIES[name]) for name in names),
         tuple(

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from shardproof.report.tables import Result, name_of, world_of
+from shardproof.checks.results import CaseResult
+from shardproof.report.tables import Figures, name_of
 from shardproof.table import Mark, Table
 
 HEADINGS = (
@@ -38,7 +39,7 @@ ACCOUNTING = (
 )
 
 
-def table(results: Iterable[Result]) -> Table | None:
+def table(results: Iterable[CaseResult]) -> Table | None:
     """One row per distinct cell, by world; ``None``: no case measured memory."""
     rows = [row for row, _ in with_figures(results)]
     if not rows:
@@ -47,42 +48,40 @@ def table(results: Iterable[Result]) -> Table | None:
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
 
 
-def allocator(results: Iterable[Result]) -> Table | None:
+def allocator(results: Iterable[CaseResult]) -> Table | None:
     """A GPU's allocator beside the ledger, a row a case; ``None``: no case ran on a GPU."""
     rows = []
     for result in results:
-        check = next((c for c in result["checks"] if c["check"] == "memory"), None)
-        by_rank = check["figures"].get("allocator") if check is not None else None
+        by_rank = result.figures("memory").get("allocator")
         if by_rank:
             rank = max(by_rank, key=lambda r: by_rank[r]["allocated"])
             held, counted = by_rank[rank]["allocated"], by_rank[rank]["ledger"]
-            case = result["case"]
+            case = result.case
             ratio = f"{held / counted:.3f}x" if counted else "-"
-            optimizer, world = case["optimizer"]["name"], str(world_of(case))
+            optimizer, world = case.optimizer.name, str(case.world)
             rows.append((name_of(case), optimizer, world, f"{held:,}", f"{counted:,}", ratio))
     headings = ("implementation", "optimizer", "world", "allocator", "ledger", "ratio")
     note = "Nothing is judged by the allocator: it rounds up, and holds the suite's tensors, too."
     return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr") if rows else None
 
 
-def with_figures(results: Iterable[Result]) -> list[tuple[tuple[str, ...], Result]]:
+def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], Figures]]:
     """Texts of :data:`HEADINGS` for each row, beside the figures that they come from."""
-    rows: dict[tuple[Any, ...], tuple[tuple[str, ...], Result]] = {}
+    rows: dict[tuple[Any, ...], tuple[tuple[str, ...], Figures]] = {}
     for result in results:
-        check = next((c for c in result["checks"] if c["check"] == "memory"), None)
-        if check is None or "ratio_measured" not in check["figures"]:
+        check = result.check("memory")
+        if check is None or "ratio_measured" not in check.figures:
             continue
-        case, figures = result["case"], check["figures"]
+        case, figures = result.case, check.figures
         name = name_of(case)
-        policy = case.get("precision") or {}
-        precision = ", ".join(f"{k} {v}" for k, v in policy.items()) or case["dtype"]
+        precision = ", ".join(f"{k} {v}" for k, v in case.precision.items()) or case.dtype
         theory, limit, promised = (figures[f"ratio_{k}"] for k in ("theory", "limit", "promised"))
-        failed = FAILS if check["status"] == "fail" else ""
+        failed = FAILS if check.status == "fail" else ""
         row = (
             name,
-            case["optimizer"]["name"],
+            case.optimizer.name,
             precision,
-            str(world_of(case)),
+            str(case.world),
             figures["accounting"],
             f"{figures['bytes_held']:,}",
             f"{figures['bytes_whole']:,}",
@@ -91,12 +90,12 @@ def with_figures(results: Iterable[Result]) -> list[tuple[tuple[str, ...], Resul
             "-" if theory is None else f"{_ratio(theory)} = {theory}",
             "-" if theory is None else "N (shard ranks)" if limit is None else _ratio(limit),
         )
-        key = (name, row[1], row[2], world_of(case), *row[5:])
+        key = (name, row[1], row[2], case.world, *row[5:])
         rows.setdefault(key, (row, figures))
     return [row for _, row in sorted(rows.items(), key=lambda item: item[0][:4])]
 
 
-def _times_less(figures: Result, what: str, ratio: str) -> str:
+def _times_less(figures: Figures, what: str, ratio: str) -> str:
     """A ratio to the whole copies; where all is on the host there is none."""
     return _ratio(figures[ratio]) if figures[f"bytes_{what}"] else "nothing held"
 

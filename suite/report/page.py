@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.bench import lines
+from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import bars, curves, forest, heat, timelines
 from shardproof.report.environment import environment
@@ -24,7 +25,7 @@ from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
 from shardproof.report.matrix import matrix
 from shardproof.report.summary import Break, cases_by_gravity
-from shardproof.report.tables import Result, error_is_ratio, error_text, world_of
+from shardproof.report.tables import error_is_ratio, error_text
 from shardproof.runs.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -99,8 +100,8 @@ def html(run: Run) -> str:
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         headline=summary.headline(run),
-        provenance=tables.provenance(run),
-        started=_moment(run.header["invocations"][0].get("started")),
+        provenance=run.provenance,
+        started=_moment(run.header.invocations[0].started),
         tiles=_tiles(run),
         broken=broken[:SHOWN],
         more_broken=_by_implementation(broken[SHOWN:]),
@@ -145,8 +146,8 @@ def _broken(run: Run) -> list[BrokenItem]:
     broken, drawn = [], 0
     for number, item in enumerate(summary.breaks(run), 1):
         picture = None
-        if item.kind == "case" and drawn < heat.MOST:
-            picture = heat.heat_map(run.path, item.line)
+        if item.result is not None and drawn < heat.MOST:
+            picture = heat.heat_map(run.path, item.result)
             drawn += picture is not None
         broken.append(BrokenItem(f"b-{number}", item, picture))
     return broken
@@ -163,19 +164,19 @@ def _maps_missing(broken: Sequence[BrokenItem]) -> int:
 def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[BrokenItem]]]:
     groups: dict[str, list[BrokenItem]] = {}
     for item in broken:
-        case = item.item.line.get("case")
-        groups.setdefault(case["implementation"] if case else f"{item.item.kind}s", []).append(item)
+        name = item.item.implementation or f"{item.item.kind}s"
+        groups.setdefault(name, []).append(item)
     return sorted(groups.items())
 
 
 def _groups(
-    results: Sequence[Result], columns: Sequence[str], anchors: dict[str, str]
+    results: Sequence[CaseResult], columns: Sequence[str], anchors: dict[str, str]
 ) -> list[CaseGroup]:
     """Cases by implementation and backend, gravest first."""
     numbers = {name: str(number) for number, name in enumerate(columns)}
-    members: dict[tuple[str, str], list[Result]] = {}
+    members: dict[tuple[str, str], list[CaseResult]] = {}
     for result in cases_by_gravity(results):
-        key = result["case"]["implementation"], result["case"]["backend"]
+        key = result.case.implementation, result.case.backend
         members.setdefault(key, []).append(result)
     groups = []
     for number, (place, cases) in enumerate(sorted(members.items()), 1):
@@ -186,23 +187,19 @@ def _groups(
     return groups
 
 
-def _case_row(result: Result, numbers: dict[str, str], anchors: dict[str, str]) -> CaseRow:
-    case = result["case"]
-    reason = result["reason"]
-    error, bound = (
-        None if result.get(key) is None else float(result[key]) for key in ("worst_error", "bound")
-    )
-    sent, expected = result.get("bytes_sent"), result.get("bytes_expected")
-    about = capability_matrix.capabilities(case)
+def _case_row(result: CaseResult, numbers: dict[str, str], anchors: dict[str, str]) -> CaseRow:
+    verdict, reason = result.verdict, result.reason
+    sent, expected = result.bytes_sent, result.bytes_expected
+    about = capability_matrix.capabilities(result.case)
     return CaseRow(
-        result["verdict"] if len(result["verdict"]) < 60 else verdicts.kind(result["verdict"]),
-        result["id"],
-        world_of(case),
-        float(result["seconds"]),
-        error_text(error, bound, error_is_ratio(result)),
+        verdict if len(verdict) < 60 else verdicts.kind(verdict),
+        result.id,
+        result.case.world,
+        result.seconds,
+        error_text(result.worst_error, result.bound, error_is_ratio(result)),
         "-" if not sent else ("= formula" if sent == expected else f"{sent} / {expected}"),
         reason if len(reason) <= _REASON else f"{reason[:_REASON]} ...",
-        anchors.get(result["id"], ""),
+        anchors.get(result.id, ""),
         " ".join(numbers[name] for name in about if name in numbers),
     )
 
@@ -225,5 +222,5 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _moment(moment: object) -> str:
-    return str(moment or "").replace("T", " ").replace("+00:00", " UTC")
+def _moment(moment: str) -> str:
+    return moment.replace("T", " ").replace("+00:00", " UTC")

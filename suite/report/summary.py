@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardproof import verdicts
+from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
-from shardproof.report.tables import Result
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -38,36 +38,42 @@ class Break:
     verdict: str
     reason: str
     rerun: str
-    line: Result
+    result: CaseResult | None = None
+
+    @property
+    def implementation(self) -> str:
+        """What a broken case runs."""
+        return "" if self.result is None else self.result.case.implementation
 
     @property
     def cause(self) -> str:
         """The check that failed first, or else the verdict."""
-        checks = self.line.get("checks") or ()
-        failing = [told["check"] for told in checks if told["status"] == "fail"]
-        return failing[0] if failing else verdicts.kind(self.verdict)
+        outcomes = self.result.checks if self.result is not None else ()
+        failing = (outcome.check for outcome in outcomes if outcome.status == "fail")
+        return next(failing, verdicts.kind(self.verdict))
 
 
 def breaks(run: Run) -> list[Break]:
     """Everything that broke: cases by gravity, then survivors, comparisons and scaling."""
-    order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
-    red = [r for r in run.cases if verdicts.kind(r["verdict"]) in verdicts.RED]
-    red.sort(key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))
-    broken = [Break("case", r["id"], r["verdict"], r["reason"], r.get("rerun", ""), r) for r in red]
+    broken = [
+        Break("case", r.id, r.verdict, r.reason, r.rerun, r)
+        for r in cases_by_gravity(run.cases)
+        if verdicts.kind(r.verdict) in verdicts.RED
+    ]
     for kill in kills.survivors(run.kills):
-        rerun = f"shardproof mutants --impl {shlex.quote(str(kill['name']))}"
-        broken.append(Break("fault", kill["name"], "survives", kill["why_not"], rerun, kill))
+        rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}"
+        broken.append(Break("fault", kill.name, "survives", kill.why_not, rerun))
     for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
         for line in lines:
             if looks.head(line["verdict"]) in BROKEN:
                 reason = str(line.get("reason") or "")
-                broken.append(Break(kind, line["id"], line["verdict"], reason, _again(run), line))
+                broken.append(Break(kind, line["id"], line["verdict"], reason, _again(run)))
     return broken
 
 
 def _again(run: Run) -> str:
     """The last command that timed something."""
-    commands = [told["command"] for told in run.header["invocations"] if "bench" in told["command"]]
+    commands = [one.command for one in run.header.invocations if "bench" in one.command]
     return shlex.join(commands[-1]) if commands else ""
 
 
@@ -79,8 +85,8 @@ def headline(run: Run) -> Headline:
     undecided = sum(counts[verdict] for verdict in verdicts.OPEN)
     planted = kills.judged(run.kills)
     alive = kills.survivors(run.kills)
-    timed = [*run.benches, *run.scalings]
-    heads = Counter(looks.head(told["verdict"]) for told in timed)
+    timed = run.timed
+    heads = Counter(looks.head(line["verdict"]) for line in timed)
     fallen = sum(heads[word] for word in BROKEN)
     unsure = sum(heads[word] for word in OPEN)
     missing = unfinished(run)
@@ -125,41 +131,33 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield kills.verdict_counts(run.kills)
     for what, lines in (("Comparisons of times", run.benches), ("Scaling", run.scalings)):
         if lines:
-            heads = Counter(looks.head(told["verdict"]) for told in lines)
+            heads = Counter(looks.head(line["verdict"]) for line in lines)
             yield f"{what}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
 
 
 def unfinished(run: Run) -> list[str]:
     """Planned cases, faults and comparisons without a line: a kill came before them."""
-    there = {str(told["id"]) for told in (*run.cases, *run.mutant_cases, *run.left_out)}
-    there |= {str(told["id"]) for told in (*run.benches, *run.scalings)}
-    names = {str(kill["name"]) for kill in run.kills}
-    found: dict[str, None] = {}
-    for invocation in run.header["invocations"]:
-        ended = invocation.get("exit_code") is not None
-        late = [name for name in invocation.get("kills", ()) if name not in names]
+    there, faults = run.ids, {kill.name for kill in run.kills}
+    absent: list[str] = []
+    for invocation in run.header.invocations:
         # Cases of faults that a budget kept from running are told by the fault.
-        planned = () if invocation.get("kills") and ended else invocation.get("planned", ())
-        timed = invocation.get("benches", ())
-        found |= dict.fromkeys(n for n in (*planned, *timed) if n not in there)
-        found |= dict.fromkeys(late)
-    return list(found)
+        late = invocation.kills and invocation.exit_code is not None
+        planned = invocation.benches if late else [*invocation.planned, *invocation.benches]
+        absent += [name for name in planned if name not in there]
+        absent += [name for name in invocation.kills if name not in faults]
+    return list(dict.fromkeys(absent))
 
 
 def by_cause(broken: list[Break]) -> Table:
     """Broken cases by implementation and by what failed first, most frequent first."""
-    counts = Counter(
-        (str(item.line["case"]["implementation"]), item.cause)
-        for item in broken
-        if item.kind == "case"
-    )
+    counts = Counter((item.implementation, item.cause) for item in broken if item.kind == "case")
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
     headings = ("implementation", "failed first", "cases")
     return Table("Failures by implementation", headings, rows, align="llr")
 
 
-def cases_by_gravity(results: Iterable[Result]) -> list[Result]:
+def cases_by_gravity(results: Iterable[CaseResult]) -> list[CaseResult]:
     """Gravest first, then by id."""
     order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
-    return sorted(results, key=lambda r: (order[verdicts.kind(r["verdict"])], r["id"]))
+    return sorted(results, key=lambda r: (order[verdicts.kind(r.verdict)], r.id))

@@ -16,10 +16,11 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
 from shardproof.table import Mark, Table
 
-Result = Mapping[str, Any]
 #: Figures of one check, by name: their shapes are the check's own.
 Figures = Mapping[str, Any]
 
@@ -69,70 +70,65 @@ HEADINGS = (
 )
 
 
-def table(results: Iterable[Result], detailed: bool = True) -> Table:
+def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     """:func:`rows` as a table; rows of what broke are marked."""
-    found = rows(results, detailed)
-    marks: list[Mark] = ["bad" if row.red else "" for row in found]
+    made = rows(results, detailed)
+    marks: list[Mark] = ["bad" if row.red else "" for row in made]
     title = "Implementation x backend x world"
-    return Table(title, HEADINGS, [row.cells() for row in found], marks, align="llrlllr")
+    return Table(title, HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
 
 
-def rows(results: Iterable[Result], detailed: bool = True) -> list[Row]:
+def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
     """One row per (implementation with options, backend, world), or (implementation, backend)."""
-    groups: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
-        case = result["case"]
-        name, world = case["implementation"], 0
-        if detailed:
-            name, world = name_of(case), world_of(case)
-        groups[name, case["backend"], world].append(result)
+        case = result.case
+        name, world = (name_of(case), case.world) if detailed else (case.implementation, 0)
+        groups[name, case.backend, world].append(result)
     return [
         _row(implementation, backend, members)
         for (implementation, backend, _), members in sorted(groups.items())
     ]
 
 
-def world_of(case: Result) -> int:
-    """Number of ranks of a case in its JSON form."""
-    return math.prod(case["mesh"].values())
+def name_of(case: Case) -> str:
+    """The implementation of a case, with the label of its options."""
+    return case.implementation + (f"+{case.label}" if case.label else "")
 
 
-def name_of(case: Result) -> str:
-    """The implementation of a case in its JSON form, with the label of its options."""
-    label = case.get("label")
-    return case["implementation"] + (f"+{label}" if label else "")
+def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
+    """Bytes sent, and those of the formulas."""
+    sent = expected = Fraction(0)
+    for result in results:
+        sent += Fraction(result.bytes_sent or 0)
+        expected += Fraction(result.bytes_expected or 0)
+    return sent, expected
 
 
-def figures_of(result: Result, check: str) -> Figures:
-    """The figures of one check of a result; none where it was not asked."""
-    there = (item["figures"] for item in result["checks"] if item["check"] == check)
-    figures: Figures = next(there, {})
-    return figures
-
-
-def _row(implementation: str, backend: str, members: Sequence[Result]) -> Row:
+def _row(implementation: str, backend: str, members: Sequence[CaseResult]) -> Row:
     error = bound = None
     is_ratio = False
     for result in members:
-        if result.get("worst_error") is None or result.get("bound") is None:
+        if result.worst_error is None or result.bound is None:
             continue
-        candidate = float(result["worst_error"]), float(result["bound"])
+        candidate = result.worst_error, result.bound
         if error is None or share(*candidate) > share(error, bound or 0.0):
             error, bound = candidate
             is_ratio = error_is_ratio(result)
-    counted = [r for r in members if r.get("bytes_sent") and r.get("bytes_expected")]
+    counted = [r for r in members if r.bytes_sent and r.bytes_expected]
+    sent, expected = bytes_of(counted) if counted else (None, None)
     return Row(
         implementation,
         backend,
-        tuple(sorted({world_of(result["case"]) for result in members})),
+        tuple(sorted({result.case.world for result in members})),
         verdicts.count(members),
         error,
         bound,
         is_ratio,
-        sum((Fraction(r["bytes_sent"]) for r in counted), Fraction(0)) if counted else None,
-        sum((Fraction(r["bytes_expected"]) for r in counted), Fraction(0)) if counted else None,
+        sent,
+        expected,
         textbook(counted),
-        statistics.median(float(result["seconds"]) for result in members),
+        statistics.median(result.seconds for result in members),
     )
 
 
@@ -154,9 +150,9 @@ def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
-def error_is_ratio(result: Result) -> bool:
+def error_is_ratio(result: CaseResult) -> bool:
     """Whether the error of a result is a multiple of what one device alone errs by."""
-    return bool(result["case"]["lane"] == "working_precision")
+    return result.case.lane == "working_precision"
 
 
 def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:
@@ -183,15 +179,15 @@ def bytes_text(sent: Fraction | None, expected: Fraction | None) -> str:
     return f"{whole(sent)} / {whole(expected)}{factor}"
 
 
-def textbook(members: Iterable[Result]) -> tuple[float, str]:
+def textbook(members: Iterable[CaseResult]) -> tuple[float, str]:
     """How many times the textbook's bytes the ``members`` send that have one, and its name
     (``""``: none does).
     """
     sent, wanted, name = Fraction(0), Fraction(0), ""
     for result in members:
-        figures = figures_of(result, "traffic")
+        figures = result.figures("traffic")
         if "textbook" in figures:
-            sent += Fraction(result["bytes_sent"])
+            sent += Fraction(result.bytes_sent or 0)
             wanted += Fraction(figures["textbook_bytes"])
             name = figures["textbook"]
     return (float(sent / wanted), name) if wanted else (0.0, "")
@@ -206,12 +202,12 @@ def whole(value: Fraction) -> str:
     return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
 
 
-def medians(results: Iterable[Result]) -> dict[str, float]:
+def medians(results: Iterable[CaseResult]) -> dict[str, float]:
     """Median seconds of a judged case by backend."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if verdicts.kind(result["verdict"]) != "skip":
-            seconds[result["case"]["backend"]].append(float(result["seconds"]))
+        if verdicts.kind(result.verdict) != "skip":
+            seconds[result.case.backend].append(result.seconds)
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
@@ -219,12 +215,12 @@ def medians(results: Iterable[Result]) -> dict[str, float]:
 _SKIPS = 12
 
 
-def skips(results: Iterable[Result]) -> list[str]:
+def skips(results: Iterable[CaseResult]) -> list[str]:
     """Why cases were skipped: a line for each implementation and reason, most frequent first."""
     counts: Counter[str] = Counter(
-        f"{result['case']['implementation']} {result['reason']}"
+        f"{result.case.implementation} {result.reason}"
         for result in results
-        if verdicts.kind(result["verdict"]) == "skip"
+        if verdicts.kind(result.verdict) == "skip"
     )
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
     rest = len(counts) - len(lines)
@@ -234,14 +230,3 @@ def skips(results: Iterable[Result]) -> list[str]:
 def closing(run: Run) -> str:
     """Counts of all verdicts of the run, in words."""
     return verdicts.summary(verdicts.count(run.cases), len(run.left_out))
-
-
-def provenance(run: Run) -> str:
-    """Which code ran, with what, where."""
-    last = run.header["invocations"][-1]
-    machine = last.get("fingerprint", {})
-    commit = str(last.get("commit") or "unknown")
-    return (
-        f"Run `{run.path.name}`: commit {commit[:12]}, torch {last['packages'].get('torch')}, "
-        f"Python {last['python']}, {machine.get('cpu')}, {machine.get('cores')} cores."
-    )

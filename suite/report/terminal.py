@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from shardproof.checks.results import CaseResult, Kill
 from shardproof.report import bubbles, kills, memory, tables
-from shardproof.report.tables import Result
 
 #: Prints one renderable or text; rich's ``Console.print``.
 Print = Callable[..., None]
 
 
-def show(results: Sequence[Result], write: Print) -> None:
+def show(results: Sequence[CaseResult], write: Print) -> None:
     """The table of results."""
     write(tables.table(results).titled(""))
 
 
-def show_memory(results: Sequence[Result], write: Print) -> None:
+def show_memory(results: Sequence[CaseResult], write: Print) -> None:
     """The table of memory, of scenarios whose names begin with ``memory``."""
-    table = memory.table(r for r in results if r["case"]["scenario"].startswith("memory"))
+    table = memory.table(r for r in results if r.case.scenario.startswith("memory"))
     if table is not None:
         write()
         write(table)
 
 
-def show_bubbles(results: Sequence[Result], write: Print) -> None:
+def show_bubbles(results: Sequence[CaseResult], write: Print) -> None:
     """The tables of pipelines, of scenarios whose names begin with ``bubble``."""
     for table in bubbles.tables(results):
         write()
         write(table)
 
 
-def show_kills(lines: Sequence[Result], write: Print) -> None:
+def show_kills(lines: Sequence[Kill], write: Print) -> None:
     """The kill matrix: fault x check, then every survivor with what happened."""
     from rich.text import Text
 
     write(kills.table(lines).titled(""))
     for kill in lines:
-        if not kill["killed"]:
-            write(Text(f"SURVIVES {kill['name']}: {kill['why_not']}", style="red"))
+        if not kill.killed:
+            write(Text(f"SURVIVES {kill.name}: {kill.why_not}", style="red"))

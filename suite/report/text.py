@@ -30,7 +30,7 @@ def markdown(run: Run) -> str:
     lines += [_folded(table) for table in folded if table is not None]
     if run.kills:
         lines += ["", kills.verdict_counts(run.kills)]
-    lines += ["", tables.provenance(run)]
+    lines += ["", run.provenance]
     return "\n".join(lines) + "\n"
 
 
@@ -39,7 +39,7 @@ def document(run: Run) -> str:
     answer = summary.headline(run)
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
-    lines += ["", _safe(tables.provenance(run))]
+    lines += ["", _safe(run.provenance)]
     for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits, _environment):
         lines += section(run)
     return "\n".join(lines) + "\n"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from xml.etree import ElementTree
 
 from shardproof import verdicts
+from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
 
 #: Characters that XML 1.0 cannot hold.
@@ -35,20 +36,20 @@ def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     tests = [_of_result(result) for result in run.cases]
     for line in run.left_out:
-        tests.append(Item(str(line["id"]), "skipped", f"left out: {line['reason']}"))
+        tests.append(Item(line.id, "skipped", f"left out: {line.reason}"))
     return render("shardproof", tests)
 
 
-def _of_result(result: dict[str, Any]) -> Item:
-    name, seconds = str(result["id"]), float(result["seconds"])
-    kind, reason = verdicts.kind(result["verdict"]), str(result["reason"])
+def _of_result(result: CaseResult) -> Item:
+    name, seconds, reason = result.id, result.seconds, result.reason
+    kind = verdicts.kind(result.verdict)
     if kind in ("skip", "xfail"):
         return Item(name, "skipped", f"{kind}: {reason}", seconds=seconds)
     if kind in verdicts.GREEN:
         return Item(name, seconds=seconds)
     # A verdict of the judge is a failure; what kept it from one is an error.
-    message = f"{result['verdict']}: {reason}".split("\n")[0]
-    text = f"{reason}\nrerun: {result['rerun']}"
+    message = f"{result.verdict}: {reason}".split("\n")[0]
+    text = f"{reason}\nrerun: {result.rerun}"
     if kind in ("fail", "xpass"):
         return Item(name, "failure", message, text, seconds, kind)
     return Item(name, "error", message, text, seconds, kind)
@@ -72,13 +73,13 @@ def render(name: str, tests: Iterable[Item]) -> str:
         )
         if test.tag:
             counts[_COUNTED[test.tag]] += 1
-            told = ElementTree.SubElement(element, test.tag, message=_clean(test.message))
+            outcome = ElementTree.SubElement(element, test.tag, message=_clean(test.message))
             if test.kind:
-                told.set("type", test.kind)
+                outcome.set("type", test.kind)
         elif test.text:
-            told = ElementTree.SubElement(element, "system-out")
+            outcome = ElementTree.SubElement(element, "system-out")
         if test.text:
-            told.text = _clean(test.text)
+            outcome.text = _clean(test.text)
     for count, value in counts.items():
         suite.set(count, str(value))
     suite.set("time", f"{seconds:.3f}")

@@ -180,14 +180,14 @@ def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
 
     try:
         there = set(pq.read_schema(path).names)
-        found = {}
+        by_name = {}
         for name in names:
             columns = ["section", *(column for column in _COLUMNS[name] if column in there)]
             table = pq.read_table(path, columns=columns, filters=[("section", "==", name)])
-            found[name] = table.drop_columns(["section"]).to_pylist()
+            by_name[name] = table.drop_columns(["section"]).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise RecordError(f"{path}: no readable record: {error}") from None
-    return found
+    return by_name
 
 
 def digest(path: Path) -> str:
@@ -234,7 +234,9 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
         return rest | {"figures": None}, rows
     rows["tensor"] = figures["tensors"]
     rows["comparison"] = [
-        {"check": check} | row for check, found in figures["compared"].items() for row in found
+        {"check": check} | row
+        for check, compared in figures["compared"].items()
+        for row in compared
     ]
     records = []
     for record in figures["records"]:
@@ -265,8 +267,8 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
     def rows(section: str) -> list[dict[str, Any]]:
         part = table.filter(pc.equal(table["section"], section))
         known = [name for name in _COLUMNS[section] if name in table.column_names]
-        found: list[dict[str, Any]] = part.select(known).to_pylist()
-        return found
+        listed: list[dict[str, Any]] = part.select(known).to_pylist()
+        return listed
 
     timings = {row["name"]: row["seconds"] for row in rows("timing")}
     whole = [w | {"data": base64.b64encode(w["data"]).decode()} for w in rows("whole")]
@@ -288,8 +290,8 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
     for row in rows("memory"):
         by_rank[row.pop("rank")]["memory"].append(row)
     for row in rows("event"):
-        told = [row["number"], row["kind"], row["name"]]
-        by_rank[row["rank"]]["events"].append(told)
+        event = [row["number"], row["kind"], row["name"]]
+        by_rank[row["rank"]]["events"].append(event)
     records = list(by_rank.values())
     figures = kept | {"records": records, "compared": compared, "tensors": rows("tensor")}
     return account | {"figures": figures}
@@ -324,7 +326,7 @@ class Manifest:
 
         :raises RecordError: a damaged manifest.
         """
-        found = {}
+        digests = {}
         last = b""
         for number, raw in enumerate(_raw_lines(self._path), 1):
             try:
@@ -334,11 +336,11 @@ class Manifest:
                 raise RecordError(f"{self._path}: line {number} is damaged") from None
             if not isinstance(file, str) or not isinstance(line, int | None):
                 raise RecordError(f"{self._path}: line {number} is damaged")
-            found[file, line] = sha256
+            digests[file, line] = sha256
             if before != hashlib.sha256(last).hexdigest():
                 raise RecordError(f"{self._path}: line {number} does not follow the one before it")
             last = raw
-        return found
+        return digests
 
     def mend(self) -> None:
         """Drop a last line that a kill cut off."""

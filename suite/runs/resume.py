@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shardproof import verdicts
 from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import Run, read
@@ -17,22 +17,22 @@ from shardproof.runs.run_folder import Run, read
 def planned(path: Path) -> list[Case]:
     """Every case that an invocation of the run in ``path`` was about to run, once."""
     file = path / "planned.jsonl"
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for raw in file.read_bytes().splitlines() if file.exists() else ():
         try:
             case = Case.from_dict(json.loads(raw))
         except (ValueError, KeyError, TypeError):
             continue  # cut off by a kill, before any case of that invocation ran
-        found[case.id] = case
-    if not found:
+        cases[case.id] = case
+    if not cases:
         remedy = "run its scenarios again without --resume, or name another run"
         raise SelectionError(Problem("no plan to go on with", remedy, str(file)))
-    return list(found.values())
+    return list(cases.values())
 
 
 def split(
     path: Path, narrow: Callable[[list[Case]], list[Case]] | None, failed: bool
-) -> tuple[list[Case], list[dict[str, Any]]]:
+) -> tuple[list[Case], list[CaseResult]]:
     """The cases to run, and the results that stay as they are.
 
     ``narrow`` chooses among all that were planned (``None``: all of it).  ``failed``: run those
@@ -42,7 +42,7 @@ def split(
     """
     run = read(path)
     cases = planned(path) if narrow is None else narrow(planned(path))
-    done = {result["id"]: result for result in run.cases if _whole(run, result)}
+    done = {result.id: result for result in run.cases if _whole(run, result)}
     if failed:
         again = [case for case in cases if case.id in done and _open(done[case.id])]
         if not again:
@@ -53,12 +53,12 @@ def split(
     return again, [result for name, result in done.items() if name not in names]
 
 
-def _open(result: dict[str, Any]) -> bool:
-    return verdicts.kind(result["verdict"]) in verdicts.RED | verdicts.OPEN
+def _open(result: CaseResult) -> bool:
+    return verdicts.kind(result.verdict) in verdicts.RED | verdicts.OPEN
 
 
-def _whole(run: Run, result: dict[str, Any]) -> bool:
+def _whole(run: Run, result: CaseResult) -> bool:
     """A result counts as done if its record is there; runs from before records have none."""
     if not (run.path / Manifest.NAME).exists():
         return True
-    return bool(result.get("record")) and (run.path / result["record"]).is_file()
+    return result.record is not None and (run.path / result.record).is_file()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardproof.case import Case
-from shardproof.runs.run_folder import Durations
+from shardproof.runs.durations import Durations
 
 #: Seconds per case without an earlier duration (4 ranks, two cores).
 DEFAULT_SECONDS = {"in_memory": 0.4}

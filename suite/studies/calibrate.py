@@ -33,6 +33,7 @@ from shardproof.checks.numbers import (
     relative_frobenius,
     split_zero,
 )
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
 from shardproof.oracle.training import train
@@ -171,12 +172,12 @@ def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: No
         dtype: {RANKS: [], FORCED: [], RING: []} for dtype in DTYPES
     }
 
-    def add(result: dict[str, Any]) -> None:
-        if not result["verdict"].startswith("pass"):
-            raise RuntimeError(f"{result['id']} is {result['verdict']}: {result['reason']}")
-        dtype, bound = result["case"]["dtype"], result["bound"]
-        share = result["worst_error"] / bound if bound else 0.0
-        clean[dtype][result["case"]["label"]].append(share * thresholds()[dtype])
+    def add(result: CaseResult) -> None:
+        if not result.verdict.startswith("pass"):
+            raise RuntimeError(f"{result.id} is {result.verdict}: {result.reason}")
+        dtype, label = result.case.dtype, result.case.label
+        share = (result.worst_error or 0.0) / result.bound if result.bound else 0.0
+        clean[dtype][label].append(share * thresholds()[dtype])
 
     planned = cases(seeds)
     note(f"{len(planned)} clean cases on ranks")

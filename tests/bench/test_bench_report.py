@@ -31,6 +31,7 @@ from shardproof.commands.verify import verify
 from shardproof.compare import snapshot
 from shardproof.errors import SelectionError
 from shardproof.runs import run_folder
+from shardproof.runs.durations import Durations
 
 ROOT = Path(__file__).parents[2]
 SD = 0.05
@@ -389,15 +390,15 @@ def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- budget
 
 
-def known(tmp_path: Path, seconds: dict[str, float]) -> run_folder.Durations:
-    found = run_folder.Durations(tmp_path / "durations.json")
+def known(tmp_path: Path, seconds: dict[str, float]) -> Durations:
+    found = Durations(tmp_path / "durations.json")
     for name, value in seconds.items():
         found.note(name, value)
     return found
 
 
 def planned(
-    pairs: list[sides.Pair], durations: run_folder.Durations, minutes: float | None
+    pairs: list[sides.Pair], durations: Durations, minutes: float | None
 ) -> time_budget.Schedule:
     return time_budget.choose([session.Measured(pair) for pair in pairs], durations, minutes)
 

@@ -415,7 +415,7 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
 
 
 def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
-    from shardproof.runs.run_folder import Durations
+    from shardproof.runs.durations import Durations
 
     durations = Durations(tmp_path / "durations.json")
     group = session.in_order([item(cell, 4) for cell in cells().values()])

@@ -57,13 +57,13 @@ def results() -> dict[str, dict[str, Any]]:
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", str(HERE))
         run_cases(cases, 2, found.append)
-    return {result["case"]["implementation"]: result for result in found}
+    return {result.case.implementation: result for result in found}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str) -> None:
     verdict, says = EXPECTED[name]
     result = results[name]
-    assert result["verdict"] == verdict, result["reason"]
-    assert says in result["reason"], result["reason"]
-    assert result["rerun"].startswith("shardproof run")
+    assert result.verdict == verdict, result.reason
+    assert says in result.reason, result.reason
+    assert result.rerun.startswith("shardproof run")

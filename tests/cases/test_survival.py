@@ -99,10 +99,10 @@ def killed_at(folder: Path, moment: float, cases: int) -> None:
     run = read(folder)
     assert len(run.cases) >= written, "a case that had ended was lost"
     if cases:
-        assert run.cases and all((folder / case["record"]).is_file() for case in run.cases)
+        assert run.cases and all((folder / case.record).is_file() for case in run.cases)
         # What runs is planned, so that what the kill took is known.
         ids = {case.id for case in planned(folder)}
-        missing = ids - {case["id"] for case in run.cases}
+        missing = ids - {case.id for case in run.cases}
         named = " ".join(verify(folder).problems)
         assert all(name in named for name in missing)
 
@@ -123,14 +123,14 @@ def test_kill_9_at_twenty_random_moments(tmp_path: Path) -> None:
 def test_a_killed_run_is_finished_by_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed_at(folder, 0.1, 2)
-    before = {case["id"] for case in read(folder).cases}
+    before = {case.id for case in read(folder).cases}
     process = start(folder, "--resume")
     output = process.communicate(timeout=170)[0]
     assert process.returncode == 0, output
     assert verify(folder).problems == []
     run = read(folder)
-    assert {case["id"] for case in run.cases} == {case.id for case in planned(folder)} > before
-    again = set(run.header["invocations"][1]["planned"])
+    assert {case.id for case in run.cases} == {case.id for case in planned(folder)} > before
+    again = set(run.header.invocations[1].planned)
     assert not again & before, "what had ended was not run again"
     assert f"{len(run.cases)} judged" in output
 
@@ -149,9 +149,9 @@ def test_ctrl_c_once_and_twice(tmp_path: Path, times: int) -> None:
     assert all_gone(folder), left_running(folder)
     run = read(folder)
     assert run.cases and run.left_out
-    assert run.header["invocations"][0]["exit_code"] == 130
+    assert run.header.invocations[0].exit_code == 130
     assert verify(folder).problems == []
-    done = {line["id"] for line in (*run.cases, *run.left_out)}
+    done = {line.id for line in (*run.cases, *run.left_out)}
     assert done == {case.id for case in planned(folder)}
 
 
@@ -182,11 +182,11 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(small_disk: Path) -> None:
     assert all_gone(folder), left_running(folder)
     run = read(folder)
     assert run.cases, "cases that ended before are kept"
-    assert all((folder / case["record"]).is_file() for case in run.cases)
+    assert all((folder / case.record).is_file() for case in run.cases)
     command = ["mount", "-o", "remount,size=64m", str(small_disk)]
     subprocess.run(command, check=True, capture_output=True)
     process = start(folder, "--resume")
     output = process.communicate(timeout=170)[0]
     assert process.returncode == 0, output
     assert verify(folder).problems == []
-    assert {c["id"] for c in read(folder).cases} == {case.id for case in planned(folder)}
+    assert {c.id for c in read(folder).cases} == {case.id for case in planned(folder)}

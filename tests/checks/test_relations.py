@@ -131,28 +131,28 @@ def results() -> dict[str, dict[str, Any]]:
     cases = [*HOLD, *(case for case, _ in (*BREAK, *SKIP))]
     found: list[dict[str, Any]] = []
     run_cases(cases, 2, found.append)
-    return {result["id"]: result for result in found}
+    return {result.id: result for result in found}
 
 
 @pytest.mark.parametrize("case", HOLD, ids=lambda case: case.id)
 def test_relations_hold(results: dict[str, dict[str, Any]], case: Case) -> None:
     result = results[case.id]
-    assert result["verdict"] == "pass", result["reason"]
-    assert result["checks"][0]["figures"]["compared"] > 20
+    assert result.verdict == "pass", result.reason
+    assert result.checks[0].figures["compared"] > 20
 
 
 @pytest.mark.parametrize(("case", "says"), BREAK, ids=[case.id for case, _ in BREAK])
 def test_faults_break_them(results: dict[str, dict[str, Any]], case: Case, says: str) -> None:
     result = results[case.id]
-    assert result["verdict"] == "fail", result["reason"]
-    assert says in result["reason"]
+    assert result.verdict == "fail", result.reason
+    assert says in result.reason
 
 
 @pytest.mark.parametrize(("case", "says"), SKIP, ids=[case.id for case, _ in SKIP])
 def test_skips_give_the_reason(results: dict[str, dict[str, Any]], case: Case, says: str) -> None:
     result = results[case.id]
-    assert result["verdict"] == "skip", result["reason"]
-    assert says in result["reason"]
+    assert result.verdict == "skip", result.reason
+    assert says in result.reason
 
 
 @pytest.mark.parametrize(

@@ -428,7 +428,7 @@ def judged(
     )
     account, result = judge_case(case, tmp_path, tmp_path, start)
     again = decide(Account.from_dict(account.to_dict()))
-    assert (again["verdict"], again["reason"]) == (result["verdict"], result["reason"])
+    assert (again.verdict, again.reason) == (result.verdict, result.reason)
     return result
 
 
@@ -439,8 +439,8 @@ def unsound(ranks: int, micro_batches: int) -> Schedule:
 
 def test_an_unsound_schedule_is_never_run(monkeypatch: Any, tmp_path: Path) -> None:
     result = judged(unsound, monkeypatch, tmp_path)
-    assert result["verdict"] == "fail"
-    assert result["reason"] == "schedule: window of 4: rank 0 never does BW3@0 (not run)"
+    assert result.verdict == "fail"
+    assert result.reason == "schedule: window of 4: rank 0 never does BW3@0 (not run)"
 
 
 def test_a_bad_option_is_refused_in_words(monkeypatch: Any, tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ def test_a_bad_option_is_refused_in_words(monkeypatch: Any, tmp_path: Path) -> N
         raise Refused("option 'schedule': rank 0 never does BW3@0")
 
     result = judged(claim, monkeypatch, tmp_path)
-    assert (result["verdict"], result["reason"]) == (
+    assert (result.verdict, result.reason) == (
         "refused",
         "option 'schedule': rank 0 never does BW3@0",
     )
@@ -462,15 +462,15 @@ def test_a_mesh_that_suits_no_schedule_is_refused_in_words(
 
     result = judged(claim, monkeypatch, tmp_path, pipe=3)
     told = "at least as many micro-batches as stages, not 4 for 3"
-    assert (result["verdict"], result["reason"]) == ("refused", told)
+    assert (result.verdict, result.reason) == ("refused", told)
     expected = {"expect": {"refuses": "as many micro-batches"}}
     assert judged(claim, monkeypatch, tmp_path, 3, **expected)["verdict"] == "pass"
 
 
 def test_more_stages_than_units_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
     result = judged(SCHEDULES["1f1b"], monkeypatch, tmp_path, pipe=4)
-    assert result["verdict"] == "refused"
-    assert "asks for 4 stages, but charnames_gpt has 3 units" in result["reason"]
+    assert result.verdict == "refused"
+    assert "asks for 4 stages, but charnames_gpt has 3 units" in result.reason
     expected = {"expect": {"refuses": "has 3 units"}}
     assert judged(lambda r, m: None, monkeypatch, tmp_path, 4, **expected)["verdict"] == "pass"
 
@@ -487,5 +487,5 @@ def test_a_claim_that_is_none_is_told(
     claim: Any, told: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     result = judged(claim, monkeypatch, tmp_path)
-    assert result["verdict"] == "crash"
-    assert told in result["reason"]
+    assert result.verdict == "crash"
+    assert told in result.reason

@@ -177,8 +177,8 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: P
     }
     assert {path.name for path in folder.iterdir()} == files | {"junit.xml", "records"}
     run = read(folder)
-    assert CASE in [line["id"] for line in run.cases]
-    assert run.header["invocations"][0]["exit_code"] == 0
+    assert CASE in [line.id for line in run.cases]
+    assert run.header.invocations[0].exit_code == 0
     assert CASE in json.loads((tmp_path / "results" / "durations.json").read_text())
     shown = here("report", "--format", "markdown", cwd=tmp_path)
     assert "| reference/ddp |" in shown.stdout
@@ -195,10 +195,10 @@ def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert "1 faults judged (1 killed, 0 survive), 0 left out" in second.stdout
     run = read(folder)
-    assert [line["id"] for line in run.cases] == [CASE]
-    assert [line["name"] for line in run.kills] == ["ddp_never_reduces"]
+    assert [line.id for line in run.cases] == [CASE]
+    assert [line.name for line in run.kills] == ["ddp_never_reduces"]
     assert len(run.mutant_cases) == 2
-    assert [i["exit_code"] for i in run.header["invocations"]] == [0, 0]
+    assert [i["exit_code"] for i in run.header.invocations] == [0, 0]
 
 
 def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
@@ -243,14 +243,14 @@ include:
     results = str(tmp_path / "run")
     done = shardproof("run", str(tmp_path / "refused.yaml"), "-j", "2", "--results", results)
     assert done.returncode == 2, done.stdout + done.stderr
-    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    told = {r.case.label: r for r in read(tmp_path / "run").cases if r.case.label}
     for number, says in enumerate(REFUSED.values()):
         result = told[f"n{number}"]
-        assert result["verdict"] == "refused" and says in result["reason"], result["reason"]
-        assert "option '" in result["reason"] and result["reason"] in done.stdout
+        assert result.verdict == "refused" and says in result.reason, result.reason
+        assert "option '" in result.reason and result.reason in done.stdout
         line = 1 + next(n for n, row in enumerate(text.splitlines()) if f"label: n{number}," in row)
-        assert result["reason"].startswith(f"{tmp_path / 'refused.yaml'}:{line}: ")
-        assert f"shardproof run {tmp_path / 'refused.yaml'} " in result["rerun"]
+        assert result.reason.startswith(f"{tmp_path / 'refused.yaml'}:{line}: ")
+        assert f"shardproof run {tmp_path / 'refused.yaml'} " in result.rerun
 
 
 #: A cell's options and mesh, and what its refusal says.
@@ -280,9 +280,9 @@ include:
     (tmp_path / "own.yaml").write_text(text)
     done = shardproof("run", "own.yaml", "-j", "2", "--results", "run", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    told = {r["case"]["label"]: r for r in read(tmp_path / "run").cases if r["case"]["label"]}
+    told = {r.case.label: r for r in read(tmp_path / "run").cases if r.case.label}
     for number, says in enumerate(HYBRIDS.values()):
-        reason = told[f"n{number}"]["reason"]
+        reason = told[f"n{number}"].reason
         assert reason.startswith(f"own.yaml:{8 + number}: ") and says in reason, reason
         assert reason in done.stdout
 
@@ -300,5 +300,5 @@ def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
     run = read(tmp_path / "stopped")
     assert run.cases
     assert run.left_out
-    assert run.header["invocations"][0]["exit_code"] == 130
+    assert run.header.invocations[0].exit_code == 130
     assert (tmp_path / "stopped" / "report.html").exists()

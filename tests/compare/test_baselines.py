@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from shardproof.compare import baseline
 from shardproof.compare.compare import compare
-from shardproof.compare.snapshot import label
 from shardproof.errors import SelectionError
+from shardproof.runs.header import Fingerprint
 
 
 def test_a_baseline_says_all_that_its_run_says(tmp_path: Path) -> None:
@@ -45,8 +45,11 @@ def test_runs_of_one_machine_are_joined_and_others_are_not(tmp_path: Path) -> No
 
 def test_hardware_is_named_by_its_accelerators_first() -> None:
     gpus = [{"name": "H100", "memory": "80 GB", "driver": "1"}] * 2
-    assert label(made.MACHINE | {"gpus": gpus}) == "2 x H100, Synthetic 9000, 2 cores"
-    assert label({}) == "unknown processor, ? cores"
+    assert (
+        Fingerprint.model_validate(made.MACHINE | {"gpus": gpus}).label
+        == "2 x H100, Synthetic 9000, 2 cores"
+    )
+    assert Fingerprint().label == "unknown processor, ? cores"
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,7 +27,8 @@ from shardproof.commands import run as run_command
 from shardproof.compare import baseline, policy
 from shardproof.registry import load_mutant
 from shardproof.runs import bundle
-from shardproof.runs.run_folder import Durations, RunFolder, read
+from shardproof.runs.durations import Durations
+from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.budget import fit_cases
 
 ROOT = Path(__file__).parents[2]
@@ -120,9 +122,9 @@ def test_digests_that_were_made_right_again_do_not_help(
     assert command("gate", str(runs["pass"]), *arguments)[0] == 0
     run = Path(shutil.copytree(runs["fail"], tmp_path / "run"))
     assert command("gate", str(run), *arguments)[0] == 1
-    [failing] = [line for line in read(run).cases if line["verdict"] == "fail"]
+    [failing] = [line for line in read(run).cases if line.verdict == "fail"]
     with RunFolder(run, ["forged"]) as folder:
-        folder.add(failing | {"verdict": "pass", "reason": ""})
+        folder.add(replace(failing, verdict="pass", reason=""))
     bundle.pack(run, archive)
     assert command("gate", str(archive), "--against", str(base))[0] == 0
     for name in (str(run), str(archive)):

@@ -21,19 +21,19 @@ def test_members_come_and_go() -> None:
         case(SYSTEM, {"replicate": 2}, membership={"0": (0,), "1": (0, 1)}),
     ]
     results = judged(cases)
-    assert {r["verdict"] for r in results} == {"pass"}, told(results)
+    assert {r.verdict for r in results} == {"pass"}, told(results)
     assert all(compared(r) > 100 for r in results)
 
 
 def test_a_joiner_that_is_not_brought_up_to_date_is_found() -> None:
     broken = case(SYSTEM, {"replicate": 3}, membership=CHANGES, steps=5, options={"heal": False})
     (result,) = judged([broken])
-    assert result["verdict"] == "fail", told([result])
-    assert "step 3" in result["reason"]
+    assert result.verdict == "fail", told([result])
+    assert "step 3" in result.reason
 
 
 def test_a_system_without_it_refuses() -> None:
     plain = case("pytorch/ddp", {"replicate": 3}, membership=CHANGES, steps=5)
     (result,) = judged([plain])
-    assert result["verdict"] == "fail", told([result])
-    assert "has no reconfigure" in result["reason"]
+    assert result.verdict == "fail", told([result])
+    assert "has no reconfigure" in result.reason

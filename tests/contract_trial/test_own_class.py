@@ -80,7 +80,7 @@ def test_by_class_and_by_entry_point() -> None:
     cases = [case(name, {"replicate": 3}) for name in names]
     cases.append(case(named, {"replicate": 2}, backend="gloo"))
     results = judged(cases)
-    assert {r["verdict"] for r in results} == {"pass"}, told(results)
+    assert {r.verdict for r in results} == {"pass"}, told(results)
     assert all(compared(r) > 100 for r in results)
 
 
@@ -88,5 +88,5 @@ def test_by_class_and_by_entry_point() -> None:
 def test_its_faults_are_found() -> None:
     scaled = case("my/sum", {"replicate": 2}, options={"scale": 0.5})
     (result,) = judged([scaled])
-    assert result["verdict"] == "fail", told([result])
-    assert "differs from the oracle" in result["reason"]
+    assert result.verdict == "fail", told([result])
+    assert "differs from the oracle" in result.reason

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.leader import CaseTask, run_case
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.launch.fork_server import Task
 from shardproof.launch.pool import Pool
@@ -36,7 +37,7 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[dict[str, Any]]:
+def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[CaseResult]:
     """Results in the order of ``cases``, each from a leader that ran ``task``."""
     results = {}
     with Pool(2) as pool:
@@ -50,18 +51,15 @@ def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[dict[str, 
         ]
         for end in pool.run(task, items):
             assert end.value is not None, end.output
-            results[end.key] = end.value["result"]
+            results[end.key] = CaseResult.from_dict(end.value["result"])
     return [results[c.id] for c in cases]
 
 
-def told(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def told(results: Sequence[CaseResult]) -> list[tuple[str, str, str]]:
     """What is to be read where a result is not as expected."""
-    return [(r["id"], r["verdict"], r["reason"]) for r in results]
+    return [(r.id, r.verdict, r.reason) for r in results]
 
 
-def compared(result: Mapping[str, Any]) -> int:
+def compared(result: CaseResult) -> int:
     """How many tensors the equivalence check looked at."""
-    for outcome in result["checks"]:
-        if outcome["check"] == "equivalence":
-            return int(outcome["figures"]["compared"])
-    return 0
+    return int(result.figures("equivalence").get("compared", 0))

@@ -59,7 +59,7 @@ def results() -> dict[str, dict[str, Any]]:
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", str(HERE))
         run_cases([_case(n, b) for n in EXPECTED for b in BACKENDS], 4, found.append)
-    return {result["id"]: result for result in found}
+    return {result.id: result for result in found}
 
 
 @pytest.mark.timeout(300)
@@ -68,9 +68,9 @@ def results() -> dict[str, dict[str, Any]]:
 def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str, backend: str) -> None:
     verdict, says = EXPECTED[name]
     result = results[f"fault::{name}::{backend}"]
-    assert result["verdict"] in verdict.split("|"), result["reason"]
+    assert result.verdict in verdict.split("|"), result.reason
     for text in says:
-        assert text in result["reason"], result["reason"]
+        assert text in result.reason, result.reason
 
 
 def test_nothing_is_left(results: dict[str, dict[str, Any]]) -> None:

@@ -18,12 +18,12 @@ from shardproof.case import Case
 from shardproof.cases import kills as kill_matrix
 from shardproof.cases.kills import (
     VERDICT_KILLERS,
-    Kill,
     judge_kill,
     pair,
     run_mutants,
 )
-from shardproof.checks import GENERAL
+from shardproof.checks import GENERAL, Outcome, Worst
+from shardproof.checks.results import CaseResult, Kill
 
 #: Other kernels than those that torch and MKL choose for a machine.
 KERNELS = (
@@ -83,15 +83,14 @@ def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None
         assert bool(mutant.crash_says) == ("crash" in mutant.killed_by), mutant.name
 
 
-def _result(verdict: str = "pass", **statuses: str) -> dict[str, Any]:
-    checks = [
-        {"check": name, "status": status, "worst": {"error": 2.0, "bound": 0.5}}
-        for name, status in statuses.items()
-    ]
-    return {"verdict": verdict, "reason": "because", "checks": checks, "seconds": 1.0}
+def _result(verdict: str = "pass", **statuses: Any) -> CaseResult:
+    case = pair(registry.load_mutant("ddp_divides_by_world")).case
+    worst = Worst("w", 0, "gradients_final", "rank 0", error=2.0, bound=0.5)
+    checks = [Outcome(name, status, worst=worst) for name, status in statuses.items()]
+    return CaseResult(case.id, case, verdict, "because", checks, seconds=1.0)
 
 
-def _judge(own: dict[str, Any] | None, parent: dict[str, Any] | None) -> Kill:
+def _judge(own: CaseResult | None, parent: CaseResult | None) -> Kill:
     mutant = registry.load_mutant("ddp_divides_by_world")
     assert mutant.killed_by == ("equivalence",)
     return judge_kill(pair(mutant), own, parent)
@@ -135,12 +134,12 @@ def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
 def test_a_crash_counts_only_with_the_words_that_the_mutant_expects() -> None:
     chosen = pair(registry.load_mutant("hybrid_reduces_after_every_window"))
     clean, own = _result(equivalence="pass"), _result("crash")
-    own["reason"] = (
+    own.reason = (
         "rank 0 raised RuntimeError: 'a' received a gradient after its bucket had been sent"
     )
     killed = judge_kill(chosen, own, clean)
-    assert killed.killed and killed.crash_says in own["reason"]
-    own["reason"] = "rank 0 raised AttributeError: no 'given'"
+    assert killed.killed and killed.crash_says in own.reason
+    own.reason = "rank 0 raised AttributeError: no 'given'"
     other = judge_kill(chosen, own, clean)
     assert not other.killed
     assert "does not say 'received a gradient" in other.why_not and "no 'given'" in other.why_not

@@ -37,14 +37,14 @@ def test_losses_are_judged_by_their_emulation() -> None:
         case("tests.support.oracle_systems:HonestPlainHalfDDP", 3),
     ]
     results, _ = run_cases(cases, 2, lambda result: None)
-    verdicts = {r["case"]["implementation"].split(":")[1]: r for r in results}
-    assert verdicts["HalfDDP"]["verdict"] == "pass", verdicts["HalfDDP"]["reason"]
+    verdicts = {r.case.implementation.split(":")[1]: r for r in results}
+    assert verdicts["HalfDDP"].verdict == "pass", verdicts["HalfDDP"].reason
     forgetful = verdicts["ForgetfulHalfDDP"]
-    assert forgetful["verdict"] == "fail"
-    assert "step 1" in forgetful["reason"]  # step 0 has nothing to forget yet
+    assert forgetful.verdict == "fail"
+    assert "step 1" in forgetful.reason  # step 0 has nothing to forget yet
     plain = verdicts["HonestPlainHalfDDP"]
-    assert plain["verdict"] == "fail"
-    assert "step 0" in plain["reason"]
+    assert plain.verdict == "fail"
+    assert "step 0" in plain.reason
 
 
 def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
@@ -59,9 +59,9 @@ def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
         for policy in ({"parameters": "bfloat16"}, {"reduce": "float32"})
     ]
     (first, second), _ = run_cases(cases, 1, lambda result: None)
-    assert first["verdict"] == "precondition"
-    assert "give precision.buffers = bfloat16" in first["reason"]
-    assert second["verdict"] == "pass (working precision only)", second["reason"]
+    assert first.verdict == "precondition"
+    assert "give precision.buffers = bfloat16" in first.reason
+    assert second.verdict == "pass (working precision only)", second.reason
 
 
 def events() -> list[Event]:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardproof.case import Case, WorkloadSpec
+from shardproof.checks.results import CaseResult
 from shardproof.commands.main import app
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
@@ -32,7 +33,7 @@ from shardproof.runs.run_folder import Run, RunFolder, read
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def line(verdict: str = "pass", **fields: Any) -> dict[str, Any]:
+def line(verdict: str = "pass", **fields: Any) -> CaseResult:
     values: dict[str, Any] = {
         "implementation": "reference/zero3",
         "backend": "gloo",
@@ -45,14 +46,13 @@ def line(verdict: str = "pass", **fields: Any) -> dict[str, Any]:
     }
     name = fields.pop("name", "c")
     case = Case(id=name, scenario="s", **(values | fields))
-    checks: list[dict[str, Any]] = []
-    return {"id": name, "case": case.to_dict(), "verdict": verdict, "checks": checks}
+    return CaseResult(name, case, verdict, seconds=0.1)
 
 
-def run(path: Path, *lines: dict[str, Any]) -> Run:
+def run(path: Path, *lines: CaseResult) -> Run:
     with RunFolder(path, ["test"]) as folder:
         for told in lines:
-            folder.add({"reason": "", "seconds": 0.1, **told})
+            folder.add(told)
     return read(path)
 
 
@@ -121,7 +121,7 @@ def test_badges_of_before_go_and_other_files_stay(tmp_path: Path) -> None:
 
 def test_comparisons_that_were_left_out_have_no_badge(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", ["test"]) as folder:
-        folder.add({"reason": "", "seconds": 0.1, **line()})
+        folder.add(line())
         folder.leave_out_bench({"id": "bench::a"}, "no room")
     write(read(tmp_path / "run"), tmp_path / "badges")
     assert words((tmp_path / "badges" / OVERALL).read_text()) == ["shardproof", "pass 1/1"]
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_badge_is_labelled_and_loads_nothing() -> None:
     cell = CapabilityCell("reference/zero3", "gloo", "memory")
-    cell._add(line()["case"], "pass")
+    cell._add(line().case, "pass")
     svg = of_cell(cell)
     top = ElementTree.fromstring(svg)
     about = "reference/zero3 on gloo, memory: 1 pass; ranks: 2"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.checks import CHECKS
+from shardproof.checks import CHECKS, Outcome
+from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.contract import OptimizerSpec
 from shardproof.report.capability_matrix import (
     BY_CHECK,
@@ -40,15 +40,15 @@ def case(name: str = "c", **fields: Any) -> Case:
 
 
 def line(
-    verdict: str = "pass", statuses: dict[str, str] | None = None, **fields: Any
-) -> dict[str, Any]:
+    verdict: str = "pass", statuses: dict[str, Any] | None = None, **fields: Any
+) -> CaseResult:
     told = case(**fields)
     statuses = dict.fromkeys(told.checks, "pass") if statuses is None else statuses
-    found = [{"check": name, "status": status} for name, status in statuses.items()]
-    return {"id": told.id, "case": told.to_dict(), "verdict": verdict, "checks": found}
+    found = [Outcome(name, status) for name, status in statuses.items()]
+    return CaseResult(told.id, told, verdict, checks=found)
 
 
-def cell(*lines: dict[str, Any], capability: str = "numbers") -> CapabilityCell:
+def cell(*lines: CaseResult, capability: str = "numbers") -> CapabilityCell:
     [found] = [c for c in cells(lines) if c.capability == capability]
     return found
 
@@ -85,7 +85,7 @@ def test_every_check_and_every_trait_stands_for_a_capability() -> None:
     ],
 )  # fmt: skip
 def test_a_case_counts_for_what_it_trains_with(fields: dict[str, Any], expected: set[str]) -> None:
-    told = capabilities(case(**fields).to_dict())
+    told = capabilities(case(**fields))
     assert set(told) == {"numbers", "traffic"} | expected
     assert told == [name for name in CAPABILITIES if name in told]
 
@@ -94,7 +94,7 @@ def test_an_expected_refusal_trains_nothing() -> None:
     refused = case(
         expect={"refuses": "x"}, checks=("refusals",), optimizer=OptimizerSpec(clip_norm=1)
     )
-    assert capabilities(refused.to_dict()) == ["refusals"]
+    assert capabilities(refused) == ["refusals"]
 
 
 def test_a_check_fails_for_itself_and_for_what_is_trained_with() -> None:
@@ -180,7 +180,7 @@ def test_every_verdict_has_a_state_and_green_needs_a_pass() -> None:
 
 
 def test_what_was_left_out_stands_beside_or_alone() -> None:
-    left = {"id": "l", "case": case(optimizer=OptimizerSpec(clip_norm=1)).to_dict(), "reason": "-"}
+    left = LeftOut("l", case(optimizer=OptimizerSpec(clip_norm=1)), None, "-")
     found = {c.capability: c for c in cells([line()], [left])}
     assert found["clipping"].state == found["clipping"].text == "not run"
     assert found["numbers"].text == "pass 1/1"
@@ -217,9 +217,8 @@ def test_cells_are_sorted_and_tell_ranks_and_broken_cases() -> None:
 
 
 def test_lines_of_older_versions_that_lack_fields_are_read() -> None:
-    told = line()
-    lacking = dataclasses.asdict(case())
+    told = line().to_dict() | {"of_a_later_version": 1}
     for name in ("expect", "options", "precision", "membership", "reload_at"):
-        del lacking[name]
-    told["case"] = lacking
-    assert cell(told).text == "pass 1/1"
+        del told["case"][name]
+    told["case"]["of_a_later_version"] = 1
+    assert cell(CaseResult.from_dict(told)).text == "pass 1/1"

@@ -18,20 +18,16 @@ from rich.console import Console
 
 from shardproof import report, verdicts
 from shardproof.case import Case, WorkloadSpec
+from shardproof.checks import Outcome
+from shardproof.checks.results import CaseResult, Kill
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.report import bubbles, kills, tables
 from shardproof.report.environment import environment
 from shardproof.report.text import BEGIN, END
-from shardproof.runs.run_folder import (
-    KERNEL_VARIABLES,
-    Durations,
-    Run,
-    RunFolder,
-    find_run,
-    fingerprint,
-    read,
-)
+from shardproof.runs.durations import Durations
+from shardproof.runs.machine import KERNEL_VARIABLES, fingerprint
+from shardproof.runs.run_folder import RunFolder, find_run, read
 from shardproof.scenarios.budget import fit_cases
 from shardproof.table import Table
 
@@ -56,37 +52,33 @@ def result(
     error: float | None = 1e-16,
     sent: str | None = "12",
     **more: Any,
-) -> dict[str, Any]:
-    return {
-        "id": of.id,
-        "case": of.to_dict(),
-        "verdict": verdict,
+) -> CaseResult:
+    fields: dict[str, Any] = {
         "reason": "because" if verdict != "pass" else "",
-        "checks": [],
         "seconds": 0.25,
         "worst_error": error,
         "bound": 1e-12,
         "bytes_sent": sent,
         "bytes_expected": "12",
         "rerun": f"shardproof run s -k '{of.id}'",
-        **more,
     }
+    return CaseResult(of.id, of, verdict, **(fields | more))
 
 
-def kill(name: str = "fault", killed: bool = True) -> dict[str, Any]:
-    return {
-        "name": name,
-        "parent": "reference/ddp",
-        "killed_by": ["equivalence"],
-        "failing": ["equivalence", "replicas"] if killed else ["replicas"],
-        "killed": killed,
-        "why_not": "" if killed else "survives equivalence",
-        "verdict": "fail",
-        "reason": "",
-        "lane": "fp64",
-        "margin": 5e9,
-        "seconds": 0.5,
-    }
+def kill(name: str = "fault", killed: bool = True) -> Kill:
+    return Kill(
+        name=name,
+        parent="reference/ddp",
+        killed_by=("equivalence",),
+        failing=("equivalence", "replicas") if killed else ("replicas",),
+        killed=killed,
+        why_not="" if killed else "survives equivalence",
+        verdict="fail",
+        reason="",
+        lane="fp64",
+        margin=5e9,
+        seconds=0.5,
+    )
 
 
 def fill(path: Path) -> Path:
@@ -107,22 +99,22 @@ def fill(path: Path) -> Path:
 
 def test_a_run_can_be_read_back(tmp_path: Path) -> None:
     run = read(fill(tmp_path / "run"))
-    assert [line["id"] for line in run.cases] == ["a", "b", "c"]
-    assert [line["id"] for line in run.left_out] == ["d"]
-    assert [line["id"] for line in run.mutant_cases] == ["m"]
-    assert [line["name"] for line in run.kills] == ["fault", "other"]
-    [invocation] = run.header["invocations"]
-    assert invocation["command"] == ["shardproof", "run"]
-    assert invocation["exit_code"] == 1
-    assert invocation["packages"]["torch"]
-    assert Case.from_dict(run.cases[0]["case"]) == case("a", "reference/ddp")
+    assert [line.id for line in run.cases] == ["a", "b", "c"]
+    assert [line.id for line in run.left_out] == ["d"]
+    assert [line.id for line in run.mutant_cases] == ["m"]
+    assert [line.name for line in run.kills] == ["fault", "other"]
+    [invocation] = run.header.invocations
+    assert invocation.command == ["shardproof", "run"]
+    assert invocation.exit_code == 1
+    assert invocation.packages["torch"]
+    assert run.cases[0].case == case("a", "reference/ddp")
 
 
 def test_reasons_cannot_break_out_of_the_markdown(tmp_path: Path) -> None:
     reason = "first\n~~~~\n<script>alert(1)</script>\n![x](http://example.org/x.png)"
     with RunFolder(tmp_path / "run", ["again"]) as folder:
-        folder.add({**result(case("b", "reference/ddp", 3), "fail", 0.5, "13"), "reason": reason})
-        folder.add({**result(case("c"), "skip", None, None), "reason": reason})
+        folder.add(result(case("b", "reference/ddp", 3), "fail", 0.5, "13", reason=reason))
+        folder.add(result(case("c"), "skip", None, None, reason=reason))
     text = report.document(read(tmp_path / "run"))
     outside = re.sub(r"(?ms)^  (~{4,})text$.*?^  \1$", "", text)
     assert "~~~~~text" in text and "<script" not in outside and "](http" not in outside
@@ -134,10 +126,10 @@ def test_what_is_left_out_later_keeps_its_result(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", ["again"]) as folder:
         folder.leave_out(case("b", "reference/ddp", 3), "no room")
         folder.add(result(case("d")))
-        folder.add(kill("other", False) | {"verdict": "left out", "why_not": "no room"}, "kill")
+        folder.add(replace(kill("other", False), verdict="left out", why_not="no room"), "kill")
     run = read(tmp_path / "run")
-    assert {line["name"]: line["verdict"] for line in run.kills}["other"] == "fail"
-    assert {line["id"]: line["verdict"] for line in run.cases}["b"] == "fail"
+    assert {line.name: line.verdict for line in run.kills}["other"] == "fail"
+    assert {line.id: line.verdict for line in run.cases}["b"] == "fail"
     assert run.left_out == [] and len(run.cases) == 4
 
 
@@ -147,14 +139,14 @@ def test_invocations_append_and_the_last_line_of_a_case_counts(tmp_path: Path) -
         folder.add(result(case("b", "reference/ddp", 3)))
         folder.add(result(case("d")))
     run = read(tmp_path / "run")
-    assert {line["id"]: line["verdict"] for line in run.cases} == {
+    assert {line.id: line.verdict for line in run.cases} == {
         "a": "pass",
         "b": "pass",
         "c": "skip",
         "d": "pass",
     }
     assert run.left_out == []
-    assert [i["command"] for i in run.header["invocations"]] == [["shardproof", "run"], ["again"]]
+    assert [i.command for i in run.header.invocations] == [["shardproof", "run"], ["again"]]
 
 
 def test_a_line_cut_off_by_a_kill_loses_itself_only(tmp_path: Path) -> None:
@@ -162,12 +154,12 @@ def test_a_line_cut_off_by_a_kill_loses_itself_only(tmp_path: Path) -> None:
     content = path.read_bytes()
     for cut in range(1, 60):
         path.write_bytes(content[:-cut])
-        assert [line["name"] for line in read(path.parent).kills] == (
+        assert [line.name for line in read(path.parent).kills] == (
             ["fault", "other"] if cut == 1 else ["fault"]
         )
     with RunFolder(path.parent, ["again"]) as folder:
         folder.add(result(case("e")))
-    assert "e" in [line["id"] for line in read(path.parent).cases]
+    assert "e" in [line.id for line in read(path.parent).cases]
 
 
 def test_every_line_is_on_disk_when_add_returns(tmp_path: Path) -> None:
@@ -179,13 +171,14 @@ def test_every_line_is_on_disk_when_add_returns(tmp_path: Path) -> None:
 
 def test_lines_are_standard_json_even_for_nan(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", []) as folder:
-        folder.add(result(case("a"), "fail", math.nan, figures={"x": math.inf}))
+        checks = [Outcome("traffic", "fail", figures={"x": math.inf})]
+        folder.add(result(case("a"), "fail", math.nan, checks=checks))
 
     def forbid(name: str) -> None:
         raise AssertionError(name)
 
     text = (tmp_path / "run" / "cases.jsonl").read_text()
-    assert json.loads(text, parse_constant=forbid)["figures"] == {"x": "inf"}
+    assert json.loads(text, parse_constant=forbid)["checks"][0]["figures"] == {"x": "inf"}
     [row] = tables.rows(read(tmp_path / "run").cases)
     assert row.error is not None
     assert math.isnan(row.error)
@@ -201,7 +194,7 @@ def test_nothing_of_the_environment_is_recorded(
         assert "hunter2" not in file.read_text()
         assert os.uname().nodename not in file.read_text() or len(os.uname().nodename) < 5
     allowed = {"cpu", "cores", "memory_bytes", "system", "machine", "gpus", "kernels"}
-    assert set(fingerprint()) == allowed
+    assert set(fingerprint().model_dump()) == allowed
 
 
 def _of_row(table: Table, name: str) -> list[str]:
@@ -212,10 +205,7 @@ def _of_row(table: Table, name: str) -> list[str]:
 
 def test_a_run_tells_which_kernels_ran(tmp_path: Path) -> None:
     told = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
-    code = (
-        "import json; from shardproof.runs.run_folder import fingerprint; "
-        "print(json.dumps(fingerprint()))"
-    )
+    code = "from shardproof.runs.machine import fingerprint; print(fingerprint().model_dump_json())"
     kept = {name: text for name, text in os.environ.items() if name not in KERNEL_VARIABLES}
     for chosen in (told, {}):
         found = subprocess.run(
@@ -227,7 +217,7 @@ def test_a_run_tells_which_kernels_ran(tmp_path: Path) -> None:
     path = fill(tmp_path / "run")
     header = json.loads((path / "run.json").read_text())
     row = "fingerprint kernels torch"
-    assert _of_row(environment(Run(path, header)), row) == [torch.backends.cpu.get_cpu_capability()]
+    assert _of_row(environment(read(path)), row) == [torch.backends.cpu.get_cpu_capability()]
     older = header["invocations"][0]
     header["invocations"].append(json.loads(json.dumps(older)))
     del older["fingerprint"]["kernels"]  # as runs were written before they told
@@ -281,11 +271,11 @@ def test_new_folders_never_collide(tmp_path: Path) -> None:
     ],
 )
 def test_exit_codes(found: list[str], code: int) -> None:
-    assert verdicts.exit_code(verdicts.count({"verdict": v} for v in found)) == code
+    assert verdicts.exit_code(verdicts.count(result(case(), v) for v in found)) == code
 
 
 def test_the_closing_line_counts_judged_xfailed_skipped_and_left_out() -> None:
-    counts = verdicts.count({"verdict": v} for v in ["pass", "pass", "fail", "xfail", "skip"])
+    counts = verdicts.count(result(case(), v) for v in ["pass", "pass", "fail", "xfail", "skip"])
     expected = "3 judged (1 fail, 2 pass), 1 xfailed, 1 skipped, 7 left out"
     assert verdicts.summary(counts, 7) == expected
 
@@ -349,12 +339,9 @@ def test_exact_fractions_are_compared_exactly() -> None:
 
 def test_upstream_bytes_stand_beside_the_textbooks() -> None:
     one = result(case("a"), sent="9", bytes_expected="9")
-    told = {
-        "check": "traffic",
-        "status": "pass",
-        "figures": {"textbook": "zero1", "textbook_bytes": "6"},
-    }
-    [row] = tables.rows([one | {"checks": [told]}, one | {"checks": [told]}])
+    figures = {"textbook": "zero1", "textbook_bytes": "6"}
+    one.checks = [Outcome("traffic", "pass", figures=figures)]
+    [row] = tables.rows([one, one])
     assert row.cells()[5] == "18 = formula (1.5 x zero1)"
 
 
@@ -431,21 +418,21 @@ def test_reasons_of_skipped_cases_are_counted() -> None:
 # ------------------------------------------------------------------------------------- bubbles
 
 
-def piped(name: str, backend: str, micro_batches: int, figures: dict[str, Any]) -> dict[str, Any]:
+def piped(name: str, backend: str, micro_batches: int, figures: dict[str, Any]) -> CaseResult:
     of = replace(
         case(name, "reference/pipeline", backend=backend, label="1f1b"),
         scenario="bubble",
         mesh={"pipe": 2},
         workload=WorkloadSpec("charnames_gpt", micro_batches=micro_batches),
     )
-    return result(of, checks=[{"check": "schedule", "status": "pass", "figures": figures}])
+    return result(of, checks=[Outcome("schedule", "pass", figures=figures)])
 
 
 def bubble(span: float | None, makespan: float | None) -> dict[str, float | None]:
     return {"span_bubble_over_ideal": span, "makespan_bubble_over_ideal": makespan}
 
 
-def pipeline_results(cores: int) -> list[dict[str, Any]]:
+def pipeline_results(cores: int) -> list[CaseResult]:
     """One cell on processes, which is timed, and on threads, where activations are weighed."""
     window = bubble(0.125, 0.125) | {"closed": bubble(0.125, None), "in_flight": [2, 1]}
     measured = bubble(0.25, 0.3) | {

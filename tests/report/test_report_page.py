@@ -24,6 +24,7 @@ from shardproof.report import limits, looks, summary
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
+from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run, RunFolder, read
 
 
@@ -188,7 +189,7 @@ def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     family = {stored[0]["id"]: InReport(p=0.04, p_holm=0.2, verdict="inconclusive")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardproof.bench.stats.family", lambda lines: family)
-        [told] = limits.limits(Run(Path("run"), {"invocations": []}, benches=stored))
+        [told] = limits.limits(Run(Path("run"), Header(invocations=[]), benches=stored))
     why = "small difference alone, not beside 1 comparisons (Holm)"
     assert told.rows == (
         (stored[0]["id"], "inconclusive", why),
@@ -201,12 +202,12 @@ def test_ids_break_between_their_parts_only() -> None:
 
 
 def test_bars_are_what_was_held_and_sent(full: Path) -> None:
-    cases = [r for r in read(full).cases if r["case"]["implementation"] == "reference/zero2"]
+    cases = [r for r in read(full).cases if r.case.implementation == "reference/zero2"]
     [bar, *_] = bars.memory_bars(cases)
     assert bar.name == "reference/zero2"
     assert bar.cells[3] == bar.cells[4] == "929,600"
     assert 'class="k-gradients"' in bar.image and 'class="k-gradients formula"' in bar.image
-    cases = [r for r in cases if r["case"]["backend"] == "gloo" or r["verdict"] != "fail"]
+    cases = [r for r in cases if r.case.backend == "gloo" or r.verdict != "fail"]
     red, *others = bars.traffic_bars(cases)
     assert red.red and not any(other.red for other in others)
     assert "all gather 67%" in others[0].image and others[0].cells[3] == "= formula"
@@ -288,8 +289,8 @@ def test_timelines_have_a_lane_a_rank(full: Path) -> None:
 def test_a_record_that_cannot_be_read_is_said(full: Path, tmp_path: Path) -> None:
     run = read(full)
     for line in run.cases:
-        if "record" in line:
-            line["record"] = "records/absent.parquet"
+        if line.record:
+            line.record = "records/absent.parquet"
     run.path = tmp_path
     page = report.html(run)
     assert "Not drawn: " in page and "No map of errors: " in page
@@ -298,14 +299,14 @@ def test_a_record_that_cannot_be_read_is_said(full: Path, tmp_path: Path) -> Non
 
 def test_maps_of_errors_name_the_first_beyond_its_bound(full: Path) -> None:
     run = read(full)
-    failing = next(line for line in run.cases if line["verdict"] == "fail")
+    failing = next(line for line in run.cases if line.verdict == "fail")
     told = heat.heat_map(run.path, failing)
     assert told is not None and told.image is not None
     assert told.note.startswith(f"Check equivalence; {len(TENSORS)} tensors compared, 5 beyond")
     assert "furthest" in told.note
     assert told.image.count('class="h-none"') > 0
     assert told.image.count('class="h-5"') == 5
-    passing = next(line for line in run.cases if line["verdict"] == "pass")
+    passing = next(line for line in run.cases if line.verdict == "pass")
     assert heat.heat_map(run.path, passing) is None
 
 
@@ -398,9 +399,9 @@ def test_a_small_run_of_every_kind_of_line(tmp_path: Path) -> None:
 
 
 def test_sections_of_a_record_are_read_alone(full: Path) -> None:
-    line = next(r for r in read(full).cases if "pipes::" in r["id"])
-    found = records.sections(full / line["record"], "action", "call")
-    whole = records.read(full / line["record"])["figures"]["records"]
+    line = next(r for r in read(full).cases if "pipes::" in r.id)
+    found = records.sections(full / str(line.record), "action", "call")
+    whole = records.read(full / str(line.record))["figures"]["records"]
     assert found["action"] == [{"rank": r["rank"]} | a for r in whole for a in r["actions"]]
     assert len(found["call"]) == sum(len(r["traffic"]) for r in whole) > 0
     (full / "records" / "bad.parquet").write_bytes(b"no")

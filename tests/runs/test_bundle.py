@@ -40,7 +40,8 @@ from shardproof.runs.bundle import (
     packing,
     unpacked,
 )
-from shardproof.runs.run_folder import Durations, RunFolder, read
+from shardproof.runs.durations import Durations
+from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.budget import fit_cases
 
 pytestmark = pytest.mark.usefixtures("temporary")
@@ -255,7 +256,7 @@ def test_links_out_of_the_run_are_not_followed(run: Path, tmp_path: Path) -> Non
 
 def test_an_id_that_is_no_name_becomes_one(run: Path, tmp_path: Path) -> None:
     with RunFolder(run, ["again"]) as folder:
-        folder._header["id"] = "../my run"
+        folder._header.id = "../my run"
     made = pack(run, tmp_path / "b.tar.gz")
     assert made.listing.run == "my-run"
     assert verify_archive(made.path)[0].problems == []
@@ -382,9 +383,7 @@ def test_runs_are_opened_by_folder_id_and_archive(
         assert folder == made
     with open_run(str(packed)) as folder:
         assert folder.name == made.name
-        assert [r["verdict"] for r in read(folder).cases] == [
-            r["verdict"] for r in read(made).cases
-        ]
+        assert [r.verdict for r in read(folder).cases] == [r.verdict for r in read(made).cases]
     assert not folder.exists()
     with pytest.raises(SelectionError, match="no such run"), open_run("absent"):
         raise AssertionError

@@ -21,9 +21,10 @@ from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.errors import SelectionError
 from shardproof.registry import load_mutant
+from shardproof.runs.durations import Durations
 from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import Manifest
-from shardproof.runs.run_folder import Durations, RunFolder
+from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios.budget import fit_cases
 
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"

@@ -13,8 +13,9 @@ import synthetic as made
 
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import StepRecord
-from shardproof.runs import records, run_folder
-from shardproof.runs.run_folder import FORMAT, RunFolder
+from shardproof.runs import records
+from shardproof.runs.header import FORMAT, READABLE
+from shardproof.runs.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs/evidence.md").read_text()
 
@@ -67,4 +68,4 @@ def test_the_page_names_the_format_and_every_field() -> None:
         assert f"`{field.name}`" in rows["step"], field.name
     for name in records._ENTRY:
         assert f"`{name}`" in PAGE
-    assert run_folder.READABLE == (1, FORMAT)
+    assert READABLE == (1, FORMAT)

@@ -22,9 +22,10 @@ from shardproof.evidence.assembled import StoredFigures
 from shardproof.impls.reference.pipeline.schedules import one_f_one_b
 from shardproof.registry import load_mutant
 from shardproof.runs import junit, records
+from shardproof.runs.durations import Durations
 from shardproof.runs.records import Manifest
 from shardproof.runs.resume import split
-from shardproof.runs.run_folder import Durations, RunFolder, find_run, read
+from shardproof.runs.run_folder import RunFolder, find_run, read
 from shardproof.scenarios.budget import CaseSchedule, fit_cases
 
 
@@ -58,11 +59,11 @@ def test_every_verdict_comes_out_of_the_records_again(made: Path) -> None:
     found = verify(made)
     assert found.problems == []
     assert found.cases == 4
-    assert [r["verdict"] for r in read(made).cases if r["id"] == "skipped"] == ["skip"]
+    assert [r.verdict for r in read(made).cases if r.id == "skipped"] == ["skip"]
 
 
 def test_a_record_holds_figures_and_whole_tensors_of_failures_only(made: Path) -> None:
-    accounts = {r["id"]: records.read(made / r["record"]) for r in read(made).cases}
+    accounts = {r.id: records.read(made / str(r.record)) for r in read(made).cases}
     clean, broken = (accounts[case.id] for case in _cases()[:2])
     rows = clean["figures"]["tensors"]
     assert {row["kind"] for row in rows} >= {"parameters", "gradients", "optimizer"}
@@ -78,8 +79,8 @@ def test_a_record_holds_figures_and_whole_tensors_of_failures_only(made: Path) -
 
 def test_schedules_and_computations_come_back(made: Path, tmp_path: Path) -> None:
     """What a pipeline claimed and what its ranks logged; records of before have neither."""
-    result = next(r for r in read(made).cases if r["verdict"] == "pass")
-    account = records.read(made / result["record"])
+    result = next(r for r in read(made).cases if r.verdict == "pass")
+    account = records.read(made / str(result.record))
     schedule = one_f_one_b(2, 3)
     times = {"begin": 4, "end": 9, "began": 12345.678901234, "ended": 12345.7, "cpu": 0.01}
     place = {"step": 1, "window": 0, "op": "BW", "stage": 0, "micro": 2}
@@ -134,7 +135,7 @@ def test_a_verdict_that_the_record_does_not_give_is_named(run: Path) -> None:
 
 
 def test_a_missing_record_is_named(run: Path) -> None:
-    record = read(run).cases[0]["record"]
+    record = str(read(run).cases[0].record)
     (run / record).unlink()
     assert [p for p in verify(run).problems if record in p and "missing" in p]
 
@@ -205,17 +206,17 @@ def test_a_budget_hides_no_survivor_of_before(
         assert mutants.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
     told = capsys.readouterr().out
     assert "1 faults judged (0 killed, 1 survive), 0 left out" in told
-    assert [line["killed"] for line in read(tmp_path / "run").kills] == [False]
+    assert [line.killed for line in read(tmp_path / "run").kills] == [False]
 
 
 def test_runs_of_the_same_cells_share_a_key(made: Path, tmp_path: Path) -> None:
-    key = read(made).header["invocations"][0]["key"]
-    assert key["suite"] and key["data"] and len(key["scenarios"]) == 64
+    key = read(made).header.invocations[0].key
+    assert key is not None and key.suite and key.data and len(key.scenarios) == 64
     other: dict[str, Any] = {}
     for name in ("a", "b"):
         with RunFolder(tmp_path / name, ["test"]) as folder:
             folder.plan(_cases()[:1] if name == "a" else _cases()[1:2])
-        other[name] = read(tmp_path / name).header["invocations"][0]["key"]["scenarios"]
+        other[name] = read(tmp_path / name).header.invocations[0].key
     assert other["a"] == other["b"], "the same cell of a mutant and of its parent"
 
 
@@ -226,8 +227,8 @@ def test_junit_tells_every_case(made: Path) -> None:
     failure = told.find("testcase/failure")
     assert failure is not None and "rerun: shardproof run" in (failure.text or "")
     run = read(made)
-    run.cases[0]["reason"] = "control \x00 and \ud800"
-    run.cases[0]["verdict"] = "fail"
+    run.cases[0].reason = "control \x00 and \ud800"
+    run.cases[0].verdict = "fail"
     ElementTree.fromstring(junit.document(run))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardproof.case import Case
+from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
@@ -88,8 +89,7 @@ def test_a_run_named_as_a_scenario_is_told_its_option(command: Any, run: Path) -
 def test_nothing_left_takes_no_time(command: Any, run: Path) -> None:
     with RunFolder(run, ["run"]) as folder:
         for case in _planned():
-            result = {"id": case.id, "verdict": "pass", "record": "run.json"}
-            folder.add(result)
+            folder.add(CaseResult(case.id, case, "pass", record="run.json"))
     code, out, err = command("run", "--resume", "--results", str(run), "--dry-run")
     assert (code, out) == (0, ""), err
     assert err.strip() == f"nothing to run: {len(_planned())} results are there"

@@ -127,7 +127,7 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
         )
     ]
     results = judged(cases)
-    assert {r["verdict"] for r in results} == {"pass (working precision only)"}, told(results)
+    assert {r.verdict for r in results} == {"pass (working precision only)"}, told(results)
     assert all(compared(r) > 100 for r in results)
 
 
@@ -136,7 +136,7 @@ def test_ranks_as_threads_are_not_asked_of_it() -> None:
     (result,) = judged(
         [case("deepspeed/zero1", {"shard": 2}, dtype="float32", lane="working_precision")]
     )
-    assert (result["verdict"], result["reason"]) == ("skip", "runs on gloo only")
+    assert (result.verdict, result.reason) == ("skip", "runs on gloo only")
 
 
 def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
     place = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)
     result = json.loads(done.stdout)
-    assert result["verdict"] == "skip"
-    assert "'deepspeed' is not installed" in result["reason"]
-    assert "docs/install-extras.md" in result["reason"]
+    assert result.verdict == "skip"
+    assert "'deepspeed' is not installed" in result.reason
+    assert "docs/install-extras.md" in result.reason
 
 
 @pytest.mark.parametrize(
@@ -310,5 +310,5 @@ def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> No
             )
         ]
     )
-    assert result["verdict"] == "pass (working precision only)", told([result])
+    assert result.verdict == "pass (working precision only)", told([result])
     assert compared(result) > 100

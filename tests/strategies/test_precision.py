@@ -58,7 +58,7 @@ def verdicts(cases: Sequence[Case]) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", str(HERE))
-        run_cases(list(cases), 2, lambda result: results.update({result["id"]: result}))
+        run_cases(list(cases), 2, lambda result: results.update({result.id: result}))
     return [results[item.id] for item in cases]
 
 
@@ -255,9 +255,9 @@ def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
         case("faulty_precision:ForgetsMasters", optimizer=adamw),
     ]
     clean, half, cut, forgotten = verdicts(cases)
-    assert clean["verdict"] == half["verdict"] == "pass (working precision only)", clean["reason"]
-    assert cut["verdict"] == "fail" and "replay" in cut["reason"], cut["reason"]
-    assert forgotten["verdict"] == "fail" and ".master" in forgotten["reason"], forgotten["reason"]
+    assert clean.verdict == half.verdict == "pass (working precision only)", clean.reason
+    assert cut.verdict == "fail" and "replay" in cut.reason, cut.reason
+    assert forgotten.verdict == "fail" and ".master" in forgotten.reason, forgotten.reason
 
 
 def test_policies_agree_bit_for_bit_with_one_device() -> None:
@@ -267,7 +267,7 @@ def test_policies_agree_bit_for_bit_with_one_device() -> None:
         for policy in (A16, M18)
     ]
     for result in verdicts(cases):
-        assert result["verdict"] == "pass", result["reason"]
+        assert result.verdict == "pass", result.reason
 
 
 def test_the_errors_of_small_tensors_are_judged_together() -> None:

@@ -264,9 +264,9 @@ def test_schedules_equal_the_oracle() -> None:
             for name, change in changes
         ]
     )
-    verdicts = [result["verdict"] for result in results]
+    verdicts = [result.verdict for result in results]
     assert verdicts == ["pass"] * 4 + ["skip"], told(results)
-    assert "equal bits are not promised" in results[4]["reason"]
+    assert "equal bits are not promised" in results[4].reason
     assert all(compared(r) > 100 for r in results[:4])
 
 

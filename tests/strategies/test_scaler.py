@@ -103,10 +103,10 @@ def test_clean_scaling_passes_and_faults_in_it_do_not() -> None:
     faulty = [scaled(f"faulty_precision:{name}") for name in FAULTS]
     results = verdicts([*clean, *faulty])
     for result in results[: len(clean)]:
-        assert result["verdict"].startswith("pass"), result["reason"]
+        assert result.verdict.startswith("pass"), result.reason
     for result, words in zip(results[len(clean) :], FAULTS.values(), strict=True):
-        assert result["verdict"] == "fail", (result["id"], result["verdict"], result["reason"])
-        messages = " ".join(check["message"] for check in result["checks"])
+        assert result.verdict == "fail", (result.id, result.verdict, result.reason)
+        messages = " ".join(check.message for check in result.checks)
         assert any(word in messages for word in words), messages
 
 

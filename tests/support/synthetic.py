@@ -19,8 +19,8 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.compare import baseline
 from shardproof.compare.snapshot import Snapshot
 from shardproof.contract import OptimizerSpec
+from shardproof.runs.header import FORMAT
 from shardproof.runs.records import Manifest
-from shardproof.runs.run_folder import FORMAT
 
 Line = dict[str, Any]
 

@@ -15,17 +15,10 @@ from fractions import Fraction
 from markupsafe import Markup
 
 from shardproof import verdicts
+from shardproof.checks.results import CaseResult
 from shardproof.report import memory
 from shardproof.report.drawings import svg
-from shardproof.report.tables import (
-    Result,
-    bytes_text,
-    figures_of,
-    name_of,
-    textbook,
-    whole,
-    world_of,
-)
+from shardproof.report.tables import Figures, bytes_of, bytes_text, name_of, textbook, whole
 from shardproof.table import Cell, Mark, Row, Table
 
 #: Classes of state, in the order in which they are stacked.
@@ -45,13 +38,13 @@ class Bar:
     red: bool
 
 
-def memory_table(results: Iterable[Result]) -> Table:
+def memory_table(results: Iterable[CaseResult]) -> Table:
     """The bars of memory beside their figures."""
     drawn = "held above, formula below"
     return _table("Memory against formula", drawn, MEMORY_HEADINGS, memory_bars(results))
 
 
-def traffic_table(results: Iterable[Result]) -> Table:
+def traffic_table(results: Iterable[CaseResult]) -> Table:
     """The bars of traffic beside their figures."""
     drawn = "sent above, formula below"
     return _table("Traffic against formula", drawn, TRAFFIC_HEADINGS, traffic_bars(results))
@@ -71,7 +64,7 @@ MEMORY_HEADINGS = ("optimizer", "precision", "ranks", "held", "formula", "whole 
 TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's")
 
 
-def memory_bars(results: Iterable[Result]) -> list[Bar]:
+def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
     """One bar for each distinct cell: the rank that holds most, after the last update."""
     bars = []
     for cells, figures in memory.with_figures(results):
@@ -100,7 +93,7 @@ def memory_bars(results: Iterable[Result]) -> list[Bar]:
     return bars
 
 
-def _on_fullest_rank(figures: Result) -> tuple[dict[str, int], dict[str, int]]:
+def _on_fullest_rank(figures: Figures) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by class on the device of the rank that holds most: held, and promised."""
 
     def judged(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -134,27 +127,26 @@ def _pair(
     return parts
 
 
-def traffic_bars(results: Iterable[Result]) -> list[Bar]:
+def traffic_bars(results: Iterable[CaseResult]) -> list[Bar]:
     """One bar for each implementation with options, backend and world that was counted."""
-    groups: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
-        if result.get("bytes_sent") and result.get("bytes_expected"):
-            case = result["case"]
-            groups[name_of(case), case["backend"], world_of(case)].append(result)
+        if result.bytes_sent and result.bytes_expected:
+            case = result.case
+            groups[name_of(case), case.backend, case.world].append(result)
     bars = [_traffic_bar(*key, members) for key, members in sorted(groups.items())]
     return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
 
 
-def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result]) -> Bar | None:
-    sent = sum((Fraction(r["bytes_sent"]) for r in members), Fraction(0))
-    expected = sum((Fraction(r["bytes_expected"]) for r in members), Fraction(0))
+def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResult]) -> Bar | None:
+    sent, expected = bytes_of(members)
     if not sent and not expected:
         return None
     measured: dict[str, float] = defaultdict(float)
     formula: dict[str, float] = defaultdict(float)
     times, book = textbook(members)
     for result in members:
-        figures = figures_of(result, "traffic")
+        figures = result.figures("traffic")
         for total, rows in ((measured, figures.get("sent")), (formula, figures.get("flows"))):
             for row in rows or ():
                 kind = row["operation"]
@@ -175,10 +167,10 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[Result])
         stretch=True,
     )
     red = any(
-        check["check"] == "traffic" and check["status"] == "fail"
+        check.check == "traffic" and check.status == "fail"
         for result in members
-        if verdicts.kind(result["verdict"]) in verdicts.RED
-        for check in result["checks"]
+        if verdicts.kind(result.verdict) in verdicts.RED
+        for check in result.checks
     )
     same = "= formula" if sent == expected else whole(expected)
     return Bar(

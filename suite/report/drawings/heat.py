@@ -15,8 +15,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
-from shardproof.report.tables import Result, share
+from shardproof.report.tables import share
 from shardproof.runs import records
 
 #: At most so many maps in a report, and tensors in one.
@@ -35,19 +36,19 @@ class Map:
     problem: str = ""
 
 
-def heat_map(folder: Path, result: Result) -> Map | None:
+def heat_map(folder: Path, result: CaseResult) -> Map | None:
     """The map of the first failing check that compared tensors; ``None``: none did."""
-    failing = [told["check"] for told in result["checks"] if told["status"] == "fail"]
-    if not failing or not result.get("record"):
+    failing = [outcome.check for outcome in result.checks if outcome.status == "fail"]
+    if not failing or not result.record:
         return None
     try:
-        rows = records.sections(folder / result["record"], "comparison")["comparison"]
+        rows = records.sections(folder / result.record, "comparison")["comparison"]
     except records.RecordError as error:
         return Map(None, "", str(error))
     for check in failing:
         cells = _cells(row for row in rows if row["check"] == check)
         if cells:
-            return _map(result["id"], check, cells)
+            return _map(result.id, check, cells)
     return None
 
 
@@ -56,23 +57,24 @@ Cells = dict[str, dict[int, tuple[float, float, str]]]
 
 
 def _cells(rows: Any) -> Cells:
-    found: Cells = defaultdict(dict)
+    worst: Cells = defaultdict(dict)
     for row in rows:
         if row.get("error") is None or row.get("bound") is None or row.get("name") is None:
             continue
         used = share(row["error"], row["bound"])
         where = f"{row['phase']}, {row['owner']}"
         step = int(row["step"])
-        if step not in found[row["name"]] or used > found[row["name"]][step][0]:
-            found[row["name"]][step] = used, row["error"], where
-    return dict(found)
+        steps = worst[row["name"]]
+        if step not in steps or used > steps[step][0]:
+            steps[step] = used, row["error"], where
+    return dict(worst)
 
 
 def _map(case_id: str, check: str, cells: Cells) -> Map:
     worst = {name: max(used for used, *_ in steps.values()) for name, steps in cells.items()}
     ordered = sorted(cells, key=lambda name: (-worst[name], name))
     shown = ordered[:TENSORS]
-    steps = sorted({step for found in cells.values() for step in found})
+    steps = sorted({step for by_step in cells.values() for step in by_step})
     beyond = [name for name in ordered if worst[name] > 1]
     parts = []
     for column, step in enumerate(steps):
@@ -84,7 +86,7 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
         parts.append(svg.text(_NAME - 8, top + 14, _short(name), "lane-label", "end"))
         for column, step in enumerate(steps):
             parts += _cell(_NAME + _CELL * column, top, name, step, cells[name])
-    said = "; ".join(
+    listed = "; ".join(
         f"{name}: {_number(cells[name][step][1])} at {'start' if step < 0 else f'step {step}'}, "
         f"{cells[name][step][2]}"
         for name in beyond[:6]
@@ -93,7 +95,7 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
     )
     image = svg.drawing(
         f"Errors against their bounds by tensor and step, check {check}: {case_id}",
-        f"Beyond their bound: {said or 'none'}.",
+        f"Beyond their bound: {listed or 'none'}.",
         _NAME + _CELL * len(steps) + 4,
         _TOP + _ROW * len(shown) + 4,
         parts,
@@ -107,12 +109,12 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
 
 
 def _cell(
-    left: float, top: float, name: str, step: int, found: Mapping[int, tuple[float, float, str]]
+    left: float, top: float, name: str, step: int, by_step: Mapping[int, tuple[float, float, str]]
 ) -> list[Markup]:
-    if step not in found:
+    if step not in by_step:
         hint = f"{name}: not compared in this step"
         return [svg.rect(left + 1, top + 1, _CELL - 2, _ROW - 2, "h-none", hint)]
-    used, error, where = found[step]
+    used, error, where = by_step[step]
     look = f"h-{sum(used > least for least in _SHADES)}"
     hint = f"{name}, {where}: error {_number(error)}, {_number(used)} of its bound"
     return [

@@ -20,13 +20,13 @@ def element(name: str, *content: object, **attributes: Any) -> Markup:
     Attributes that are ``None`` are left out, numbers get two decimals at most, and ``content`` is
     escaped unless it is :class:`Markup`.
     """
-    told = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_text_of(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     inner = "".join(escape(part) for part in content)
-    return Markup(f"<{name}{told}>{inner}</{name}>" if content else f"<{name}{told}/>")
+    return Markup(f"<{name}{written}>{inner}</{name}>" if content else f"<{name}{written}/>")
 
 
 def _text_of(value: object) -> object:
@@ -75,11 +75,11 @@ def drawing(
     )
 
 
-def text(x: float, y: float, told: object, class_: str = "", anchor: str = "start") -> Markup:
+def text(x: float, y: float, label: object, class_: str = "", anchor: str = "start") -> Markup:
     """A label; ``anchor`` is start, middle or end."""
     return element(
         "text",
-        told,
+        label,
         x=float(x),
         y=float(y),
         class_=class_ or None,
@@ -110,8 +110,8 @@ def rect(
 
 def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
     """Straight lines through ``points``."""
-    told = " L".join(f"{number(float(x))} {number(float(y))}" for x, y in points)
-    return element("path", d=f"M{told}", class_=class_)
+    points_text = " L".join(f"{number(float(x))} {number(float(y))}" for x, y in points)
+    return element("path", d=f"M{points_text}", class_=class_)
 
 
 def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Markup:

@@ -18,8 +18,9 @@ from typing import Any
 from markupsafe import Markup
 
 from shardproof import verdicts
+from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
-from shardproof.report.tables import Result, name_of, world_of
+from shardproof.report.tables import name_of
 from shardproof.runs import records
 from shardproof.table import Table
 
@@ -49,65 +50,65 @@ class Timeline:
         return Table(title, HEADINGS, self.rows, align="rlrrr")
 
 
-def timelines(folder: Path, results: Iterable[Result]) -> tuple[list[Timeline], int]:
+def timelines(folder: Path, results: Iterable[CaseResult]) -> tuple[list[Timeline], int]:
     """The timelines of a run, and how many pipelines more there are that are not drawn."""
     chosen = _chosen(results)
     return [_timeline(folder, result) for result in chosen[:MOST]], max(0, len(chosen) - MOST)
 
 
-def _chosen(results: Iterable[Result]) -> list[Result]:
+def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
     """One case of each pipeline: broken ones first, each implementation before the second of one.
 
     Ranks that are processes come before threads, which take turns.
     """
-    found: dict[tuple[Any, ...], Result] = {}
+    best: dict[tuple[str, int, int], CaseResult] = {}
     for result in results:
-        case = result["case"]
-        if case["mesh"].get("pipe", 1) < 2 or not result.get("record") or not result["checks"]:
+        case = result.case
+        if case.mesh.get("pipe", 1) < 2 or not result.record or not result.checks:
             continue
-        key = (name_of(case), case["mesh"]["pipe"], case["workload"]["micro_batches"])
-        if key not in found or _rank(result) < _rank(found[key]):
-            found[key] = result
+        key = (name_of(case), case.mesh["pipe"], case.workload.micro_batches)
+        if key not in best or _rank(result) < _rank(best[key]):
+            best[key] = result
     turns: Counter[str] = Counter()
     ordered = []
-    for key, result in sorted(found.items(), key=lambda item: _telling(item[1])):
+    for key, result in sorted(best.items(), key=lambda item: _telling(item[1])):
         ordered.append((not _broke(result), turns[key[0]], key, result))
         turns[key[0]] += 1
     return [result for *_, result in sorted(ordered, key=lambda item: item[:3])]
 
 
-def _telling(result: Result) -> tuple[bool, bool, int, int]:
+def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
     """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
-    case = result["case"]
-    more = min(case["workload"]["micro_batches"], 16), min(case["mesh"]["pipe"], 4)
+    case = result.case
+    more = min(case.workload.micro_batches, 16), min(case.mesh["pipe"], 4)
     return *_rank(result), -more[0], -more[1]
 
 
-def _rank(result: Result) -> tuple[bool, bool]:
-    return not _broke(result), result["case"]["backend"] == "in_memory"
+def _rank(result: CaseResult) -> tuple[bool, bool]:
+    return not _broke(result), result.case.backend == "in_memory"
 
 
-def _broke(result: Result) -> bool:
-    return verdicts.kind(result["verdict"]) in verdicts.RED
+def _broke(result: CaseResult) -> bool:
+    return verdicts.kind(result.verdict) in verdicts.RED
 
 
 Action = Mapping[str, Any]
 
 
-def _timeline(folder: Path, result: Result) -> Timeline:
-    case = result["case"]
-    shape = " x ".join(f"{axis} {n}" for axis, n in case["mesh"].items())
-    size = case["workload"]["micro_batches"]
-    heading = f"{name_of(case)} on {case['backend']}, {shape}, {size} micro-batches"
+def _timeline(folder: Path, result: CaseResult) -> Timeline:
+    case = result.case
+    shape = " x ".join(f"{axis} {n}" for axis, n in case.mesh.items())
+    size = case.workload.micro_batches
+    heading = f"{name_of(case)} on {case.backend}, {shape}, {size} micro-batches"
     try:
-        found = records.sections(folder / result["record"], "action", "call")
+        sections = records.sections(folder / (result.record or ""), "action", "call")
     except records.RecordError as error:
-        return Timeline(heading, result["id"], None, (), "", str(error))
-    actions = found["action"]
+        return Timeline(heading, result.id, None, (), "", str(error))
+    actions = sections["action"]
     last = max((row["step"] for row in actions), default=None)
     if last is None:
         problem = "its record holds no computation of a stage: the ranks did not come that far"
-        return Timeline(heading, result["id"], None, (), "", problem)
+        return Timeline(heading, result.id, None, (), "", problem)
     clocked = all(row.get("began") is not None for row in actions)
     keys = ("began", "ended") if clocked else ("begin", "end")
     lanes: dict[int, list[Action]] = defaultdict(list)
@@ -117,17 +118,17 @@ def _timeline(folder: Path, result: Result) -> Timeline:
     for lane in lanes.values():
         lane.sort(key=lambda row: row["begin"])
     notes = [] if clocked else ["No clocks in this record: distances are numbers of events."]
-    if case["backend"] == "in_memory":
+    if case.backend == "in_memory":
         notes.append("Ranks are threads here, which take turns in Python.")
     if len(lanes) > LANES:
-        notes.append(f"The first {LANES} of {world_of(case)} ranks.")
+        notes.append(f"The first {LANES} of {case.world} ranks.")
     shown = dict(sorted(lanes.items())[:LANES])
     if sum(map(len, shown.values())) > BLOCKS:
         problem = f"more than {BLOCKS} computations in a step: its record holds them"
-        return Timeline(heading, result["id"], None, (), "", problem)
-    image = _draw(heading, shown, actions, found["call"], keys)
+        return Timeline(heading, result.id, None, (), "", problem)
+    image = _draw(heading, shown, actions, sections["call"], keys)
     rows = tuple(_row(rank, lane, keys) for rank, lane in shown.items()) if clocked else ()
-    return Timeline(heading, result["id"], image, rows, " ".join(notes))
+    return Timeline(heading, result.id, image, rows, " ".join(notes))
 
 
 def _row(rank: int, lane: Sequence[Action], keys: tuple[str, str]) -> tuple[str, ...]:
@@ -135,9 +136,9 @@ def _row(rank: int, lane: Sequence[Action], keys: tuple[str, str]) -> tuple[str,
     busy = sum(row[end] - row[begin] for row in lane)
     span = lane[-1][end] - lane[0][begin]
     ops = Counter(row["op"] for row in lane)
-    told = ", ".join(f"{ops[op]} {op}" for op in _WORDS if ops[op])
+    counts = ", ".join(f"{ops[op]} {op}" for op in _WORDS if ops[op])
     idle = f"{max(0.0, 1 - busy / span):.1%}" if span > 0 else "-"
-    return str(rank), told, f"{1e3 * busy:.2f}", f"{1e3 * span:.2f}", idle
+    return str(rank), counts, f"{1e3 * busy:.2f}", f"{1e3 * span:.2f}", idle
 
 
 def _draw(

@@ -57,7 +57,7 @@ class Listing:
 
     def text(self) -> str:
         """The file's text, which ``unpacking`` reads."""
-        told = {
+        fields = {
             "format": FORMAT,
             "run": self.run,
             "suite": self.suite,
@@ -66,7 +66,7 @@ class Listing:
             "members": [vars(member) for member in self.members],
             "left_out": list(self.left_out),
         }
-        return json.dumps(told, indent=1) + "\n"
+        return json.dumps(fields, indent=1) + "\n"
 
 
 def unsafe(name: str) -> bool:

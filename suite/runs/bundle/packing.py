@@ -58,7 +58,7 @@ def pack(
         meanwhile; a file that is there already (without ``force``) or cannot be written.
     """
     run = read(folder)
-    name = _plain_name(str(run.header.get("id") or folder.name))
+    name = _plain_name(run.name)
     if output is None or output.is_dir():
         output = (output or Path()) / f"{name}{SUFFIX}"
     if not force and output.exists():
@@ -70,7 +70,7 @@ def pack(
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
             sources[file] = reports[file].encode()
-    versions = {str(i["suite"]) for i in run.header["invocations"] if "suite" in i}
+    versions = {invocation.suite for invocation in run.header.invocations}
     listing = Listing(
         name,
         VERSION,
@@ -80,9 +80,9 @@ def pack(
     )
     largest = max(member.bytes for member in listing.members)
     if len(sources) >= MAX_FILES or listing.bytes > MAX_BYTES or largest > MAX_FILE:
-        told = f"{len(sources):,} files of {listing.bytes:,} bytes"
+        extent = f"{len(sources):,} files of {listing.bytes:,} bytes"
         remedy = f"a bundle holds {MAX_FILES:,} files and {MAX_BYTES >> 30} GiB: copy the folder"
-        raise SelectionError(Problem("the run is too big for a bundle", remedy, told))
+        raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
         size = _write(output, listing, sources, force)
     except OSError as error:
@@ -164,8 +164,8 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
                 gzip.GzipFile("", "wb", 6, stream, mtime=0) as zipped,
                 tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
             ):
-                told = listing.text().encode()
-                archive.addfile(_header(listing.run, LISTING, len(told)), io.BytesIO(told))
+                listed = listing.text().encode()
+                archive.addfile(_header(listing.run, LISTING, len(listed)), io.BytesIO(listed))
                 for member in listing.members:
                     _add(archive, listing.run, member, sources[member.name])
                 for member in listing.members:

@@ -87,11 +87,11 @@ def open_run(name: str | None, root: Path = Path("results")) -> Iterator[Path]:
     if name is None or not Path(name).is_file():
         yield find_run(name, root)
         return
-    with unpacked(Path(name)) as found:
-        if found.problems:
+    with unpacked(Path(name)) as bundle:
+        if bundle.problems:
             remedy = "ask for it again: `shardproof verify` tells more"
-            raise SelectionError([Problem(told, remedy) for told in found.problems[:20]])
-        yield found.folder
+            raise SelectionError([Problem(problem, remedy) for problem in bundle.problems[:20]])
+        yield bundle.folder
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def unpacked(archive: Path) -> Iterator[Unpacked]:
             size = archive.stat().st_size
             with archive.open("rb") as raw, gzip.GzipFile(fileobj=raw) as zipped:
                 reader = _Reader(archive, zipped, size * MAX_RATIO + _GRACE)  # type: ignore[arg-type]
-                found = _unpack(reader, size, place)
+                bundle = _unpack(reader, size, place)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise SelectionError(
                 Problem(f"is no bundle, or damaged: {error}", "copy it again", file=str(archive))
@@ -114,7 +114,7 @@ def unpacked(archive: Path) -> Iterator[Unpacked]:
             why = f"cannot be unpacked: {error.strerror or error}"
             remedy = f"check the file, and room in {place.parent}"
             raise SelectionError(Problem(why, remedy, file=str(archive))) from None
-        yield found
+        yield bundle
 
 
 @contextmanager
@@ -196,10 +196,10 @@ class _Reader:
         if size > 4096:
             self.refuse("holds a header that is too long", f"{size} bytes")
         text = b"".join(self.content(size))
-        found = _LONG_NAME.fullmatch(text)
-        if found is None or int(found[1]) != len(text):
+        match = _LONG_NAME.fullmatch(text)
+        if match is None or int(match[1]) != len(text):
             self.refuse("holds a header that no bundle has", repr(text[:60]))
-        return found[2].decode("utf-8", "replace")
+        return match[2].decode("utf-8", "replace")
 
     def content(self, size: int) -> Iterator[bytes]:
         """The bytes of a file, in pieces."""
@@ -235,18 +235,18 @@ def _unpack(reader: _Reader, size: int, place: Path) -> Unpacked:
     seen: set[str] = set()
     for full, length in headers:
         top, _, name = full.partition("/")
-        told = reader.archive / name
+        place_in_archive = reader.archive / name
         if top != run or name not in wanted:
             problems.append(f"{reader.archive / (full if top != run else name)}: was added")
         elif name in seen:
-            problems.append(f"{told}: stands in it twice")
+            problems.append(f"{place_in_archive}: stands in it twice")
         else:
             seen.add(name)
             room -= length
             if room < 0:
                 reader.refuse("holds more bytes than its list says", name)
             if _extract(reader, folder / name, length) != (wanted[name].bytes, wanted[name].sha256):
-                problems.append(f"{told}: was changed")
+                problems.append(f"{place_in_archive}: was changed")
             continue
         for _ in reader.content(length):
             pass
@@ -273,25 +273,25 @@ def _fits(reader: _Reader, listing: Listing, size: int, place: Path) -> None:
     free = shutil.disk_usage(place).free
     if wanted + _GRACE > free:
         remedy = "make room, or set TMPDIR to a folder that has some"
-        told = f"{wanted:,} bytes, {free:,} are free in {place.parent}"
-        raise SelectionError(Problem("no room to unpack", remedy, told, str(reader.archive)))
+        space = f"{wanted:,} bytes, {free:,} are free in {place.parent}"
+        raise SelectionError(Problem("no room to unpack", remedy, space, str(reader.archive)))
 
 
 def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]]:
     """The list of a bundle, and what is wrong with its own digest."""
     try:
-        told = json.loads(text)
-        if told["format"] != FORMAT:
-            by = f"format {told['format']!r}, packed by shardproof {told.get('suite')}"
+        fields = json.loads(text)
+        if fields["format"] != FORMAT:
+            by = f"format {fields['format']!r}, packed by shardproof {fields.get('suite')}"
             remedy = f"verify it with that version: this one ({VERSION}) knows format {FORMAT}"
             problem = Problem("has another format", remedy, by, str(reader.archive))
             raise SelectionError(problem)
         listing = Listing(
-            str(told["run"]),
-            str(told["suite"]),
-            tuple(str(version) for version in told["judged_by"]),
-            tuple(_member(member) for member in told["members"]),
-            tuple(str(name) for name in told["left_out"]),
+            str(fields["run"]),
+            str(fields["suite"]),
+            tuple(str(version) for version in fields["judged_by"]),
+            tuple(_member(member) for member in fields["members"]),
+            tuple(str(name) for name in fields["left_out"]),
         )
     except SelectionError:
         raise
@@ -301,12 +301,12 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
         listing.members
     ):
         reader.refuse(f"has a damaged {LISTING}: another run, or a file listed twice", run)
-    wrong = told.get("digest") != listing.digest
+    wrong = fields.get("digest") != listing.digest
     return listing, [f"{reader.archive / LISTING}: was changed"] if wrong else []
 
 
-def _member(told: Mapping[str, Any]) -> Member:
-    member = Member(told["name"], told["bytes"], told["sha256"])
+def _member(fields: Mapping[str, Any]) -> Member:
+    member = Member(fields["name"], fields["bytes"], fields["sha256"])
     if unsafe(member.name) or type(member.bytes) is not int or member.bytes < 0:
         raise ValueError(f"{member.name!r}, {member.bytes!r} bytes")
     if not _SHA256.fullmatch(member.sha256):
@@ -321,11 +321,11 @@ def printable(text: str) -> str:
 
 def notes(listing: Listing) -> Sequence[str]:
     """What to know of a bundle beside its verdicts."""
-    told = [f"contents sha256:{listing.digest}"]
+    sentences = [f"contents sha256:{listing.digest}"]
     others = [printable(version) for version in listing.judged_by if version != VERSION]
     if others:
-        told.append(
+        sentences.append(
             f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "
             "where they differ, formulas or checks may have changed between them"
         )
-    return told
+    return sentences

@@ -1,0 +1,128 @@
+"""Lines of ``cases.jsonl`` about cases and planted faults: written by ``cases``, read by reports.
+
+``to_dict`` gives the line, ``from_dict`` reads it.  Keys that other versions added are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from shardproof.case import Case
+from shardproof.checks import Outcome
+from shardproof.contract import Options
+from shardproof.files import Stored
+
+
+class _Line(Stored):
+    """A line without the keys of ``cases.jsonl`` that are ``None`` and optional."""
+
+    OPTIONAL: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line without its ``kind``."""
+        fields = super().to_dict()
+        return {k: v for k, v in fields.items() if v is not None or k not in self.OPTIONAL}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The instance that :meth:`to_dict` described.
+
+        :raises TypeError: ``data`` lacks a field that has no default.
+        """
+        fields = _known(cls, data)
+        if isinstance(fields.get("case"), Mapping):
+            fields["case"] = _known(Case, fields["case"])
+        return super().from_dict(fields)
+
+
+def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {key: value for key, value in data.items() if key in names}
+
+
+@dataclass
+class CaseResult(_Line):
+    """What became of a case.
+
+    ``worst_error`` and ``bound`` are those of the check ``equivalence``; bytes are fractions as
+    text.  ``record`` is the file of the case's record in the run's folder, ``data`` the digest of
+    its data set.
+    """
+
+    OPTIONAL = ("record", "data")
+
+    id: str
+    case: Case
+    verdict: str
+    reason: str = ""
+    checks: list[Outcome] = field(default_factory=list)
+    seconds: float = 0.0
+    worst_error: float | None = None
+    bound: float | None = None
+    bytes_sent: str | None = None
+    bytes_expected: str | None = None
+    rerun: str = ""
+    record: str | None = None
+    data: str | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The result in a line of ``cases.jsonl``."""
+        result = super().from_dict(data)
+        # JSON has no infinity: it is stored as text.
+        result.worst_error, result.bound = (
+            None if value is None else float(value) for value in (result.worst_error, result.bound)
+        )
+        return result
+
+    def check(self, name: str) -> Outcome | None:
+        """What the check ``name`` says; ``None``: it was not asked, or did not come to it."""
+        return next((outcome for outcome in self.checks if outcome.check == name), None)
+
+    def figures(self, check: str) -> Mapping[str, Any]:
+        """The figures of one check; none where it was not asked."""
+        outcome = self.check(check)
+        return {} if outcome is None else outcome.figures
+
+
+@dataclass(frozen=True)
+class Kill(_Line):
+    """What became of one planted fault."""
+
+    name: str
+    parent: str
+    killed_by: tuple[str, ...]
+    failing: tuple[str, ...]
+    killed: bool
+    why_not: str
+    verdict: str
+    reason: str
+    lane: str
+    margin: float | None
+    seconds: float
+    crash_says: str = ""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the budget had no room for it."""
+        return self.verdict == "left out"
+
+
+@dataclass(frozen=True)
+class LeftOut(_Line):
+    """A case, or a pair or cell that is timed (``pair``, as it is stored), that was not run."""
+
+    OPTIONAL = ("case", "pair")
+
+    id: str
+    case: Case | None
+    pair: Options | None
+    reason: str
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What a line of ``cases.jsonl`` leaves out."""
+        return super().from_dict({"case": None, "pair": None, **data})

@@ -1,0 +1,112 @@
+"""What a run was judged by and on: versions, and the allow-listed facts about this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardproof import VERSION
+from shardproof.launch.process_control import cores
+from shardproof.runs.header import Fingerprint, Gpu, Invocation
+
+_PACKAGES = ("torch", "numpy", "pydantic", "PyYAML", "scikit-learn", "scipy")
+#: They make torch, oneDNN and MKL use other kernels than the CPU's best, which round otherwise.
+KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def begun(command: Sequence[str], now: str) -> Invocation:
+    """An invocation of ``command`` that starts on this machine."""
+    return Invocation(
+        # A file name may hold bytes that are no text.
+        command=[os.fsencode(word).decode(errors="replace") for word in command],
+        started=now,
+        ended=None,
+        exit_code=None,
+        suite=VERSION,
+        commit=_commit(),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _PACKAGES},
+        fingerprint=fingerprint(),
+    )
+
+
+def fingerprint() -> Fingerprint:
+    """The allow-listed facts about this machine."""
+    return Fingerprint(
+        cpu=_cpu_model(),
+        cores=cores(),
+        memory_bytes=_memory_bytes(),
+        system=platform.system(),
+        machine=platform.machine(),
+        gpus=gpus(),
+        kernels=_kernels(),
+    )
+
+
+def gpus() -> list[Gpu]:
+    """Every GPU that the driver's own tool lists; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    query = "--query-gpu=name,memory.total,driver_version"
+    listed = _output(tool, query, "--format=csv,noheader") if tool else None
+    rows = [[part.strip() for part in line.split(",")] for line in (listed or "").splitlines()]
+    return [Gpu(name=row[0], memory=row[1], driver=row[2]) for row in rows if len(row) == 3]
+
+
+def _kernels() -> dict[str, str]:
+    """What torch computes with on this CPU, and the variables that are set; ranks inherit both."""
+    import torch  # not above: who only reads runs does without
+
+    chosen = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    return {"torch": torch.backends.cpu.get_cpu_capability(), **chosen}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The suite's commit, with ``+changes`` if files differ from it; ``None`` outside of git."""
+    head = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    if head is None or changed is None:
+        return None
+    return head + ("+changes" if changed else "")
+
+
+def _output(*command: str) -> str | None:
+    """What ``command`` prints; ``None`` if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1] for line in lines if line.lower().startswith("model name"))
+    return next(names, platform.processor()).strip()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
