@@ -16,8 +16,8 @@ one that backward makes until the bucket has been reduced and scattered; then th
                                   [3] a bucket is full:            [b0]   wait b0, [b1]
                                   [4] after a wait: the sums of b0 are added to its kept shard,
                                       its whole gradients are freed
-             next micro-batch,    [5] buckets that the backward left partly full are sent: when
-             or finish                the next micro-batch begins (accumulate), else in finish
+             next micro-batch,    [5] buckets that the backward left unsent are sent: when the
+             or finish                next micro-batch begins (accumulate), else in finish
              finish               [6] rounds that other ranks still have, with zeros; wait
                                   [7] who used what (integers)
              clip, update         own shards only; the norm is a sum over ranks
@@ -85,7 +85,7 @@ class Zero2(ShardedUpdate):
             self.kept[bucket].zero_()
 
     def accumulate(self, is_last: bool) -> None:
-        """Every micro-batch is a round of its own."""
+        """A micro-batch begins: it is a round of its own."""
         self.close_round()
         self.begin_round(computing=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank, workload_facts
-from shardproof.cases.verdict import decide, measure
+from shardproof.cases.verdict import decide_case, measure_case
 from shardproof.checks import announced_schedule, relations
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
@@ -54,7 +54,7 @@ def run_case(task: CaseTask) -> dict[str, Any]:
 def judge_case(
     case: Case, workdir: Path, cache: Path, run: Run = run_ranks
 ) -> tuple[Account, CaseResult]:
-    """Run one case: its account, and the result that ``cases.verdict.decide`` makes of it.
+    """Run one case: its account, and the result that ``cases.verdict.decide_case`` makes of it.
 
     Always returns both, whatever the implementation does.  ``run`` is called like
     ``launch.ranks.run_ranks``; where the ranks ran elsewhere it returns what they left.
@@ -62,13 +62,13 @@ def judge_case(
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _run_and_assemble(account, workdir, cache, run)
+        evidence = _run_and_collect(account, workdir, cache, run)
         began = time.monotonic()
         if evidence is not None:
-            # Every check of suite/checks/ looks at the tensors here; decide needs its figures only.
-            measure(evidence)
-            account.figures = evidence
-        result = decide(account)
+            # Every check of suite/checks/ looks at the tensors here; decide_case needs only figures.
+            measure_case(evidence)
+            account.figures = evidence  # Evidence is a Figures: what was measured, without tensors
+        result = decide_case(account)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
             account.timings["judge"] = time.monotonic() - began
@@ -76,12 +76,12 @@ def judge_case(
         trace = "".join(traceback.format_exception(error)[-3:])
         account.figures, account.whole = None, []
         account.fault = f"the judge itself failed: {error!r}\n{trace}"
-        result = decide(account)
+        result = decide_case(account)
     result.seconds = account.timings["all"] = time.monotonic() - started
     return account, result
 
 
-def _run_and_assemble(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence | None:
+def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence | None:
     """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
     case = account.case
     if case.skip:

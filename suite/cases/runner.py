@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.case import Case
 from shardproof.cases.leader import CaseTask, run_case
-from shardproof.cases.verdict import decide
+from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
@@ -115,6 +115,6 @@ def _result_of(end: TaskEnd[CaseTask]) -> tuple[CaseResult, dict[str, Any]]:
     else:
         ended = LeaderEnd(end.exit_code, end.signal, end.timed_out, end.seconds, end.output)
         left = Account(end.payload.case, leader=ended)
-        result, account = decide(left), left.to_dict()
+        result, account = decide_case(left), left.to_dict()
     result.seconds = end.seconds
     return result, account

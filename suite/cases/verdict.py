@@ -1,8 +1,8 @@
 """From the account of a case to its verdict: pure functions, so that a stored run is judged again.
 
-Every check has two halves.  :func:`measure` runs in the leader, where the tensors are, and leaves
-figures.  :func:`decide` makes the verdict of the figures: once when the case has run, and again in
-``shardproof verify``.  Each check is a file of ``suite/checks/`` with these two functions.
+Every check is a file of ``suite/checks/`` with a ``measure`` and a ``decide``.  :func:`measure_case`
+runs in the leader, where the tensors are, and leaves figures.  :func:`decide_case` makes the verdict
+from figures: once when the case has run, and again in ``shardproof verify``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPTION = re.compile(r"\boption '(\w+)")
 _AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
 
 
-def measure(evidence: Evidence) -> None:
+def measure_case(evidence: Evidence) -> None:
     """Fill ``evidence.compared`` with what every check measures, or with how it ``broke``."""
     for name in evidence.case.checks:
         try:
@@ -40,7 +40,7 @@ def measure(evidence: Evidence) -> None:
             evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 
 
-def decide(account: Account) -> CaseResult:
+def decide_case(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
     case = account.case
     if account.fault:
@@ -48,9 +48,9 @@ def decide(account: Account) -> CaseResult:
     if case.skip:
         return _result(case, "skip", case.skip)
     if account.leader is not None:
-        return _expected(case, *_broken_leader(account.leader))
+        return _apply_xfail(case, *_broken_leader(account.leader))
     if account.broken:
-        return _expected(case, "crash", account.broken)
+        return _apply_xfail(case, "crash", account.broken)
     if account.refused is not None:
         kind, message = account.refused
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
@@ -58,35 +58,35 @@ def decide(account: Account) -> CaseResult:
     assert account.declaration is not None
     reason = account.declaration.outside_profile()
     if reason:
-        return _expected(case, "fail", reason)
+        return _apply_xfail(case, "fail", reason)
     reason = account.declaration.excludes_case(case, account.missing)
     if reason:
         return _result(case, "skip", reason)
-    outcomes: Sequence[RankOutcome] = account.outcomes
+    rank_outcomes: Sequence[RankOutcome] = account.outcomes
     if account.cannot_fit:
         error = RankOutcome(0, status="raised", error_type="Misfit", message=account.cannot_fit)
         if "refuses" not in case.expect:
-            return _expected(case, "refused", account.cannot_fit)
-        outcomes = [error]
+            return _apply_xfail(case, "refused", account.cannot_fit)
+        rank_outcomes = [error]
     if "refuses" in case.expect:
-        return _refused(case, outcomes)
+        return _refused(case, rank_outcomes)
     if account.unsound_schedules:
         outcome = announced_schedule.not_run(account.unsound_schedules)
-        return _expected(case, *verdict_of([outcome]), [outcome])
-    cause = root_cause(outcomes)
+        return _apply_xfail(case, *verdict_of([outcome]), [outcome])
+    cause = root_cause(rank_outcomes)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
-        return _expected(case, "refused", cause.message)
+        return _apply_xfail(case, "refused", cause.message)
     if cause is not None:
-        return _expected(case, *_broken(cause, outcomes))
+        return _apply_xfail(case, *_broken(cause, rank_outcomes))
     if account.no_oracle_because:
-        return _expected(case, "precondition", account.no_oracle_because)
+        return _apply_xfail(case, "precondition", account.no_oracle_because)
     figures = account.figures
     assert figures is not None
-    results = [_run_check(name, figures) for name in case.checks]
-    verdict, text = verdict_of(results)
+    outcomes = [_run_check(name, figures) for name in case.checks]
+    verdict, text = verdict_of(outcomes)
     if verdict == "pass" and case.lane == "working_precision":
         verdict = WORKING_PRECISION_ONLY
-    return _expected(case, verdict, text, results)
+    return _apply_xfail(case, verdict, text, outcomes)
 
 
 def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
@@ -132,10 +132,10 @@ def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> CaseResult:
     if "refuses" not in case.expect:
         message = outcomes[0].message
         if is_about_input(case, message):
-            return _expected(case, "refused", message)
-        return _expected(case, "fail", f"refuses without having declared it: {message}")
+            return _apply_xfail(case, "refused", message)
+        return _apply_xfail(case, "fail", f"refuses without having declared it: {message}")
     outcome = judge_errors(str(case.expect["refuses"]), outcomes)
-    return _expected(case, *verdict_of([outcome]), [outcome])
+    return _apply_xfail(case, *verdict_of([outcome]), [outcome])
 
 
 def is_about_input(case: Case, message: str) -> bool:
@@ -175,7 +175,9 @@ def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
     return f" [last calls: {calls}]" if calls else ""
 
 
-def _expected(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = ()) -> CaseResult:
+def _apply_xfail(
+    case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] = ()
+) -> CaseResult:
     """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
@@ -184,7 +186,7 @@ def _expected(case: Case, verdict: str, reason: str, found: Sequence[Outcome] = 
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"
     if verdict == "refused" and case.source:
         reason = f"{case.source}: {reason}"
-    return _result(case, verdict, reason, found)
+    return _result(case, verdict, reason, outcomes)
 
 
 def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] = ()) -> CaseResult:

@@ -214,6 +214,7 @@ def execute(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
+            # In: cases, and what to do with each result.  Out: the cases that time did not allow.
             _, late = run_cases(schedule.chosen, jobs, note, seconds, folder.keep)
         for case in late:
             folder.leave_out(case, f"the budget of {budget:g} minutes was used up")

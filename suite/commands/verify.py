@@ -2,7 +2,7 @@
 
 Three questions, each answered from the run's folder alone: does every file and line have the digest
 that the manifest gives it; has every planned case a line (a verdict, or why it was left out) and
-every verdict a record; and does ``cases.verdict.decide`` make the same result of the record?
+every verdict a record; and does ``cases.verdict.decide_case`` make the same result of the record?
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.cases.kills import Pair, judge_kill, parent_case
-from shardproof.cases.verdict import decide
+from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import SelectionError
 from shardproof.evidence.account import Account
@@ -137,7 +137,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         return
     try:
         account = Account.from_dict(records.read(path / name))
-        judged = decide(account)
+        judged = decide_case(account)
         again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
     except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
         yield f"{path / name}: the record of {result.id} cannot be judged: {error!r}"

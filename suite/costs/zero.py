@@ -9,8 +9,9 @@ and of their optimizer state.  They are not bytes an element.
     Zero2   (N-1) (m G + P)             P + (G + O)/N      sections V-B, VII-B
     Zero3   (N-1) (m G + 2 m P)         (P + G + O)/N      sections V-C, VII-B
 
-Zero2 reduces gradients in every round.  Zero3 counts frozen parameters in P.  In a ``source``, Psi
-is the paper's number of elements: its volumes count elements.
+The table counts floating-point bytes; integer messages (rounds, votes) are control calls of their
+own.  Zero2 reduces gradients in every round.  Zero3 counts frozen parameters in P.  In a
+``source``, Psi is the paper's number of elements: its volumes count elements.
 
 Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
 """

@@ -15,7 +15,7 @@ from test_costs import plan, tensor
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.leader import judge_case
-from shardproof.cases.verdict import decide
+from shardproof.cases.verdict import decide_case
 from shardproof.checks import schedule as check
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
 from shardproof.costs.expression import CaseFacts
@@ -427,7 +427,7 @@ def judged(
         **more,
     )
     account, result = judge_case(case, tmp_path, tmp_path, start)
-    again = decide(Account.from_dict(account.to_dict()))
+    again = decide_case(Account.from_dict(account.to_dict()))
     assert (again.verdict, again.reason) == (result.verdict, result.reason)
     return result
 

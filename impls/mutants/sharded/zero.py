@@ -129,7 +129,7 @@ class ExchangesEqualBuckets(Zero2):
     def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
         super().__init__(module, comm, *rest)
         if comm.rank == 1:
-            exchange_equal(self.buckets, [bucket.layout.padded for bucket in self.buckets])
+            exchange_equal(self.buckets, [bucket.layout.padded_numel for bucket in self.buckets])
 
 
 @mutant(

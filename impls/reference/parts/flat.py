@@ -60,7 +60,7 @@ class Part:
 
 
 class FlatLayout:
-    """Where each of ``tensors`` lies in one flat tensor of ``padded`` elements and its shards.
+    """Where ``tensors`` lie in one flat tensor of ``padded_numel`` elements, and in its shards.
 
     Only shapes and dtype of ``tensors`` are read (the meta device will do); all have one dtype.  A
     tensor without elements belongs to the shard in which it would start.
@@ -83,7 +83,7 @@ class FlatLayout:
         self.numel = starts[-1]
         # Rounded up: collectives move equal chunks, so the last shard is padded rather than short.
         self.shard_numel = -(-self.numel // shards)
-        self.padded = self.shard_numel * shards
+        self.padded_numel = self.shard_numel * shards
 
     @property
     def whole(self) -> tuple[Part, ...]:
@@ -101,11 +101,11 @@ class FlatLayout:
     @property
     def padding(self) -> int:
         """Elements at the end that belong to no tensor."""
-        return self.padded - self.numel
+        return self.padded_numel - self.numel
 
     def empty(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialized flat tensor of ``padded`` elements; only its padding is set, to zero."""
-        flat = torch.empty(self.padded, dtype=dtype or self.dtype, device=device)
+        """A flat tensor of ``padded_numel`` elements, uninitialized but for its padding of zeros."""
+        flat = torch.empty(self.padded_numel, dtype=dtype or self.dtype, device=device)
         flat[self.numel :].zero_()
         return flat
 

@@ -24,8 +24,8 @@ from shardproof.impls.reference.parts.flat import FlatLayout
 class FlatParameters:
     """Parameters ``named``, laid out by ``layout``, of whose shards this rank owns number ``rank``.
 
-    ``flat`` has ``layout.padded`` elements, ``shard`` is this rank's view of it.  Gradients have
-    ``gradient_dtype``, the dtype that they are summed in.
+    ``flat`` has ``layout.padded_numel`` elements, ``shard`` is this rank's view of it.  Gradients
+    have ``gradient_dtype``, the dtype that they are summed in.
     """
 
     @torch.no_grad()

@@ -21,8 +21,8 @@ from shardproof.impls.reference.parts.reducers import Bucket, Work
 class OwnedBucket:
     """Parameters ``named`` (of one dtype) and their gradients, each in a flat tensor.
 
-    Both have ``layout.padded`` elements, which ``layout`` cuts into a shard of ``shard_numel`` for
-    each rank of ``comm``.  ``parts`` say which elements of which parameter this rank's shard holds.
+    Both have ``layout.padded_numel`` elements, which ``layout`` cuts into a shard of ``shard_numel``
+    for each rank of ``comm``.  ``parts`` say which elements of which parameter this rank's shard holds.
     """
 
     def __init__(self, named: Mapping[str, Tensor], comm: Comm, precision: Precision) -> None:
@@ -85,7 +85,7 @@ class OwnedBucket:
 
     def gather(self) -> Work | None:
         """Start to give this rank's shard of the parameters to all, in place."""
-        if not self.layout.padded:
+        if not self.layout.padded_numel:
             return None
         work: Work = self.comm.all_gather(
             self.parameters.flat, self.parameters.shard, async_op=True

@@ -68,7 +68,7 @@ class ShardedUpdate(Handle):
         self.queue = list(self.buckets)  # the order in which buckets are sent
         self.targets = {n: t for b in self.buckets for n, t in b.parameters.targets.items()}
         self.sending = False
-        self.launched = 0  # buckets of the queue that were sent in this round
+        self.sent_count = 0  # buckets of the queue that were sent in this round
         self.used: set[str] = set()  # parameters that this rank used in this step
         self.held_up: set[int] = set()  # buckets that were not full when a backward had ended
         self.late: set[int] = set()  # those of all ranks, of all steps
@@ -86,7 +86,7 @@ class ShardedUpdate(Handle):
 
     def start_round(self) -> None:  # [r1]
         """From now on full buckets are sent."""
-        self.sending, self.launched = True, 0
+        self.sending, self.sent_count = True, 0
         for bucket in self.buckets:
             bucket.start_round()
 
@@ -109,8 +109,8 @@ class ShardedUpdate(Handle):
     def send_full_buckets(self) -> None:  # [r3]
         """Send in the agreed order, up to the first bucket that still waits for a gradient."""
         # A full bucket waits for those before it: all ranks must make the same calls in one order.
-        while self.launched < len(self.queue) and not self.queue[self.launched].missing:
-            self.launch()
+        while self.sent_count < len(self.queue) and not self.queue[self.sent_count].missing:
+            self.send_next()
 
     def end_round(self, computed: bool) -> None:  # [r4]
         """Send what backward left; ``computed``: there was a backward in this round."""
@@ -118,16 +118,16 @@ class ShardedUpdate(Handle):
             if computed and bucket.missing:
                 self.held_up.add(index)
         # Without a gradient of its own this rank still adds zeros: the others wait for it.
-        while self.launched < len(self.queue):
-            self.launch()
+        while self.sent_count < len(self.queue):
+            self.send_next()
         self.sending = False
 
-    def launch(self) -> None:
+    def send_next(self) -> None:
         """Send the next bucket."""
-        bucket = self.queue[self.launched]
-        self.launched += 1
+        bucket = self.queue[self.sent_count]
+        self.sent_count += 1
         bucket.sent = True
-        if bucket.layout.padded:  # a bucket of empty tensors is empty on all ranks
+        if bucket.layout.padded_numel:  # a bucket of empty tensors is empty on all ranks
             self.send(bucket)
 
     def reduce_scatter(self, bucket: OwnedBucket, shard: Tensor) -> None:

@@ -86,7 +86,7 @@ class Gradients(Stateful[GradientState]):
         self.layout, self.comm = layout, comm
         self.reduced_in, self.device, self.rest = reduced_in, device, rest
         self.arrived: dict[str, Tensor] = {}  # as backward made them
-        self.packed: Tensor | None = None  # this rank's own, (layout.padded,)
+        self.packed: Tensor | None = None  # this rank's own, (layout.padded_numel,)
         self.filled: set[str] = set()  # what of it is set
         self.sending: Tensor | None = None  # what the reduce-scatter reads
         self.sum: Tensor | None = None  # what it writes, (layout.shard_numel,)
@@ -128,7 +128,7 @@ class Gradients(Stateful[GradientState]):
                 view.zero_()
         self.sending, self.packed = whole, None
         self.filled.clear()
-        if self.comm is None or not self.layout.padded:
+        if self.comm is None or not self.layout.padded_numel:
             self.sum = whole
         else:
             self.sum = whole.new_empty(self.layout.shard_numel)
@@ -154,7 +154,7 @@ class Gradients(Stateful[GradientState]):
         self.enter(GradientState.OVER_REPLICAS)
         assert self.total is not None
         self.total = self.total.to(self.reduced_in)
-        if self.layout.padded:
+        if self.layout.padded_numel:
             rank = self.comm.rank if self.comm else 0
             bucket = Bucket(self.total, tuple(self.layout.parts(rank)), step)
             self.work = reducer.all_reduce(bucket, replicas)

@@ -48,7 +48,7 @@ class Parameters(Stateful[ParameterState]):
     """Parameters ``named`` of one dtype, laid out by ``layout``, sharded over ``comm``.
 
     ``shard`` (``layout.shard_numel`` elements, in the dtype as built) is what this rank owns.
-    ``whole`` (``layout.padded`` elements, in the policy's dtype) has memory only between
+    ``whole`` (``layout.padded_numel`` elements, in the policy's dtype) has memory only between
     :meth:`gather` and :meth:`free`.  ``comm`` of ``None``: one rank owns all.  With ``host`` the
     shard rests there.
     """
@@ -107,11 +107,11 @@ class Parameters(Stateful[ParameterState]):
         assert source is not None
         self.enter(ParameterState.GATHERING)
         # The storage that all views share gets its memory back; they need not be made anew.
-        self.whole.untyped_storage().resize_(self.layout.padded * self.whole.element_size())
+        self.whole.untyped_storage().resize_(self.layout.padded_numel * self.whole.element_size())
         comm = self.comm if within is None else within
         if comm is None:
             self.whole.copy_(source)
-        elif self.layout.padded:
+        elif self.layout.padded_numel:
             # Kept until the wait: the collective reads it, and the cast may have made a copy.
             self.sending = source.to(self.device, self.whole.dtype, copy=self.is_offloaded)
             self.work = comm.all_gather(self.whole, self.sending, async_op=True)
@@ -133,7 +133,7 @@ class Parameters(Stateful[ParameterState]):
             # Memory must not go while a collective still writes into it.
             self.wait()
             if within is not None:
-                chunks = self.whole.view(within.size, self.layout.padded // within.size)
+                chunks = self.whole.view(within.size, self.layout.padded_numel // within.size)
                 self.chunk = chunks[within.rank].clone()
             self.whole.untyped_storage().resize_(0)
             self.enter(ParameterState.SHARDED if within is None else ParameterState.CHUNKED)
