@@ -65,7 +65,7 @@ def judge_case(
         evidence = _run_and_collect(account, workdir, cache, run)
         began = time.monotonic()
         if evidence is not None:
-            # Every check of suite/checks/ looks at the tensors here; decide_case needs only figures.
+            # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.
             measure_case(evidence)
             account.figures = evidence  # Evidence is a Figures: what was measured, without tensors
         result = decide_case(account)

@@ -1,8 +1,9 @@
 """From the account of a case to its verdict: pure functions, so that a stored run is judged again.
 
-Every check is a file of ``suite/checks/`` with a ``measure`` and a ``decide``.  :func:`measure_case`
-runs in the leader, where the tensors are, and leaves figures.  :func:`decide_case` makes the verdict
-from figures: once when the case has run, and again in ``shardproof verify``.
+Every check is a file of ``suite/checks/`` with a ``measure`` and a ``decide``.
+:func:`measure_case` runs in the leader, where the tensors are, and leaves figures.
+:func:`decide_case` makes the verdict from figures: once when the case has run, and again in
+``shardproof verify``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.leader import judge_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import schedule as check
+from shardproof.checks.results import CaseResult
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.account import Account
@@ -405,7 +406,7 @@ def judged(
     tmp_path: Path,
     pipe: int = 2,
     **more: Any,
-) -> dict[str, Any]:
+) -> CaseResult:
     """The result of a case whose ranks must not be started."""
 
     def start(*arguments: Any, **options: Any) -> Any:
@@ -464,7 +465,7 @@ def test_a_mesh_that_suits_no_schedule_is_refused_in_words(
     told = "at least as many micro-batches as stages, not 4 for 3"
     assert (result.verdict, result.reason) == ("refused", told)
     expected = {"expect": {"refuses": "as many micro-batches"}}
-    assert judged(claim, monkeypatch, tmp_path, 3, **expected)["verdict"] == "pass"
+    assert judged(claim, monkeypatch, tmp_path, 3, **expected).verdict == "pass"
 
 
 def test_more_stages_than_units_are_refused(monkeypatch: Any, tmp_path: Path) -> None:
@@ -472,7 +473,7 @@ def test_more_stages_than_units_are_refused(monkeypatch: Any, tmp_path: Path) ->
     assert result.verdict == "refused"
     assert "asks for 4 stages, but charnames_gpt has 3 units" in result.reason
     expected = {"expect": {"refuses": "has 3 units"}}
-    assert judged(lambda r, m: None, monkeypatch, tmp_path, 4, **expected)["verdict"] == "pass"
+    assert judged(lambda r, m: None, monkeypatch, tmp_path, 4, **expected).verdict == "pass"
 
 
 @pytest.mark.parametrize(

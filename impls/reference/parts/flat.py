@@ -104,7 +104,7 @@ class FlatLayout:
         return self.padded_numel - self.numel
 
     def empty(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
-        """A flat tensor of ``padded_numel`` elements, uninitialized but for its padding of zeros."""
+        """A flat tensor of ``padded_numel`` elements: zeros as padding, the rest uninitialized."""
         flat = torch.empty(self.padded_numel, dtype=dtype or self.dtype, device=device)
         flat[self.numel :].zero_()
         return flat

@@ -21,8 +21,9 @@ from shardproof.impls.reference.parts.reducers import Bucket, Work
 class OwnedBucket:
     """Parameters ``named`` (of one dtype) and their gradients, each in a flat tensor.
 
-    Both have ``layout.padded_numel`` elements, which ``layout`` cuts into a shard of ``shard_numel``
-    for each rank of ``comm``.  ``parts`` say which elements of which parameter this rank's shard holds.
+    Both have ``layout.padded_numel`` elements, which ``layout`` cuts into a shard of
+    ``shard_numel`` for each rank of ``comm``.  ``parts`` say which elements of which parameter this
+    rank's shard holds.
     """
 
     def __init__(self, named: Mapping[str, Tensor], comm: Comm, precision: Precision) -> None:
