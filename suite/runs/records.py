@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
+
 from shardproof.files import write_whole
 
 if TYPE_CHECKING:
@@ -121,8 +123,6 @@ _COLUMNS: dict[str, dict[str, str]] = {
 }
 #: What of a rank's record becomes rows.
 _LISTS = ("steps", "traffic", "events", "actions", "memory")
-#: Keys of an entry of the manifest.
-_ENTRY = ("file", "line", "sha256", "before")
 
 
 class RecordError(ValueError):
@@ -300,6 +300,20 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ manifest
 
 
+class ManifestEntry(BaseModel):
+    """A line of ``manifest.jsonl``: the digest of ``file``, or of a ``line`` of it (from 1).
+
+    ``before`` is the digest of the manifest's line before it.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    file: str
+    line: int | None
+    sha256: str
+    before: str
+
+
 class Manifest:
     """Appends to ``manifest.jsonl``; of several entries for one file or line the last counts.
 
@@ -317,9 +331,10 @@ class Manifest:
         if self._last is None:
             self._last = next(reversed(list(_raw_lines(self._path))), b"")
         before = hashlib.sha256(self._last).hexdigest()
-        entry = json.dumps({"file": file, "line": line, "sha256": sha256, "before": before})
-        append_line(self._path, entry.encode())
-        self._last = entry.encode()
+        entry = ManifestEntry(file=file, line=line, sha256=sha256, before=before)
+        line_bytes = json.dumps(entry.model_dump()).encode()
+        append_line(self._path, line_bytes)
+        self._last = line_bytes
 
     def read(self) -> dict[tuple[str, int | None], str]:
         """(file, line or ``None``) -> SHA-256.
@@ -330,14 +345,11 @@ class Manifest:
         last = b""
         for number, raw in enumerate(_raw_lines(self._path), 1):
             try:
-                entry = json.loads(raw)
-                file, line, sha256, before = (entry[key] for key in _ENTRY)
-            except (ValueError, KeyError, TypeError, RecursionError):
+                entry = ManifestEntry.model_validate_json(raw)
+            except ValueError:
                 raise RecordError(f"{self._path}: line {number} is damaged") from None
-            if not isinstance(file, str) or not isinstance(line, int | None):
-                raise RecordError(f"{self._path}: line {number} is damaged")
-            digests[file, line] = sha256
-            if before != hashlib.sha256(last).hexdigest():
+            digests[entry.file, entry.line] = entry.sha256
+            if entry.before != hashlib.sha256(last).hexdigest():
                 raise RecordError(f"{self._path}: line {number} does not follow the one before it")
             last = raw
         return digests
