@@ -18,7 +18,8 @@ from made_case import made_case
 
 from shardproof.backends import BACKENDS, cuda, gloo
 from shardproof.case import Case
-from shardproof.checks import memory
+from shardproof.checks import Outcome, memory
+from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
 from shardproof.evidence.records import RankRecord
@@ -140,14 +141,12 @@ def test_the_allocator_stands_beside_the_ledger_and_is_not_judged() -> None:
     assert memory._allocator(_record(), 1, {}) == {}
     assert "memory.allocator" in exact_figures.INEXACT
     assert memory._bytes_at(record, "mark") == {}
-    result: dict[str, Any] = {
-        "checks": [{"check": "memory", "figures": figures}],
-        "case": _case("nccl", {"replicate": 1}).to_dict(),
-    }
+    result = CaseResult("c", _case("nccl", {"replicate": 1}), "pass")
+    assert report_memory.allocator([result]) is None
+    result.checks = [Outcome("memory", "pass", figures=figures)]
     table = report_memory.allocator([result])
     assert table is not None
     assert table.texts == [["reference/ddp", "sgd", "1", "4,096", "4,000", "1.024x"]]
-    assert report_memory.allocator([{"checks": [], "case": {}}]) is None
 
 
 def test_step_counters_on_the_host_count_beside_a_gpu_only() -> None:

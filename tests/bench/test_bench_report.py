@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_case import made_case
 from scipy import stats as distributions
 from typer.testing import CliRunner
 
@@ -25,6 +26,7 @@ from shardproof.bench.launches import RankTimes
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
 from shardproof.bench.subjects import BLOCKS, Subject
 from shardproof.bench.time_budget import Passes
+from shardproof.checks.results import CaseResult
 from shardproof.commands import bench_run
 from shardproof.commands.main import app
 from shardproof.commands.verify import verify
@@ -307,9 +309,6 @@ def test_every_reference_strategy_has_a_peer() -> None:
     assert {p.world for p in pairs} == {2, 4}
 
 
-CASE = {"reason": "", "checks": [], "seconds": 0.1}
-
-
 def every_peer() -> list[dict[str, Any]]:
     """A line of every pair of the scenario."""
     means = {"sequence": -0.2, "hybrid": 0.3}
@@ -363,8 +362,8 @@ def test_only_the_whole_scenario_replaces_the_table_of_peers(tmp_path: Path) -> 
         assert isinstance(done.exception, SelectionError) and page.read_text() == old
         assert "only a run of the whole scenario `peers`" in str(done.exception)
     with run_folder.RunFolder(tmp_path / "one", ["shardproof", "run"]) as folder:
-        made = {"implementation": "plain", "backend": "gloo", "mesh": {"replicate": 1}}
-        folder.add({"id": "c", "case": {**made, "scenario": "s"}, "verdict": "pass"} | CASE)
+        made = made_case("plain", {"replicate": 1}, backend="gloo")
+        folder.add(CaseResult("c", made, "pass"))
         folder.close(0)
     page.write_text(f"<!-- results:begin -->\n<!-- results:end -->\n{old}")
     done = into(tmp_path / "one", page)
@@ -483,8 +482,8 @@ def test_what_does_not_fit_is_left_out_by_name(
     code = bench_run.run(_Clockwork(clock, 2 * guess), pairs, request, durations, run)
     found = run_folder.read(run)
     assert [one["pair"]["name"] for one in found.benches] == ["ddp"] and code == 0
-    assert [one["pair"]["name"] for one in found.left_out] == ["zero1", "zero2"]
-    assert all("no room in a budget" in one["reason"] for one in found.left_out)
+    assert [one.pair and one.pair["name"] for one in found.left_out] == ["zero1", "zero2"]
+    assert all("no room in a budget" in one.reason for one in found.left_out)
     assert capsys.readouterr().out.count("left out by the budget: bench::") == 2
     assert not [text for text in verify(run).problems if "missing" in text]
     stored = json.loads((tmp_path / "durations.json").read_text())

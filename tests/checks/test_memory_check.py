@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from made_case import made_case
 from test_costs import plan
 
 from shardproof.checks import Outcome, active, memory, overlap, traffic
+from shardproof.checks.results import CaseResult
 from shardproof.contract import PROFILES
 from shardproof.costs import COST_MODELS, CostModel, NoCostModel
 from shardproof.costs.expression import CaseFacts
@@ -256,12 +258,9 @@ def test_held_and_promised_bytes_stand_side_by_side() -> None:
 def test_a_table_tells_no_ratio_where_nothing_is_held() -> None:
     told = memory.decide(figures("zero1")).figures
     whole = {"bytes_held": 0, "ratio_measured": str(told["bytes_whole"])}
-    case = {"implementation": "x", "mesh": {"shard": 2}, "optimizer": {"name": "sgd"}}
+    case = made_case("x", {"shard": 2})
     results = [
-        {
-            "case": case | {"dtype": "float32"},
-            "checks": [{"check": "memory", "status": "pass", "figures": told | changed}],
-        }
+        CaseResult("c", case, "pass", checks=[Outcome("memory", "pass", figures=told | changed)])
         for changed in ({}, whole)
     ]
     cells = sorted(row[MEASURED] for row, _ in with_figures(results))

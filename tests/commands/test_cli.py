@@ -198,7 +198,7 @@ def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
     assert [line.id for line in run.cases] == [CASE]
     assert [line.name for line in run.kills] == ["ddp_never_reduces"]
     assert len(run.mutant_cases) == 2
-    assert [i["exit_code"] for i in run.header.invocations] == [0, 0]
+    assert [i.exit_code for i in run.header.invocations] == [0, 0]
 
 
 def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:

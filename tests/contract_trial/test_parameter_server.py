@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trial_cases import case, judged
+from trial_cases import case, results_of
 from trial_replay import replay, replayed
 
 from shardproof.contract import Event, OptimizerSpec
@@ -19,7 +19,7 @@ def test_a_replay_of_its_events_gives_the_servers_numbers() -> None:
         case(SYSTEM, {"replicate": 4}, steps=4, optimizer=adamw),
         case(SYSTEM, {"replicate": 3}, backend="gloo"),
     ]
-    for result in judged(cases, task=replayed):
+    for result in results_of(replayed, cases):
         assert not result["error"], result["error"]
         assert max(result["errors"]) <= result["bound"], result
         assert result["stale"] >= 1, "nothing was stale: the trial tries nothing"

@@ -37,8 +37,13 @@ def case(implementation: str, mesh: Mapping[str, int], **changes: Any) -> Case:
     return Case(id=name, scenario="trial", implementation=implementation, mesh=mesh, **fields)
 
 
-def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[CaseResult]:
-    """Results in the order of ``cases``, each from a leader that ran ``task``."""
+def judged(cases: Sequence[Case]) -> list[CaseResult]:
+    """Results in the order of ``cases``, each from a leader of its own."""
+    return [CaseResult.from_dict(result) for result in results_of(run_case, cases)]
+
+
+def results_of(task: Task[Any], cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What ``task`` leaves under ``result`` of each of ``cases``, in a leader of its own."""
     results = {}
     with Pool(2) as pool:
         items = [
@@ -51,7 +56,7 @@ def judged(cases: Sequence[Case], task: Task[Any] = run_case) -> list[CaseResult
         ]
         for end in pool.run(task, items):
             assert end.value is not None, end.output
-            results[end.key] = CaseResult.from_dict(end.value["result"])
+            results[end.key] = end.value["result"]
     return [results[c.id] for c in cases]
 
 

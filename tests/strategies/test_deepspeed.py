@@ -15,6 +15,7 @@ import pytest
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
+from shardproof.checks.results import CaseResult
 from shardproof.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
 from shardproof.costs import COST_MODELS
 from shardproof.costs.expression import facts_of, model_facts_in
@@ -153,7 +154,7 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
     command = [sys.executable, "-c", hidden, json.dumps(payload)]
     place = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, timeout=120, cwd=place, stdout=subprocess.PIPE)
-    result = json.loads(done.stdout)
+    result = CaseResult.from_dict(json.loads(done.stdout))
     assert result.verdict == "skip"
     assert "'deepspeed' is not installed" in result.reason
     assert "docs/install-extras.md" in result.reason

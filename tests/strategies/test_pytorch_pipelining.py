@@ -27,7 +27,7 @@ from shardproof.workloads import Workload
 
 sys.path.append(str(Path(__file__).parents[1] / "contract_trial"))
 import trial_calls
-from trial_cases import case, compared, judged, told
+from trial_cases import case, compared, judged, results_of, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -272,7 +272,8 @@ def test_schedules_equal_the_oracle() -> None:
 
 def test_calls_outside_of_a_step() -> None:
     """Evaluation in mid-run, saved and resumed stage by stage, parameters forced."""
-    (result,) = judged([case(NAME, {"pipe": 2}, options={"schedule": "1f1b"})], trial_calls.conduct)
+    cases = [case(NAME, {"pipe": 2}, options={"schedule": "1f1b"})]
+    (result,) = results_of(trial_calls.conduct, cases)
     assert not result["error"], result["error"]
     first, last = result["ranks"]
     assert first["untrained"] is None
