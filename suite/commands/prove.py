@@ -77,6 +77,8 @@ def prove(
     current_checks = [old_words.current("check", check) for check in _several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
+    precision = {} if dtype is None else {"precision": {"label": dtype, "built": dtype}}
+
     def expanded(along: str) -> list[Case]:
         places = [
             (mesh, backend)
@@ -84,8 +86,9 @@ def prove(
             for backend in _several(backends)
         ]
         # World by world, each with its lanes: the order of the arguments, not that of scenarios.
-        return [
-            case
+        # By id, for a value may be given twice.
+        by_id = {
+            case.id: case
             for mesh, backend in places
             for lane in current_lanes
             for case in _cases_of(
@@ -101,16 +104,18 @@ def prove(
                         "optimizer": _optimizer(optimizer, lane),
                         "clip": _clips(clip, optimizer),
                         "lane": lane,
-                        **({"precision": {"label": dtype, "built": dtype}} if dtype else {}),
+                        **precision,
                     },
                     "checks": current_checks,
                     "steps": steps,
                     "deadline": deadline,
                 }
             )
-        ]
+        }
+        return list(by_id.values())
 
-    cases = expanded(axis or "replicate")  # so that bad values are refused before a process starts
+    # Once before a process starts, so that bad values are refused at once.
+    cases = expanded("replicate" if axis is None else axis)
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
     if type(jobs) is not int or jobs < 1:
@@ -165,6 +170,15 @@ def _path_of(cls: Any) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _refuse(value: object) -> None:
+    """What JSON, and so a scenario, has no form for.
+
+    :raises SelectionError: always.
+    """
+    remedy = "give text, numbers, true or false, None, lists and mappings of these"
+    raise SelectionError(Problem("not a value that a scenario can hold", remedy, repr(value)))
+
+
 def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
     """The cases of ``scenario``, made and refused as those of a file are.
 
@@ -175,7 +189,7 @@ def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
     from shardproof.scenarios.vocabulary import installed
 
     try:
-        text = json.dumps(scenario, default=repr)
+        text = json.dumps(scenario, default=_refuse)
         return [replace(case, source="") for case in expand(load_text(text, "prove"), installed())]
     except ScenarioError as error:
         raise SelectionError(

@@ -40,6 +40,8 @@ END_SECONDS = 5.0
 
 _TAIL = 4000
 _LONGEST_MESSAGE = 1 << 20
+#: Bytes of a job that are sent; Linux takes about 200 kB at once, and a longer job lies in a file.
+_LONGEST_JOB = 1 << 16
 
 P = TypeVar("P")
 
@@ -55,10 +57,12 @@ Task = Callable[[P], object]
 
 @dataclass(frozen=True)
 class Fork:
-    """Run ``job``, a pickled task and its payload, in a new leader; ``value``: its result."""
+    """Run ``job``, a pickled task and its payload or their file, in a new leader; ``value``: the
+    file of its result.
+    """
 
     ticket: int
-    job: bytes
+    job: bytes | Path
     value: Path | None
 
 
@@ -114,7 +118,9 @@ def receive(connection: socket.socket, timeout_s: float) -> list[Any]:
     :raises EOFError: there are none, and the other side is gone.
     """
     messages: list[Any] = []
-    select.select([connection], [], [], timeout_s)
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    poller.poll(timeout_s * 1000)
     while True:
         try:
             data = connection.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
@@ -205,7 +211,12 @@ class ForkServer:
             what = f"a leader cannot import {module}.{name}"
             raise ValueError(f"{what}: a task is a module's function")
         self._tickets += 1
-        self._send(Fork(self._tickets, pickle.dumps((task, payload)), value))
+        job: bytes | Path = pickle.dumps((task, payload))
+        if len(job) > _LONGEST_JOB and value is not None:
+            path = value.with_suffix(".job")
+            path.write_bytes(job)
+            job = path
+        self._send(Fork(self._tickets, job, value))
         return self._tickets
 
     def kill(self, ticket: int) -> None:

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from shardproof.files import write_whole
@@ -175,7 +176,11 @@ class _Server:
             os.dup2(output, 2)
             self._connection.close()
             faulthandler.enable()
-            task, payload = pickle.loads(order.job)  # imports the task's module
+            job = order.job
+            if isinstance(job, Path):
+                file, job = job, job.read_bytes()
+                file.unlink()
+            task, payload = pickle.loads(job)  # imports the task's module
             value = task(payload)
             if order.value is not None and value is not None:
                 write_whole(order.value, json.dumps(value, default=str))

@@ -313,11 +313,11 @@ class _Expansion:
                 f"workload {workload.name} has no form for lane dyadic, which needs small integers",
                 f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
             )
-        if cell.lane == "bitwise" and cell.clip is not None:
+        if cell.lane in ("bitwise", "dyadic") and cell.clip is not None:
             yield (
                 ["matrix", "lane"],
-                "lane bitwise needs clipping off: a norm's sum has no fixed order",
-                "exclude {lane: bitwise, clip: ...}",
+                f"lane {cell.lane} needs clipping off: a norm's sum has no fixed order",
+                f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64",
             )
 
     def _related(self, cell: Cell) -> Expect:

@@ -59,7 +59,7 @@ def test_pytest_refuses_a_class_that_cannot_be_loaded() -> None:
 
 
 def test_prove_returns_a_frame() -> None:
-    frame = prove("reference/naive_ddp", worlds=(2,), lanes=("fp64", "bitwise"), jobs=2)
+    frame = prove("reference/naive_ddp", worlds=(2, 2), lanes=("fp64", "bitwise"), jobs=2)
     assert list(frame["verdict"]) == ["pass", "pass"]
     assert set(frame["world"]) == {2} and (frame["error"] < frame["bound"]).any()
     with pytest.raises(SelectionError, match="reference/ddp"):
@@ -109,6 +109,13 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"clip": "off"}, r"clip\[0\]: should be a valid number \(off\)"),
         ({"clip": (-1.0,)}, r"clip\[0\]: should be greater than 0 \(-1.0\)"),
         ({"clip": (0.5,), "lanes": ("bitwise",)}, "lane bitwise needs clipping off"),
+        ({"clip": (0.5,), "lanes": ("dyadic",)}, "lane dyadic needs clipping off"),
+        (
+            {"options": {"dtype": Path("x")}},
+            r"a scenario can hold \(PosixPath\('x'\)\) - give text",
+        ),
+        ({"axis": ""}, "unknown key"),
+        ({"dtype": ""}, "unknown value"),
         (
             {"workload": "charnames_gpt", "lanes": ("fp64", "dyadic")},
             "charnames_gpt has no form for lane dyadic.* have one: dyadic_mlp",

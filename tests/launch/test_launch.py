@@ -410,6 +410,13 @@ def test_what_a_task_returns_comes_back(importable: None) -> None:
     assert not pool.folder.exists()
 
 
+def test_a_payload_may_be_larger_than_what_a_socket_takes_at_once(importable: None) -> None:
+    payload = {"number": 21, "more": "x" * 1_000_000}
+    with Pool(1) as pool:
+        (end,) = pool.run(launch_programs.double, [("large", payload, DEADLINE)])
+    assert end.value == [42], end.output
+
+
 def test_kill_ends_a_leader_and_what_left_its_group(fork_server: ForkServer) -> None:
     ticket = fork_server.submit(launch_programs.endless, {})
     deadline = time.monotonic() + 20
