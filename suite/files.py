@@ -15,6 +15,9 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
+#: What :meth:`Stored.from_dict` raises of damaged JSON.
+DAMAGE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
+
 #: A file system that is full, over quota, read-only, or failing.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -52,8 +55,8 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: boo
 class Stored:
     """A dataclass that is stored as JSON: a mapping of all its fields, nested ones as well.
 
-    Tuples become lists, sets sorted lists, fractions ``"numerator/denominator"``; tensors stay as
-    they are, for files of :mod:`shardproof.tensor_bytes`.  Reading goes by the annotations.
+    Tuples become lists, frozensets sorted lists, fractions ``"numerator/denominator"``; tensors
+    stay as they are, for files of :mod:`shardproof.tensor_bytes`.  Reading goes by the annotations.
     """
 
     __slots__ = ()

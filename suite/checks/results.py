@@ -1,6 +1,7 @@
 """Lines of ``cases.jsonl`` about cases and planted faults: written by ``cases``, read by reports.
 
-``to_dict`` gives the line, ``from_dict`` reads it.  Keys that other versions added are left out.
+``to_dict`` gives the line, ``from_dict`` reads it.  Unknown keys of a line and of its case are left
+out.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ class _Line(Stored):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The instance that :meth:`to_dict` described.
 
-        :raises TypeError: ``data`` lacks a field that has no default.
+        :raises TypeError: ``data`` lacks a field: lines have all but the optional ones.
         """
         fields = _known(cls, data)
+        lacking = _names(cls) - {*fields, *cls.OPTIONAL}
+        if lacking:
+            raise TypeError(f"lacks {', '.join(sorted(lacking))}")
         if isinstance(fields.get("case"), Mapping):
             fields["case"] = _known(Case, fields["case"])
         return super().from_dict(fields)
 
 
 def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {key: value for key, value in data.items() if key in names}
+    return {key: value for key, value in data.items() if key in _names(kind)}
+
+
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 @dataclass
@@ -91,6 +98,8 @@ class CaseResult(_Line):
 @dataclass(frozen=True)
 class Kill(_Line):
     """What became of one planted fault."""
+
+    OPTIONAL = ("crash_says",)
 
     name: str
     parent: str

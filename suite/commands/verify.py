@@ -16,14 +16,15 @@ from typing import Any
 from shardproof.cases.kills import Pair, judge_kill, parent_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.errors import SelectionError
+from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.account import Account
+from shardproof.files import DAMAGE
 from shardproof.runs import records
 from shardproof.runs.bundle import Listing, printable, unpacked
 from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import RecordError
-from shardproof.runs.run_folder import DamagedLine, Line, Run, lines, read, standard
+from shardproof.runs.run_folder import Line, Run, lines, read, standard
 from shardproof.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
@@ -59,16 +60,14 @@ def verify(path: Path) -> Verified:
     header = read_header(path)
     if header is not None and header.format != FORMAT:
         raise other_format(header, path)
-    problems = [*changed(path)]
-    try:
-        run = read(path)
-    except DamagedLine as error:
-        return Verified(0, 0, 0, [*problems, *map(str, error.problems)])
+    damaged: list[Problem] = []
+    run = read(path, damaged=damaged)
+    problems = [*changed(path), *map(str, damaged)]
     results = [*run.cases, *run.mutant_cases]
     try:
         for problem in _again(run, results):  # those before an error stay
             problems.append(problem)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except DAMAGE as error:
         where = f"{path / 'cases.jsonl'}"
         problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
     return Verified(

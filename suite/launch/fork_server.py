@@ -211,12 +211,12 @@ class ForkServer:
             what = f"a leader cannot import {module}.{name}"
             raise ValueError(f"{what}: a task is a module's function")
         self._tickets += 1
-        job: bytes | Path = pickle.dumps((task, payload))
+        job = pickle.dumps((task, payload))
+        file = None
         if len(job) > _LONGEST_JOB and value is not None:
-            path = value.with_suffix(".job")
-            path.write_bytes(job)
-            job = path
-        self._send(Fork(self._tickets, job, value))
+            file = value.with_suffix(".job")
+            file.write_bytes(job)
+        self._send(Fork(self._tickets, file or job, value))
         return self._tickets
 
     def kill(self, ticket: int) -> None:

@@ -23,7 +23,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import Pieces, RankRecord
-from shardproof.files import Stored, write_whole
+from shardproof.files import DAMAGE, Stored, write_whole
 from shardproof.launch.outcome import RankOutcome, mark_consequences
 from shardproof.tensor_bytes import digest, dtype_name
 
@@ -62,7 +62,7 @@ def read_plan(records: Path) -> Plan:
     """
     try:
         return Plan.from_dict(json.loads((records / "plan.json").read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, *DAMAGE) as error:
         remedy = "name a folder that shardproof.multinode.torchrun wrote"
         raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
 
@@ -204,7 +204,7 @@ def _top_frame(stacks: str) -> str:
 def _end(folder: Path, rank: int) -> RankEnd | None:
     try:
         return RankEnd.from_dict(json.loads((folder / f"rank{rank}.end").read_text()))
-    except (OSError, ValueError):
+    except (OSError, *DAMAGE):
         return None
 
 

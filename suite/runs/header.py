@@ -75,7 +75,7 @@ class Invocation(_Part):
     started: str = ""
     ended: str | None = None
     exit_code: int | None = None
-    suite: str = "unknown"
+    suite: str
     commit: str | None = None
     python: str
     packages: dict[str, str | None]

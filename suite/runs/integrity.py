@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.files import DAMAGE
 from shardproof.runs import records
 from shardproof.runs.records import Manifest, RecordError
 
 #: What a line that lost a part, or holds another, raises where it is read.
-_DAMAGE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 #: Damages that one error names.
 _MOST = 20
 
@@ -86,7 +86,7 @@ def damage_is_bad_input(path: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except _DAMAGE:
+    except DAMAGE:
         problems = list(changed(path))
         if not problems:
             raise

@@ -31,7 +31,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import UNWRITABLE
+from shardproof.files import DAMAGE, UNWRITABLE
 from shardproof.runs.header import FORMAT, ComparisonKey, Header, other_format, read_header
 from shardproof.runs.records import Manifest, append_line, write
 
@@ -213,11 +213,13 @@ def _text_digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def read(path: Path, strict: bool = False) -> Run:
+def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None) -> Run:
     """The run in folder ``path``; ``strict`` also refuses unreadable lines before the last one.
 
+    ``damaged`` takes what is wrong with lines that lack what this version needs: they are left out.
+
     :raises SelectionError: no run there, its ``run.json`` cannot be read, or it has another format.
-    :raises DamagedLine: a line lacks what this version needs.
+    :raises SelectionError: a line lacks what this version needs, and there is no ``damaged``.
     """
     header = read_header(path)
     if header is None:
@@ -243,16 +245,15 @@ def read(path: Path, strict: bool = False) -> Run:
         if line["kind"] in readers:
             try:
                 readers[line["kind"]](line)
-            except (LookupError, TypeError, AttributeError, ValueError) as error:
+            except DAMAGE as error:
                 name = line.get("id") or line.get("name") or "a line"
                 what = f"is damaged: {name}: {type(error).__name__} {error}"
                 remedy = "`shardproof verify` tells what else was changed"
-                raise DamagedLine(Problem(what, remedy, None, str(path / _LINES), number)) from None
+                problem = Problem(what, remedy, None, str(path / _LINES), number)
+                if damaged is None:
+                    raise SelectionError(problem) from None
+                damaged.append(problem)
     return run
-
-
-class DamagedLine(SelectionError):
-    """A line of ``cases.jsonl`` that lacks what this version needs."""
 
 
 def _left_out(line: Line) -> bool:

@@ -66,6 +66,6 @@ def test_the_page_names_the_format_and_every_field() -> None:
         assert not missing, f"section {section}: {missing}"
     for field in dataclasses.fields(StepRecord):
         assert f"`{field.name}`" in rows["step"], field.name
-    for name in records._ENTRY:
+    for name in records.ManifestEntry.model_fields:
         assert f"`{name}`" in PAGE
     assert READABLE == (1, FORMAT)
