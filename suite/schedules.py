@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
 MESSAGES = ("SF", "RF", "SB", "RB")
-#: Faults of one kind that are told one by one.
-_TOLD = 4
+#: Faults of one kind that are named one by one.
+_MOST = 4
 
 
 class Action(NamedTuple):
@@ -45,13 +45,13 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action that ``str`` gave; raises ``ValueError``."""
-        found = re.fullmatch(r"([A-Z]+)(\d+)@(\d+)", text.strip())
-        if found is None or found[1] not in (*COMPUTE, *MESSAGES):
+        match = re.fullmatch(r"([A-Z]+)(\d+)@(\d+)", text.strip())
+        if match is None or match[1] not in (*COMPUTE, *MESSAGES):
             raise ValueError(
-                f"{text!r} is no action; write e.g. F0@1 (micro-batch 0, stage 1), with one of "
+                f"{text!r} is not an action; write e.g. F0@1 (micro-batch 0, stage 1), with one of "
                 f"{', '.join((*COMPUTE, *MESSAGES))}"
             )
-        return cls(found[1], int(found[3]), int(found[2]))
+        return cls(match[1], int(match[3]), int(match[2]))
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Schedule:
 
         Summed over its chunks; a micro-batch is held from its F to its W (or BW).
         """
-        held, found = 0, []
+        held, counts = 0, []
         for action in self.computed(rank):
             held += (action.op == "F") - (action.op in ("W", "BW"))
-            found.append(held)
-        return found
+            counts.append(held)
+        return counts
 
     def peak(self, rank: int) -> int:
         """Most micro-batches that ``rank`` holds activations of at once."""
@@ -260,7 +260,7 @@ def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
         path.append(rank)
         action = schedule.orders[rank][at[rank]]
         rank = schedule.place[action.stage + (-1 if action.op == "F" else 1)]
-    told, ways = [], []
+    waits, ways = [], []
     for waiting in path[path.index(rank) if rank in path else 0 :]:
         action = schedule.orders[waiting][at[waiting]]
         other = action.stage + (-1 if action.op == "F" else 1)
@@ -268,14 +268,14 @@ def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
         needed = Action("SF" if action.op == "F" else "SB", other, action.micro)
         left = schedule.orders[sender][at[sender] :]
         why = f"behind {left[0]}" if left else "never"
-        told.append(
+        waits.append(
             f"rank {waiting} waits in {action} for {needed}, which rank {sender} does {why}"
         )
         if left:
             made = [a for a in left[1:] if a.op in _BEFORE[needed.op] and a[1:] == needed[1:]]
             ways.append(f"{[*made, needed][0]} before {left[0]} on rank {sender}")
     remedy = f"; it would take {' or '.join(ways)}" if ways else ""
-    return f"deadlock: {'; '.join(told)}{remedy}"
+    return f"deadlock: {'; '.join(waits)}{remedy}"
 
 
 def problems(schedule: Schedule) -> list[str]:
@@ -295,37 +295,40 @@ def problems(schedule: Schedule) -> list[str]:
 
 
 def _shape(schedule: Schedule) -> list[str]:
-    found = []
+    faults = []
     for stage, rank in enumerate(schedule.place):
         if not 0 <= rank < schedule.ranks:
-            found.append(f"stage {stage} lies on rank {rank} of {schedule.ranks}")
-    for rank, stages in enumerate(schedule.chunks if not found else ()):
+            faults.append(f"stage {stage} lies on rank {rank} of {schedule.ranks}")
+    for rank, stages in enumerate(schedule.chunks if not faults else ()):
         if not stages:
-            found.append(f"rank {rank} has no stage")
-    return found
+            faults.append(f"rank {rank} has no stage")
+    return faults
 
 
 def _census(schedule: Schedule) -> list[str]:
-    found: dict[bool, list[str]] = {False: [], True: []}  # by whether it is about a message
+    faults: dict[bool, list[str]] = {False: [], True: []}  # by whether it is about a message
     needed = _needed(schedule)
     for rank, order in enumerate(schedule.orders):
         have, want = set(order), needed[rank]
         if len(have) < len(order):
             for action, times in sorted(Counter(order).items()):
                 if times > 1:
-                    told = f"rank {rank} does {action} {times} times"
-                    found[action.op in MESSAGES].append(told)
+                    fault = f"rank {rank} does {action} {times} times"
+                    faults[action.op in MESSAGES].append(fault)
         if have != want:
             for action in sorted(want - have):
-                found[action.op in MESSAGES].append(f"rank {rank} never does {action}")
+                faults[action.op in MESSAGES].append(f"rank {rank} never does {action}")
             for action in sorted(have - want):
-                found[action.op in MESSAGES].append(_foreign(schedule, rank, action))
-    return _first(found[False] or found[True])  # messages follow from what is computed
+                faults[action.op in MESSAGES].append(_foreign(schedule, rank, action))
+    return _first(faults[False] or faults[True])  # messages follow from what is computed
 
 
-def _first(found: list[str]) -> list[str]:
-    """As many of ``found`` as are told one by one."""
-    return [*found[:_TOLD], *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])]
+def _first(faults: list[str]) -> list[str]:
+    """As many of ``faults`` as are named one by one."""
+    return [
+        *faults[:_MOST],
+        *([f"and {len(faults) - _MOST} more"] if len(faults) > _MOST else []),
+    ]
 
 
 def _needed(schedule: Schedule) -> list[set[Action]]:
@@ -381,7 +384,7 @@ _BEFORE = {
 
 
 def _local_order(schedule: Schedule) -> list[str]:
-    found = []
+    faults = []
     for rank, order in enumerate(schedule.orders):
         held, done = set(order), set[Action]()
         for action in order:
@@ -389,11 +392,11 @@ def _local_order(schedule: Schedule) -> list[str]:
             for before in _BEFORE.get(op, ()):
                 earlier = Action(before, stage, micro)
                 if earlier not in done and earlier in held:
-                    found.append(f"rank {rank} does {action} before {earlier}")
+                    faults.append(f"rank {rank} does {action} before {earlier}")
             if op in ("F", "B", "BW"):
-                found += _neighbour(schedule, rank, action, done)
+                faults += _neighbour(schedule, rank, action, done)
             done.add(action)
-    return _first(found)
+    return _first(faults)
 
 
 def _neighbour(schedule: Schedule, rank: int, action: Action, done: set[Action]) -> list[str]:
@@ -421,17 +424,17 @@ def _channels(schedule: Schedule) -> list[str]:
                 awaited[place[stage - 1], rank].append(Action(op, stage, micro))
             elif op == "RB":
                 awaited[place[stage + 1], rank].append(Action(op, stage, micro))
-    found = []
+    faults = []
     for (source, goal), messages in sent.items():
         receives = awaited[source, goal]
         for number, (one, other) in enumerate(zip(messages, receives, strict=True)):
             if one != other:
-                found.append(
+                faults.append(
                     f"message {number} from rank {source} to rank {goal} is for {one}, but the "
                     f"receiver's turn is {other}"
                 )
                 break
-    return found
+    return faults
 
 
 def _end(schedule: Schedule) -> list[str]:

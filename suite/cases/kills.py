@@ -71,7 +71,7 @@ def parent_case(own: Case, parent: str) -> Case:
 def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     failing = _failing(own) if own else ()
-    why_not, says = "", pair.mutant.crash_says
+    why_not, crash_says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
     elif parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
@@ -88,8 +88,8 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         elif silent:
             seen = f"; failing: {', '.join(failing)}" if failing else ""
             why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
-        elif own.verdict == "crash" and says not in own.reason:
-            why_not = f"crashes, but does not say {says!r} [{own.reason}]"
+        elif own.verdict == "crash" and crash_says not in own.reason:
+            why_not = f"crashes, but does not say {crash_says!r} [{own.reason}]"
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -102,7 +102,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         lane=pair.case.lane,
         margin=_margin(own) if own else None,
         seconds=own.seconds if own else 0.0,
-        crash_says=says,
+        crash_says=crash_says,
     )
 
 

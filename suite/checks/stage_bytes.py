@@ -89,9 +89,9 @@ def _trains(module: nn.Module) -> bool:
 class _Inputs:
     """Notes the storages of what a module is given."""
 
-    def __init__(self, found: dict[int, int]) -> None:
-        self.found = found
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.sizes = sizes
 
     def __call__(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         storage = given[0].untyped_storage()
-        self.found[storage._cdata] = storage.nbytes()
+        self.sizes[storage._cdata] = storage.nbytes()

@@ -413,7 +413,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ({"schedule": {"orders": [["F0@0", "BW0@0"]], "chunks": 1}}, "'schedule.chunks' = 1"),
         ({"schedule": {"orders": [["F0@0", "BW7@0"]]}}, "micro-batch 7 is the last one that is"),
         ({"schedule": {}}, "give either 'name'"),
-        ({"schedule": {"orders": [["F0@0", "G0@0"]]}}, "'G0@0' is no action"),
+        ({"schedule": {"orders": [["F0@0", "G0@0"]]}}, "'G0@0' is not an action"),
         ({"schedule": {"orders": [["F0@0"]]}}, "rank 0 never does"),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0"], ["F0@1", "BW0@1"]], "place": [0, 3]}},

@@ -150,7 +150,7 @@ def test_a_schedule_is_plain_data() -> None:
     schedule = zb_h1(3, 4)
     assert Schedule.from_dict(schedule.to_dict()) == schedule
     assert Action.parse("BW3@1") == Action("BW", 1, 3)
-    with pytest.raises(ValueError, match="'X0@1' is no action"):
+    with pytest.raises(ValueError, match="'X0@1' is not an action"):
         Action.parse("X0@1")
 
 
