@@ -7,11 +7,12 @@ one that backward makes until the bucket has been reduced and scattered; then th
     what                        where
     parameters                  every rank, whole; views of flat buckets
     gradients                   one shard of each bucket, the sum over ranks and micro-batches;
-                                whole only in the bucket that fills and the one in flight
+                                whole only in the one in flight, the one that fills and the
+                                next one begun
     optimizer state             one shard of each bucket
     buffers                     every rank its own
 
-    step     before_step          [1] how many rounds? the most micro-batches of any rank
+    step     before_step          [1] how many rounds? the most micro-batches of any rank (int32)
              each micro-batch     [2] a round: forward; backward:  g9 g8 | g7 g6       | g5 ...
                                   [3] a bucket is full:            [b0]   wait b0, [b1]
                                   [4] after a wait: the sums of b0 are added to its kept shard,
@@ -30,7 +31,8 @@ has its own reduction.
 Cost: floating-point bytes sent a step, over all N ranks: m (N-1) padded gradient bytes
 (reduce-scatter; m is the largest number of micro-batches of a rank) + (N-1) padded parameter bytes
 (all-gather): ZeRO, arXiv 1910.02054, sections V-B and VII-B.  With clipping one float64 is
-all-reduced.  Memory: P + (G + O)/N, and at most three buckets of gradients during backward.
+all-reduced.  Memory: P + (G + O)/N bytes of parameters, gradients and optimizer state, and at most
+three buckets of whole gradients during backward.
 Numbers: summed over ranks first, then over micro-batches, hence equal to DDP's but for the order of
 summation.
 Left out: offload of parameters (they are whole), optimizers that are not element-wise, reentrant
@@ -104,7 +106,7 @@ class Zero2(ShardedUpdate):
 
     def send(self, bucket: OwnedBucket) -> None:  # [3]
         """Reduce into this rank's shard."""
-        # The wait comes first, or whole gradients of more than two buckets would be alive.
+        # The wait comes first, or whole gradients of a fourth bucket could be alive.
         self.wait_and_accumulate()
         sums = self.sums[bucket] = torch.empty_like(self.kept[bucket])
         self.reduce_scatter(bucket, sums)

@@ -67,7 +67,7 @@ def judge_case(
         if evidence is not None:
             # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.
             measure_case(evidence)
-            account.figures = evidence  # Evidence is a Figures: what was measured, without tensors
+            account.figures = evidence  # a Figures: its stored form leaves the tensors out
         result = decide_case(account)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)

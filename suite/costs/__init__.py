@@ -11,7 +11,7 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     zero1         zero.py       Zero1            (N-1) (G + P)
     zero2         zero.py       Zero2            (N-1) (m G + P)
     zero3         zero.py       Zero3            (N-1) (m G + 2 m P)
-    fsdp          fsdp.py       FSDP             as zero3, by sharding strategy and options
+    fsdp          fsdp.py       FSDP             zero3's, less what strategy and options keep whole
     tensor        tensor.py     TensorParallel   2 all-reduces of activations a block and direction
     pipeline      pipeline.py   Pipeline         one activation and one gradient a boundary
     hybrid        hybrid.py     Hybrid           the sum over its axes

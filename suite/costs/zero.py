@@ -1,8 +1,8 @@
 """ZeRO 1 to 3: what is sharded, gathered and reduced.
 
 Letters: N ranks of the axis ``shard``; m rounds, the micro-batches of the busiest rank.  P, G and O
-are total bytes of the whole model, padding included: of its trained parameters, of their gradients
-and of their optimizer state.  They are not bytes an element.
+are total bytes of the whole model (not bytes an element): of its trained parameters, of their
+gradients, both padded to whole shards, and of their optimizer state.
 
             sent in a step, all ranks   held by one rank   ZeRO (arXiv 1910.02054)
     Zero1   (N-1) (G + P)               P + G + O/N        sections V-A, VII-A
@@ -10,8 +10,9 @@ and of their optimizer state.  They are not bytes an element.
     Zero3   (N-1) (m G + 2 m P)         (P + G + O)/N      sections V-C, VII-B
 
 The table counts floating-point bytes; integer messages (rounds, votes) are control calls of their
-own.  Zero2 reduces gradients in every round.  Zero3 counts frozen parameters in P.  In a
-``source``, Psi is the paper's number of elements: its volumes count elements.
+own.  Other axes multiply the group: each of its groups sends as much.  Zero2 reduces gradients in
+every round.  Zero3 also gathers frozen parameters, which every rank of Zero1 and Zero2 holds beside
+P.  In a ``source``, Psi is the paper's number of elements: its volumes count elements.
 
 Where gradients are clipped, one float64 is all-reduced as well (``norm_flow``).
 """
