@@ -40,11 +40,11 @@ def test_shards_are_equal_and_padding_is_smaller_than_their_number(
 ) -> None:
     layout = FlatLayout(tensors(shapes), shards)
     assert layout.numel == sum(math.prod(shape) for shape in shapes)
-    assert layout.padded == layout.shard_numel * shards
+    assert layout.padded_numel == layout.shard_numel * shards
     assert 0 <= layout.padding < shards
     ranges = [layout.shard_range(rank) for rank in range(shards)]
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][:-1]
-    assert ranges[-1][1] == layout.padded
+    assert ranges[-1][1] == layout.padded_numel
 
 
 @given(SHAPES, SHARDS)
@@ -126,7 +126,7 @@ def test_strides_do_not_matter() -> None:
 
 def test_only_shapes_are_read() -> None:
     layout = FlatLayout({"a": torch.empty(3, 2, device="meta", dtype=torch.bfloat16)}, 4)
-    assert layout.dtype is torch.bfloat16 and layout.padded == 8
+    assert layout.dtype is torch.bfloat16 and layout.padded_numel == 8
     assert layout.empty(dtype=torch.float32).dtype is torch.float32
 
 

@@ -124,7 +124,7 @@ def test_state_is_sharded(name: str) -> None:
         slots = [p for p in system.local_state("optimizer") if p.name.endswith(".exp_avg")]
         buckets = system.handle.buckets  # type: ignore[attr-defined]
         full = sum(0 if b.full is None else b.full.numel() for b in buckets)
-        padded = sum(b.layout.padded for b in buckets)
+        padded = sum(b.layout.padded_numel for b in buckets)
         return sum(p.tensor.numel() for p in slots), full, padded
 
     sizes = succeed(body, world)
