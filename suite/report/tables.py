@@ -74,8 +74,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     """:func:`rows` as a table; rows of what broke are marked."""
     made = rows(results, detailed)
     marks: list[Mark] = ["bad" if row.red else "" for row in made]
-    title = "Implementation x backend x world"
-    return Table(title, HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
+    return Table("Results", HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
 
 
 def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
