@@ -16,6 +16,7 @@ Verdict = Literal[
     "undecidable",
     "inconclusive",
     "precondition",
+    "pass (replicas only)",
     "pass",
     "pass (working precision only)",
     "xfail",
@@ -23,10 +24,12 @@ Verdict = Literal[
 ]
 #: All that can be said of a case judged in the lane ``working_precision``: it misses small faults.
 WORKING_PRECISION_ONLY: Final = "pass (working precision only)"
+#: Replicas are equal, and nothing was compared with the oracle: a fault that all share goes unseen.
+REPLICAS_ONLY: Final = "pass (replicas only)"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
-OPEN = frozenset({"undecidable", "inconclusive", "precondition"})
+OPEN = frozenset({"undecidable", "inconclusive", "precondition", REPLICAS_ONLY})
 GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130

@@ -22,7 +22,7 @@ from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
-from shardproof.verdicts import WORKING_PRECISION_ONLY
+from shardproof.verdicts import REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
@@ -84,10 +84,7 @@ def decide_case(account: Account) -> CaseResult:
     figures = account.figures
     assert figures is not None
     outcomes = [_run_check(name, figures) for name in case.checks]
-    verdict, text = verdict_of(outcomes)
-    if verdict == "pass" and case.lane == "working_precision":
-        verdict = WORKING_PRECISION_ONLY
-    return _apply_xfail(case, verdict, text, outcomes)
+    return _apply_xfail(case, *verdict_of(outcomes), outcomes)
 
 
 def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
@@ -118,15 +115,25 @@ def _run_check(name: str, figures: Figures) -> Outcome:
 def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
 
-    Each outcome that gave it has a line of its own: together they often explain the fault.
+    Each outcome that gave it has a line of its own: together they often explain the fault.  Only
+    what was compared with the oracle passes without a word; a case that asks for no numbers names
+    what it judged.
     """
     for status in ("fail", "undecidable", "precondition"):
         lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
         if lines:
             return status, "\n".join(lines)
-    if outcomes and all(outcome.status == "skip" for outcome in outcomes):
+    passed = {outcome.check: outcome for outcome in outcomes if outcome.status == "pass"}
+    if not passed:
+        if not outcomes:
+            return "undecidable", "no check judged this case"
         return "skip", "; ".join(f"{o.check}: {o.message}" for o in outcomes)
-    return "pass", ""
+    numbers = passed.get("equivalence")
+    if numbers is not None:
+        return WORKING_PRECISION_ONLY if "factor" in numbers.figures else "pass", ""
+    if "replicas" in passed:
+        return REPLICAS_ONLY, "nothing was compared with the oracle; judged: " + ", ".join(passed)
+    return "pass", "judged: " + ", ".join(passed)
 
 
 def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> CaseResult:

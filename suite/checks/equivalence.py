@@ -2,7 +2,8 @@
 
 Lanes: *bitwise* demands equal bits where the policy promises them (a world of 1; 2 ranks; for an
 implementation that claims ``bitwise`` any world on a backend that folds in rank order, and any
-pipeline alone; never where stages share a parameter); *dyadic*
+pipeline alone; never where stages share a parameter), and elsewhere the bound of its dtype (see
+:func:`judged_lane`); *dyadic*
 demands them everywhere, since no sum is ever rounded there (a case over the exactness budget
 is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-12 per tensor;
 *working_precision* allows a multiple of one device's error (``working_precision.py``).
@@ -24,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardproof.case import Lane
 from shardproof.checks import Outcome, Worst, between_steps, working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
@@ -79,6 +81,8 @@ class _Tally:
 
 
 def _share(result: Comparison) -> float:
+    if math.isnan(result.error):
+        return math.inf
     if result.bound:
         return result.error / result.bound
     return math.inf if result.error else 0.0
@@ -90,14 +94,14 @@ class _Failure(Exception):
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare everything observed with the oracle, up to the first failure."""
-    if not_promised(evidence) or over_budget(evidence):
+    if _precondition(evidence):
         return []
     tally = _Tally()
     try:
         _initial(evidence, tally)
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, tally)
-        elif evidence.case.lane == "working_precision":
+        elif judged_lane(evidence) == "working_precision":
             _working_precision(evidence, tally)
         else:
             _against_oracle(evidence, tally)
@@ -109,11 +113,10 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails; so does a problem that ended the comparing."""
-    skipped, over = not_promised(figures), over_budget(figures)
-    if skipped:
-        return Outcome("equivalence", "skip", skipped)
-    if over:
-        return Outcome("equivalence", "precondition", over, None, {"budget": figures.oracle.budget})
+    lacking = _precondition(figures)
+    if lacking:
+        budget = {"budget": figures.oracle.budget} if over_budget(figures) else {}
+        return Outcome("equivalence", "precondition", lacking, None, budget)
     rows = figures.compared.get("equivalence", [])
     tally, not_tested, problem = _Tally(), set(), ""
     for row in rows:
@@ -125,7 +128,10 @@ def decide(figures: Figures) -> Outcome:
                 problem = problem or f"differs: {tally.worst}"
     problem = next((row.problem for row in rows if row.problem), problem)
     numbers: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
-    if figures.case.lane == "working_precision":
+    lane = judged_lane(figures)
+    if lane != figures.case.lane:
+        numbers["judged_in"] = lane
+    if lane == "working_precision":
         numbers["factor"] = working_precision.factor(figures)
     replayed = {"updates": figures.oracle.updates, "stale": figures.oracle.stale}
     numbers |= {name: value for name, value in replayed.items() if value is not None}
@@ -140,15 +146,17 @@ def decide(figures: Figures) -> Outcome:
     return Outcome("equivalence", "pass", "", tally.worst, numbers)
 
 
-def not_promised(figures: Figures) -> str:
-    """Why the bitwise lane cannot be judged here (``""``: it can)."""
+def judged_lane(figures: Figures) -> Lane:
+    """The lane whose bounds hold: where equal bits are not promised, that of the case's dtype."""
     case = figures.case
     if case.lane != "bitwise" or promises_bits(figures):
-        return ""
-    return (
-        f"{case.backend} at {case.world} ranks adds in another order: equal bits are not "
-        "promised against the oracle (replicas are still judged bit for bit)"
-    )
+        return case.lane
+    return "fp64" if case.lowest_dtype == "float64" else "working_precision"
+
+
+def _precondition(figures: Figures) -> str:
+    """Why nothing can be compared (``""``: it can)."""
+    return over_budget(figures) or figures.oracle.not_finite or ""
 
 
 def over_budget(figures: Figures) -> str:
@@ -219,7 +227,7 @@ def _working_precision(evidence: Evidence, tally: _Tally) -> None:
 
 def exact(evidence: Figures) -> bool:
     """Whether this lane compares bit for bit."""
-    return evidence.case.lane in ("bitwise", "dyadic")
+    return judged_lane(evidence) in ("bitwise", "dyadic")
 
 
 def promises_bits(evidence: Figures) -> bool:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from shardproof.checks import Outcome
-from shardproof.verdicts import WORKING_PRECISION_ONLY
+from shardproof.verdicts import REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 Scalar = str | int | float | bool | None
 #: What JSON holds: figures before they are reduced to scalars, cells of cases, fingerprints.
@@ -81,6 +81,7 @@ _ORDER = (
         "below",
         "skip",
     ),
+    REPLICAS_ONLY,
     *("precondition", "inconclusive", "undecidable", "refused", "hang", "crash", "fail"),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")

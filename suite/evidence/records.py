@@ -234,9 +234,12 @@ class OracleFacts(SparselyStored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
+    #: Which of the oracle's numbers is infinite or NaN, as a sentence.
+    not_finite: str | None = None
 
     @classmethod
     def of(cls, truth: Truth) -> OracleFacts:
         """The facts of ``truth``."""
         steps = [OracleStep(s.loss, float(s.norm), s.scale, s.skipped) for s in truth.steps]
-        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
+        odd = truth.not_finite()
+        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale, odd)

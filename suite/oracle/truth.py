@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,3 +55,22 @@ class Truth(Stored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
+
+    def not_finite(self) -> str | None:
+        """The first of its numbers that is infinite or NaN, as a sentence; ``None``: none is.
+
+        No comparison with such a number can fail: NaN beside NaN is equal bits.  Gradients of a
+        skipped step overflowed by design; a buffer may be a mask of infinities.
+        """
+        for number, step in enumerate(self.steps):
+            kinds = {"parameters": step.parameters, "optimizer": step.optimizer}
+            if not step.skipped:
+                kinds = {"gradients": step.gradients, "clipped": step.clipped or {}} | kinds
+            for kind, tensors in kinds.items():
+                for name, tensor in tensors.items():
+                    if not bool(tensor.isfinite().all()):
+                        what = f"{kind} of {name!r} at step {number}"
+                        return f"the oracle itself diverges: {what} are not finite"
+            if not math.isfinite(step.loss) and not step.skipped:
+                return f"the oracle itself diverges: its loss at step {number} is {step.loss}"
+        return None

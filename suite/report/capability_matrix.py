@@ -20,9 +20,11 @@ from typing import Literal, get_args
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, LeftOut
+from shardproof.report.tables import error_is_ratio
 
 State = Literal["fail", "open", "xfail", "working precision only", "pass", "skip", "not run"]
-#: Gravest first.  ``open`` is undecidable, inconclusive or lacks a precondition; ``xfail`` has
+#: Gravest first.  ``open`` is undecidable, inconclusive, lacks a precondition or a comparison with
+#: the oracle; ``xfail`` has
 #: failures that the scenario expects; ``working precision only``: no
 #: case of it passed in another lane.
 STATES: tuple[State, ...] = get_args(State)
@@ -144,10 +146,17 @@ def outcome(result: CaseResult, capability: str) -> str:
     status = min(judged, key=verdicts.VERDICTS.index) if judged else verdict
     if status == "fail" and verdict == "xfail":
         return "xfail"
-    in_working_precision = result.case.lane == "working_precision"
-    if status == "pass" and capability == "numbers" and in_working_precision:
-        return verdicts.WORKING_PRECISION_ONLY
+    if status == "pass" and capability == "numbers":
+        return _numbers(result)
     return status
+
+
+def _numbers(result: CaseResult) -> str:
+    """What comparisons that all passed say of the numbers: nothing, without the oracle's."""
+    passed = {check.check for check in result.checks if check.status == "pass"}
+    if "equivalence" not in passed:
+        return verdicts.REPLICAS_ONLY if "replicas" in passed else "skip"
+    return verdicts.WORKING_PRECISION_ONLY if error_is_ratio(result) else "pass"
 
 
 @dataclass

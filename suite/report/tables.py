@@ -151,7 +151,7 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def error_is_ratio(result: CaseResult) -> bool:
     """Whether the error of a result is a multiple of what one device alone errs by."""
-    return result.case.lane == "working_precision"
+    return "factor" in result.figures("equivalence")
 
 
 def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Systems whose oracle is not plain training: a sum that loses precision, and two that lie."""
+"""Systems whose oracle is not plain training, two that lie, and one that doubles gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
+from shardproof.impls.pytorch.ddp import PyTorchDDP
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.naive_ddp import NaiveDDP, ReferenceNaiveDDP
 
@@ -87,3 +88,11 @@ class HonestPlainHalfDDP(HalfDDP):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Judged like any other."""
         return replace(super().capabilities(options), exactness="reordered-sum", oracle="plain")
+
+
+class DoubledDDP(PyTorchDDP):
+    """All replicas are equal, and wrong: gradients are twice what they should be."""
+
+    def loss_factor(self) -> int:
+        """Doubles every gradient."""
+        return 2 * super().loss_factor()

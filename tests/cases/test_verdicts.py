@@ -1,0 +1,130 @@
+"""No verdict is green without a comparison with the oracle, or without naming what was judged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from made_case import made_case
+from torch import Tensor
+
+from shardproof import verdicts
+from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.runner import run_cases
+from shardproof.cases.verdict import verdict_of
+from shardproof.checks import Outcome
+from shardproof.checks.equivalence import _Tally
+from shardproof.checks.numbers import Comparison
+from shardproof.checks.results import CaseResult
+from shardproof.contract import OptimizerSpec
+from shardproof.oracle.truth import Truth, TruthStep
+from shardproof.report.capability_matrix import outcome
+from shardproof.report.tables import error_text
+
+SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
+
+
+def bitwise(name: str, implementation: str, **fields: Any) -> Case:
+    """Three ranks over gloo add in an order of their own: the lane promises no equal bits."""
+    usual: dict[str, Any] = {
+        "id": name, "backend": "gloo", "workload": SMALL, "lane": "bitwise",
+        "dtype": "float32", "steps": 2, "checks": ("equivalence", "replicas", "norm"),
+    }
+    return made_case(implementation, {"replicate": 3}, **(usual | fields))
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, CaseResult]:
+    doubled, clean = "tests.support.oracle_systems:DoubledDDP", "pytorch/ddp"
+    cases = [
+        bitwise("doubled", doubled),
+        bitwise("clean", clean),
+        bitwise("doubled in fp64", doubled, dtype="float64"),
+        bitwise("clean in fp64", clean, dtype="float64"),
+        bitwise("replicas", doubled, checks=("replicas",)),
+        bitwise("bytes", clean, checks=("traffic",)),
+        bitwise("diverges", clean, lane="fp64", dtype="float64", optimizer=OptimizerSpec(lr=1e300)),
+    ]
+    results, _ = run_cases(cases, 2, lambda result: None)
+    return {result.id: result for result in results}
+
+
+def test_a_fault_of_all_replicas_fails_where_no_equal_bits_are_promised(
+    judged: dict[str, CaseResult],
+) -> None:
+    """Doubled gradients leave the replicas equal: the bound of the dtype must see them."""
+    for name in ("doubled", "doubled in fp64"):
+        assert judged[name].verdict == "fail", (name, judged[name].reason)
+        assert judged[name].check("replicas").status == "pass"  # type: ignore[union-attr]
+    assert judged["clean"].verdict == "pass (working precision only)", judged["clean"].reason
+    assert judged["clean in fp64"].verdict == "pass", judged["clean in fp64"].reason
+    assert judged["clean"].figures("equivalence")["judged_in"] == "working_precision"
+    assert judged["clean in fp64"].figures("equivalence")["judged_in"] == "fp64"
+
+
+def test_replicas_alone_are_not_green(judged: dict[str, CaseResult]) -> None:
+    result = judged["replicas"]
+    assert result.verdict == "pass (replicas only)"
+    assert "nothing was compared with the oracle" in result.reason
+    assert verdicts.exit_code(verdicts.count([result])) == verdicts.NOT_DECIDED
+    assert outcome(result, "numbers") == "pass (replicas only)"
+
+
+def test_a_case_that_asks_for_no_numbers_names_what_it_judged(
+    judged: dict[str, CaseResult],
+) -> None:
+    assert (judged["bytes"].verdict, judged["bytes"].reason) == ("pass", "judged: traffic")
+
+
+def test_an_oracle_that_diverges_decides_nothing(judged: dict[str, CaseResult]) -> None:
+    """NaN beside NaN is equal bits, so nothing may be compared with NaN."""
+    result = judged["diverges"]
+    assert result.verdict == "precondition", result.reason
+    assert "the oracle itself diverges" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        ([], "undecidable"),
+        ([Outcome("replicas", "pass")], "pass (replicas only)"),
+        ([Outcome("equivalence", "skip"), Outcome("replicas", "pass")], "pass (replicas only)"),
+        ([Outcome("equivalence", "skip"), Outcome("traffic", "skip")], "skip"),
+        ([Outcome("equivalence", "pass"), Outcome("replicas", "skip")], "pass"),
+        ([Outcome("equivalence", "precondition"), Outcome("replicas", "pass")], "precondition"),
+    ],
+)
+def test_what_checks_add_up_to(outcomes: list[Outcome], verdict: str) -> None:
+    assert verdict_of(outcomes)[0] == verdict
+
+
+def step(**fields: Any) -> TruthStep:
+    one: dict[str, Tensor] = {"w": torch.ones(2)}
+    usual: dict[str, Any] = {
+        "loss": 1.0, "losses": [1.0], "norm": torch.ones(()), "gradients": one,
+        "clipped": None, "parameters": one, "optimizer": {}, "buffers": [{}],
+        "scale": 1.0, "skipped": False,
+    }
+    return TruthStep(**(usual | fields))
+
+
+def test_what_of_an_oracle_must_be_finite() -> None:
+    odd = {"w": torch.tensor([1.0, math.nan])}
+    assert Truth(steps=[step()]).not_finite() is None
+    for kind in ("gradients", "clipped", "parameters", "optimizer"):
+        reason = Truth(steps=[step(), step(**{kind: odd})]).not_finite()
+        assert reason is not None and f"{kind} of 'w' at step 1" in reason
+    assert "its loss at step 0 is inf" in str(Truth(steps=[step(loss=math.inf)]).not_finite())
+    # An overflow that was skipped, and a mask of infinities, are as they must be.
+    assert Truth(steps=[step(gradients=odd, loss=math.inf, skipped=True)]).not_finite() is None
+    assert Truth(steps=[step(buffers=[{"mask": torch.tensor(-math.inf)}])]).not_finite() is None
+
+
+def test_nan_is_the_worst_error_and_never_equal_bits() -> None:
+    tally = _Tally()
+    for name, error in (("a", 0.0), ("b", math.nan), ("c", 0.0)):
+        tally.add(Comparison(error, 0.0), name, 0, "gradients_final", "rank 0")
+    assert tally.worst is not None and tally.worst.name == "b"
+    assert error_text(tally.worst.error, tally.worst.bound) == "nan / equal bits"
