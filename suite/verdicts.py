@@ -13,6 +13,7 @@ Verdict = Literal[
     "hang",
     "xpass",
     "refused",
+    "judge error",
     "undecidable",
     "inconclusive",
     "precondition",
@@ -24,12 +25,14 @@ Verdict = Literal[
 ]
 #: All that can be said of a case judged in the lane ``working_precision``: it misses small faults.
 WORKING_PRECISION_ONLY: Final = "pass (working precision only)"
+#: What the judge says of the system cannot be trusted: a check broke, or passed without its proof.
+JUDGE_ERROR: Final = "judge error"
 #: Replicas are equal, and nothing was compared with the oracle: a fault that all share goes unseen.
 REPLICAS_ONLY: Final = "pass (replicas only)"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
-OPEN = frozenset({"undecidable", "inconclusive", "precondition", REPLICAS_ONLY})
+OPEN = frozenset({JUDGE_ERROR, "undecidable", "inconclusive", "precondition", REPLICAS_ONLY})
 GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130

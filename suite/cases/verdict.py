@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from shardproof import checks
 from shardproof.case import AXES, Case
+from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import CaseResult
@@ -22,7 +23,7 @@ from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
-from shardproof.verdicts import REPLICAS_ONLY, WORKING_PRECISION_ONLY
+from shardproof.verdicts import JUDGE_ERROR, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
@@ -45,7 +46,7 @@ def decide_case(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
     case = account.case
     if account.fault:
-        return _result(case, "crash", account.fault)
+        return _result(case, JUDGE_ERROR, account.fault)
     if case.skip:
         return _result(case, "skip", case.skip)
     if account.leader is not None:
@@ -83,7 +84,7 @@ def decide_case(account: Account) -> CaseResult:
         return _apply_xfail(case, "precondition", account.no_oracle_because)
     figures = account.figures
     assert figures is not None
-    outcomes = [_run_check(name, figures) for name in case.checks]
+    outcomes = [audited(_run_check(name, figures), figures) for name in case.checks]
     return _apply_xfail(case, *verdict_of(outcomes), outcomes)
 
 
@@ -104,22 +105,22 @@ def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
 def _run_check(name: str, figures: Figures) -> Outcome:
     broke = next((row.broke for row in figures.compared.get(name, ()) if row.broke), "")
     if broke:
-        return Outcome(name, "fail", f"the check itself broke: {broke}")
+        return Outcome(name, "judge error", f"the check itself broke: {broke}")
     try:
         return checks.decide(name, figures)
     except Exception as error:  # noqa: BLE001 - a check that breaks must not pass for a pass
         where = traceback.format_exception(error)[-2].strip()
-        return Outcome(name, "fail", f"the check itself broke: {error!r} ({where})")
+        return Outcome(name, "judge error", f"the check itself broke: {error!r} ({where})")
 
 
 def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """One verdict from all outcomes: a ``fail`` beats ``undecidable`` beats ``precondition``.
+    """One verdict from all outcomes: the gravest that a check says.
 
     Each outcome that gave it has a line of its own: together they often explain the fault.  Only
     what was compared with the oracle passes without a word; a case that asks for no numbers names
     what it judged.
     """
-    for status in ("fail", "undecidable", "precondition"):
+    for status in ("fail", JUDGE_ERROR, "undecidable", "precondition"):
         lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
         if lines:
             return status, "\n".join(lines)

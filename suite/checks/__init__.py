@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence, Figures
     from shardproof.evidence.records import ComparisonRow
 
-Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
+Status = Literal["pass", "fail", "skip", "judge error", "undecidable", "precondition"]
 
 #: Checks for any case: each skips what does not apply.  ``prove``, planted faults and the campaign
 #: ask all of them.

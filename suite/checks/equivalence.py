@@ -156,7 +156,7 @@ def judged_lane(figures: Figures) -> Lane:
 
 def _precondition(figures: Figures) -> str:
     """Why nothing can be compared (``""``: it can)."""
-    return over_budget(figures) or figures.oracle.not_finite or ""
+    return over_budget(figures) or figures.oracle.diverges()
 
 
 def over_budget(figures: Figures) -> str:

@@ -82,7 +82,16 @@ _ORDER = (
         "skip",
     ),
     REPLICAS_ONLY,
-    *("precondition", "inconclusive", "undecidable", "refused", "hang", "crash", "fail"),
+    *(
+        "precondition",
+        "inconclusive",
+        "undecidable",
+        "judge error",
+        "refused",
+        "hang",
+        "crash",
+        "fail",
+    ),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 

@@ -31,7 +31,7 @@ from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model, Reason
 from shardproof.scenarios.source import Node
-from shardproof.verdicts import REPLICAS_ONLY, WORKING_PRECISION_ONLY, Verdict
+from shardproof.verdicts import JUDGE_ERROR, REPLICAS_ONLY, WORKING_PRECISION_ONLY, Verdict
 
 Level = Literal["break", "report", "ignore"]
 VerdictLevel = Literal["break", "new", "report", "ignore"]
@@ -42,6 +42,7 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "hang": "break",
     "refused": "break",
     "xpass": "report",
+    JUDGE_ERROR: "break",
     "undecidable": "new",
     "inconclusive": "new",
     "precondition": "new",

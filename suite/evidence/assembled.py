@@ -36,7 +36,7 @@ from shardproof.evidence.records import (
     WorkloadFacts,
 )
 from shardproof.files import from_plain, to_plain
-from shardproof.oracle.truth import Truth
+from shardproof.oracle.truth import Truth, frobenius
 from shardproof.schedules import Schedule
 
 
@@ -353,5 +353,4 @@ def sizes(tensor: Tensor) -> tuple[float, float]:
     """Frobenius norm and largest magnitude, both in fp64 (0 for an empty tensor)."""
     if not tensor.numel():
         return 0.0, 0.0
-    wide = tensor.detach().to(torch.float64)
-    return float(torch.linalg.vector_norm(wide)), float(wide.abs().max())
+    return frobenius(tensor), float(tensor.detach().to(torch.float64).abs().max())

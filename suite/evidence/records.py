@@ -7,6 +7,7 @@ stored form, ``from_dict`` reads it again; a field that it lacks and that has no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -217,12 +218,16 @@ class WorkloadFacts(Stored):
 
 @dataclass(frozen=True, slots=True)
 class OracleStep:
-    """Loss and norm of one step of the oracle, its loss scale, and whether it overflowed."""
+    """Loss and norm of one step of the oracle, its loss scale, and whether it overflowed.
+
+    ``norms``: the Frobenius norms of its tensors, by phase of the comparison and name.
+    """
 
     loss: float
     norm: float
     scale: float | None
     skipped: bool
+    norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -234,12 +239,29 @@ class OracleFacts(SparselyStored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
-    #: Which of the oracle's numbers is infinite or NaN, as a sentence.
-    not_finite: str | None = None
 
     @classmethod
     def of(cls, truth: Truth) -> OracleFacts:
         """The facts of ``truth``."""
-        steps = [OracleStep(s.loss, float(s.norm), s.scale, s.skipped) for s in truth.steps]
-        odd = truth.not_finite()
-        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale, odd)
+        steps = [
+            OracleStep(s.loss, float(s.norm), s.scale, s.skipped, s.norms()) for s in truth.steps
+        ]
+        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
+
+    def diverges(self) -> str:
+        """The first of its numbers that is infinite or NaN, as a sentence; empty: none is.
+
+        No comparison with such a number can fail: NaN beside NaN is equal bits.  Buffers are not
+        asked: one may be a mask of infinities.
+        """
+        for number, step in enumerate(self.steps):
+            for phase, norms in step.norms.items():
+                for name, norm in norms.items():
+                    if not math.isfinite(norm):
+                        return (
+                            f"the oracle itself diverges: {name!r} at step {number} ({phase}) is "
+                            "not finite, so nothing can differ from it"
+                        )
+            if not math.isfinite(step.loss) and not step.skipped:
+                return f"the oracle itself diverges: its loss at step {number} is {step.loss}"
+        return ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from shardproof.files import Stored
@@ -38,6 +38,24 @@ class TruthStep:
     scale: float
     skipped: bool
 
+    def norms(self) -> dict[str, dict[str, float]]:
+        """Frobenius norms in fp64 by kind and name; gradients of a skipped step overflowed."""
+        kinds = {
+            "after_update parameters": self.parameters,
+            "after_update optimizer": self.optimizer,
+        }
+        if not self.skipped:
+            kinds |= {"gradients_final": self.gradients, "after_clip": self.clipped or {}}
+        return {
+            kind: {name: frobenius(tensor) for name, tensor in tensors.items()}
+            for kind, tensors in kinds.items()
+        }
+
+
+def frobenius(tensor: Tensor) -> float:
+    """The Frobenius norm, in fp64 (0 for an empty tensor)."""
+    return float(torch.linalg.vector_norm(tensor.detach().to(torch.float64)))
+
 
 @dataclass
 class Truth(Stored):
@@ -55,22 +73,3 @@ class Truth(Stored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
-
-    def not_finite(self) -> str | None:
-        """The first of its numbers that is infinite or NaN, as a sentence; ``None``: none is.
-
-        No comparison with such a number can fail: NaN beside NaN is equal bits.  Gradients of a
-        skipped step overflowed by design; a buffer may be a mask of infinities.
-        """
-        for number, step in enumerate(self.steps):
-            kinds = {"parameters": step.parameters, "optimizer": step.optimizer}
-            if not step.skipped:
-                kinds = {"gradients": step.gradients, "clipped": step.clipped or {}} | kinds
-            for kind, tensors in kinds.items():
-                for name, tensor in tensors.items():
-                    if not bool(tensor.isfinite().all()):
-                        what = f"{kind} of {name!r} at step {number}"
-                        return f"the oracle itself diverges: {what} are not finite"
-            if not math.isfinite(step.loss) and not step.skipped:
-                return f"the oracle itself diverges: its loss at step {number} is {step.loss}"
-        return None

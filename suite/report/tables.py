@@ -151,7 +151,8 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def error_is_ratio(result: CaseResult) -> bool:
     """Whether the error of a result is a multiple of what one device alone errs by."""
-    return "factor" in result.figures("equivalence")
+    lane: str = result.figures("equivalence").get("judged_in", result.case.lane)
+    return lane == "working_precision"
 
 
 def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:

@@ -29,8 +29,13 @@ SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
 def bitwise(name: str, implementation: str, **fields: Any) -> Case:
     """Three ranks over gloo add in an order of their own: the lane promises no equal bits."""
     usual: dict[str, Any] = {
-        "id": name, "backend": "gloo", "workload": SMALL, "lane": "bitwise",
-        "dtype": "float32", "steps": 2, "checks": ("equivalence", "replicas", "norm"),
+        "id": name,
+        "backend": "gloo",
+        "workload": SMALL,
+        "lane": "bitwise",
+        "dtype": "float32",
+        "steps": 2,
+        "checks": ("equivalence", "replicas", "norm"),
     }
     return made_case(implementation, {"replicate": 3}, **(usual | fields))
 
@@ -103,9 +108,16 @@ def test_what_checks_add_up_to(outcomes: list[Outcome], verdict: str) -> None:
 def step(**fields: Any) -> TruthStep:
     one: dict[str, Tensor] = {"w": torch.ones(2)}
     usual: dict[str, Any] = {
-        "loss": 1.0, "losses": [1.0], "norm": torch.ones(()), "gradients": one,
-        "clipped": None, "parameters": one, "optimizer": {}, "buffers": [{}],
-        "scale": 1.0, "skipped": False,
+        "loss": 1.0,
+        "losses": [1.0],
+        "norm": torch.ones(()),
+        "gradients": one,
+        "clipped": None,
+        "parameters": one,
+        "optimizer": {},
+        "buffers": [{}],
+        "scale": 1.0,
+        "skipped": False,
     }
     return TruthStep(**(usual | fields))
 

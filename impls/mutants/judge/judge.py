@@ -1,0 +1,201 @@
+"""Faults planted in the judge, beside a system whose gradients are doubled.
+
+A sound judge fails that system by ``equivalence``, which alone sees it: all replicas are equal, and
+clipping is off.  A judge with one of these faults does not; it is killed if the case is not green.
+Every case has a leader, a process of its own, and asks there what the system declares: that is
+where its judge is spoilt.  No other case sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from shardproof.cases import leader
+from shardproof.checks import CHECKS, equivalence, working_precision
+from shardproof.checks.results import CaseResult
+from shardproof.contract import Capabilities
+from shardproof.evidence.account import Account
+from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.records import RankRecord
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import ADAMW
+from shardproof.impls.reference.ddp import DDP, ReferenceDDP
+from shardproof.impls.reference.parts.buckets import GradientBucket
+
+STEPS = 3
+
+mutant = declare.family(ReferenceDDP, steps=STEPS)
+
+
+class DoubledGradients(DDP):
+    """Every rank doubles what it has reduced in the last step, so that no loss tells."""
+
+    first_doubled: ClassVar[int] = STEPS - 1
+
+    def wait_and_publish(self, bucket: GradientBucket) -> None:
+        super().wait_and_publish(bucket)
+        if self.step >= self.first_doubled:
+            for view in bucket.views.values():
+                view.mul_(2)
+
+
+class AlwaysDoubledGradients(DoubledGradients):
+    """The same in every step."""
+
+    first_doubled = 0
+
+
+class Misjudged(ReferenceDDP):
+    """Doubled gradients before a judge that :meth:`spoil_judge` spoils."""
+
+    handle_type = DoubledGradients
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        cls.spoil_judge()
+        return super().capabilities(options)
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        """Plant the fault in the process that judges."""
+        raise NotImplementedError
+
+
+@mutant("judge_check_returns_nothing", killed_by=("undecidable",))
+class CheckReturnsNothing(Misjudged):
+    """The check measures nothing and finds no fault."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        equivalence.measure = lambda evidence: []
+
+
+@mutant("judge_lane_compares_nothing", killed_by=("undecidable",))
+class LaneComparesNothing(Misjudged):
+    """The lane fp64 compares nothing beyond the initial parameters."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        equivalence._against_oracle = lambda evidence, tally: None
+
+
+@mutant("judge_lane_compares_losses_only", killed_by=("judge error",))
+class LaneComparesLossesOnly(Misjudged):
+    """The lane fp64 compares losses, but no gradient and no state."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        equivalence._gradients = lambda *arguments: None
+        equivalence._trajectory = lambda *arguments: None
+
+
+@mutant("judge_leaves_one_tensor_out", killed_by=("judge error",))
+class LeavesOneTensorOut(Misjudged):
+    """Only the first tensor of each kind is compared, and with itself."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = equivalence._compare_all
+
+        def compare(evidence: Any, state: Any, truth: Any, *rest: Any, **more: Any) -> None:
+            first = next(iter(truth))
+            alone = Assembled({first: state.tensors[first]}, state.owners)
+            sound(evidence, alone, alone.first(), *rest, **more)
+
+        equivalence._compare_all = compare
+
+
+@mutant("judge_compares_with_itself", killed_by=("judge error",))
+class ComparesWithItself(Misjudged):
+    """Every tensor is compared with itself."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = equivalence._compare_all
+
+        def compare(evidence: Any, state: Any, truth: Any, *rest: Any, **more: Any) -> None:
+            sound(evidence, state, {n: t.clone() for n, t in state.first().items()}, *rest, **more)
+
+        equivalence._compare_all = compare
+
+
+@mutant(
+    "judge_compares_with_itself_in_working_precision",
+    killed_by=("judge error",),
+    lane="working_precision",
+    dtype="float32",
+    optimizer=ADAMW,
+)
+class ComparesWithItselfInWorkingPrecision(Misjudged):
+    """In working precision every gradient is compared with itself."""
+
+    handle_type = AlwaysDoubledGradients
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = working_precision.ratios
+
+        def ratios(held: Any, single: Any, truth: Any, regions: Any = None) -> dict[str, float]:
+            return sound({name: t.clone() for name, t in truth.items()}, single, truth, regions)
+
+        working_precision.ratios = ratios
+
+
+@mutant("judge_bound_is_infinite", killed_by=("judge error",))
+class BoundIsInfinite(Misjudged):
+    """The bound of the lane fp64 lets every error pass."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        equivalence.FP64_BOUND = float("inf")
+
+
+@mutant("judge_record_is_empty", killed_by=("equivalence",))
+class RecordIsEmpty(Misjudged):
+    """The ranks' records arrive without what was observed."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = leader.records_of
+
+        def records_of(outcomes: Any) -> list[RankRecord]:
+            return [record.without_tensors() for record in sound(outcomes)]
+
+        leader.records_of = records_of
+
+
+@mutant("judge_keeps_no_digests", killed_by=("active",))
+class KeepsNoDigests(Misjudged):
+    """Comparisons are made with the system's own numbers, and no digest of these is kept."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        ComparesWithItself.spoil_judge()
+        Evidence.moments = lambda self: iter(())  # type: ignore[method-assign]
+
+
+@mutant("judge_check_lost_its_entry", killed_by=("judge error",))
+class CheckLostItsEntry(Misjudged):
+    """The list of checks has lost the one that compares with the oracle."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        CHECKS.pop("equivalence", None)
+
+
+@mutant("judge_case_lost_its_check", killed_by=("pass (replicas only)",))
+class CaseLostItsCheck(Misjudged):
+    """The case has lost the check that compares with the oracle on its way to the judge."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = leader.decide_case
+
+        def decide_case(account: Account) -> CaseResult:
+            checks = tuple(name for name in account.case.checks if name != "equivalence")
+            account.case = replace(account.case, checks=checks)
+            return sound(account)
+
+        leader.decide_case = decide_case

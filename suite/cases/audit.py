@@ -1,0 +1,130 @@
+"""Does a check that passed hold its proof?  A second look at stored figures, by other code.
+
+A check that compares nothing, too little, or a tensor with itself finds no fault.  So the rows of
+``equivalence`` must cover everything that the ranks held when they were asked, and none may deny
+what two witnesses say that the check does not touch: the norms of what was observed, and those of
+the oracle.  By the reverse triangle inequality they differ by no more than the tensors do.
+
+*Cannot see* a fault of the judge that moves the norm of no tensor; nor, where an update is replayed
+from the system's own state, whether that state is the oracle's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardproof.checks import Outcome
+from shardproof.checks.equivalence import judged_lane
+from shardproof.checks.norm import BOUNDS as NORM_BOUNDS
+from shardproof.checks.numbers import FP64_BOUND
+from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import ComparisonRow, TensorRow
+from shardproof.verdicts import JUDGE_ERROR
+
+#: Relative to the norm of the whole model: ten times the bound of a tensor in the lane fp64.
+ROUNDING = 10 * FP64_BOUND
+#: Step, phase and name of a comparison.
+Place = tuple[int, str, str]
+
+
+def audited(outcome: Outcome, figures: Figures) -> Outcome:
+    """``outcome``, or that the judge cannot be trusted, where a pass lacks its proof."""
+    if outcome.check != "equivalence" or outcome.status != "pass":
+        return outcome
+    rows = figures.compared.get("equivalence", [])
+    problem = _beyond(rows) or _not_compared(figures, rows) or _denied(figures)
+    return replace(outcome, status=JUDGE_ERROR, message=problem) if problem else outcome
+
+
+def _beyond(rows: list[ComparisonRow]) -> str:
+    for row in rows:
+        if row.error is not None and row.bound is not None and not row.error <= row.bound:
+            return f"passes, though {row.name!r} errs by {row.error} (bound {row.bound})"
+    return ""
+
+
+def _not_compared(figures: Figures, rows: list[ComparisonRow]) -> str:
+    compared = {(row.step, row.phase, row.name) for row in rows if row.error is not None}
+    for place in _expected(figures):
+        if place not in compared:
+            step, phase, name = place
+            return f"passes, though {name!r} was not compared at step {step} ({phase})"
+    return ""
+
+
+def _expected(figures: Figures) -> Iterator[Place]:
+    """What must have been compared: parameters at all times, and whatever else was observed."""
+    names = figures.workload.parameter_names
+    yield from ((-1, "initial parameters", name) for name in names)
+    if figures.declaration.oracle == "replay":
+        yield from ((figures.steps[-1], "drained parameters", name) for name in names)
+        return
+    replayed = _updates_are_replayed(figures)
+    update = "replayed update of {}" if replayed else "after_update {}"
+    yield from ((step, update.format("parameters"), n) for step in figures.steps for n in names)
+    for row in figures.tensors:
+        if row.kind == "optimizer" and row.point == "after_update":
+            yield row.step, update.format("optimizer"), row.name
+        elif judged_lane(figures) != "working_precision" and (phase := _phase(figures, row)):
+            yield row.step, phase, row.name
+
+
+def _denied(figures: Figures) -> str:
+    """The first tensor whose norm is not the oracle's: no bound of a passing lane allows it."""
+    if figures.declaration.oracle == "replay":
+        return ""
+    if judged_lane(figures) == "working_precision":
+        return _global_norm_denied(figures)
+    seen = 0
+    for row in figures.tensors:
+        phase = _phase(figures, row)
+        truth = figures.oracle.steps[row.step].norms.get(phase, {}) if phase else {}
+        if row.name not in truth or row.dtype != figures.case.dtype:
+            continue  # held rounded, beside a master
+        seen += 1
+        norm = truth[row.name]
+        # What is noise where the truth is 0 is small beside the whole model.
+        if not abs(row.norm - norm) <= ROUNDING * math.hypot(norm, *truth.values()):
+            return (
+                f"passes, though the norm of {row.name!r} at step {row.step} ({phase}) is "
+                f"{row.norm:.17g}, and the oracle's {norm:.17g}"
+            )
+    return "" if seen else "passes, though no record of the ranks holds a tensor"
+
+
+def _global_norm_denied(figures: Figures) -> str:
+    """In working precision trajectories part, so the first gradients are asked, all together."""
+    oracle = figures.oracle.steps[0]
+    first: dict[str, float] = {}
+    for row in figures.tensors:
+        if (row.step, row.point, row.kind) == (0, "gradients_final", "gradients"):
+            first.setdefault(row.name, row.norm)
+    norm, bound = math.hypot(*first.values()), NORM_BOUNDS[figures.case.lowest_dtype]
+    if oracle.skipped or abs(norm - oracle.norm) <= bound * oracle.norm:
+        return ""
+    return (
+        f"passes, though the norm of all gradients at step 0 is {norm:.9g}, and the oracle's "
+        f"{oracle.norm:.9g}"
+    )
+
+
+def _phase(figures: Figures, row: TensorRow) -> str:
+    """The phase in which the oracle's own trajectory is compared with ``row`` (empty: in none)."""
+    if row.step < 0:
+        return ""
+    if row.kind == "gradients":
+        clipped = row.point != "after_clip" or figures.case.optimizer.clip_norm is not None
+        known = row.point in ("gradients_final", "after_clip") and clipped
+        return row.point if known and not figures.oracle.steps[row.step].skipped else ""
+    if row.kind in ("parameters", "optimizer") and row.point == "after_update":
+        return "" if _updates_are_replayed(figures) else f"after_update {row.kind}"
+    return ""
+
+
+def _updates_are_replayed(figures: Figures) -> bool:
+    lane = judged_lane(figures)
+    return lane == "working_precision" or (
+        lane == "fp64" and figures.case.optimizer.name == "adamw"
+    )
