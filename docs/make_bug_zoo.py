@@ -47,6 +47,8 @@ EVIDENCE = {
 VERDICTS = {
     "crash": "A rank raises, with the reason that the declaration names.",
     "hang": "A rank waits until the deadline of the case.",
+    "judge error": "A check broke, or passed without its proof: what is planted is in the judge.",
+    "undecidable": "Nothing was compared: what is planted is in the judge.",
 }
 REFERENCE = re.compile(r"([\w-]+/[\w.-]+)/(?:issues|pull|discussions)/([1-9]\d*)")
 

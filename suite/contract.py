@@ -279,6 +279,7 @@ class Event:
 
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced"]
+OracleKind = Literal["plain", "emulated", "replay"]
 
 _ACCUMULATES = frozenset({"clipping", "accumulation"})
 _DDP = _ACCUMULATES | {
@@ -321,6 +322,9 @@ PROFILES: dict[str, frozenset[str]] = {
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }
 
+#: Every feature that means something to a check.
+FEATURES = frozenset().union(*PROFILES.values()) | {"fp32_reduction"}
+
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
 TRAIT_FEATURES: dict[str, str] = {
     "frozen": "frozen_parameters",
@@ -351,7 +355,7 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float64", "float32")
     backends: tuple[str, ...] = ("in_memory", "gloo", "gloo_cuda", "nccl", "mpi")
     exactness: Exactness = "reordered-sum"
-    oracle: Literal["plain", "emulated", "replay"] = "plain"
+    oracle: OracleKind = "plain"
     buffers: BufferRule = "rank0"
     initial_state: Literal["rank0", "everywhere"] = "rank0"
     points: tuple[Point, ...] = ("gradients_final", "after_update")

@@ -19,11 +19,11 @@ from shardproof.case import Case
 from shardproof.cases.runner import OnAccount, run_cases
 from shardproof.checks import GENERAL
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.verdicts import JUDGE_ERROR, REPLICAS_ONLY, WORKING_PRECISION_ONLY
+from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
 #: those of faults in the judge itself, which must not be green.
-VERDICT_KILLERS = ("crash", "hang", JUDGE_ERROR, "undecidable", REPLICAS_ONLY)
+VERDICT_KILLERS = ("crash", "hang", JUDGE_ERROR, "undecidable")
 
 
 @dataclass(frozen=True)

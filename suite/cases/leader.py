@@ -96,7 +96,7 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
         account.refused = [type(error).__name__, str(error)]
         return None
     account.missing = declaration.missing_here(case.backend, case.world)
-    if declaration.outside_profile() or declaration.excludes_case(case, account.missing):
+    if declaration.problem() or declaration.excludes_case(case, account.missing):
         return None
     try:
         schedules = _announced_schedules(case, implementation)

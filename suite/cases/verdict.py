@@ -58,7 +58,7 @@ def decide_case(account: Account) -> CaseResult:
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None
-    reason = account.declaration.outside_profile()
+    reason = account.declaration.problem()
     if reason:
         return _apply_xfail(case, "fail", reason)
     reason = account.declaration.excludes_case(case, account.missing)

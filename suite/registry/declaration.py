@@ -10,19 +10,27 @@ import dataclasses
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import get_args
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import (
+    FEATURES,
     PROFILES,
     TRAIT_FEATURES,
+    BufferRule,
     Capabilities,
+    Exactness,
     Implementation,
     Options,
+    OracleKind,
+    Point,
     Refused,
 )
+from shardproof.errors import nearest
 from shardproof.files import Stored
+from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
 UNEQUAL = "unequal_micro_batches"
@@ -41,8 +49,15 @@ class Declaration(Capabilities, Stored):
         fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
         return cls(**fields, strategy=system.strategy)
 
-    def outside_profile(self) -> str:
-        """The trait that it declines although its strategy implies it; empty: none."""
+    def problem(self) -> str:
+        """What it says that nothing knows, or the trait that it declines although its strategy
+        implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
+        """
+        for name, (said, known) in self._words().items():
+            for word in said:
+                if word not in known:
+                    what = f"{name}: {word!r} means nothing here"
+                    return f"{what}; {nearest(str(word), known, 'valid')}"
         profile = PROFILES.get(self.strategy, frozenset())
         for trait in self.declines:
             feature = TRAIT_FEATURES.get(trait)
@@ -51,6 +66,18 @@ class Declaration(Capabilities, Stored):
                     f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
                 )
         return ""
+
+    def _words(self) -> dict[str, tuple[Collection[object], Collection[str]]]:
+        return {
+            "features": (sorted(self.features), FEATURES),
+            "declines": (self.declines, TRAITS),
+            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
+            "points": (self.points, get_args(Point)),
+            "exactness": ((self.exactness,), get_args(Exactness)),
+            "oracle": ((self.oracle,), get_args(OracleKind)),
+            "buffers": ((self.buffers,), get_args(BufferRule)),
+            "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
+        }
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""

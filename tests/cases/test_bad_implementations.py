@@ -31,6 +31,9 @@ EXPECTED = {
     "bad_implementations:UnknownStrategy": ("fail", "unknown strategy 'dpd'"),
     "bad_implementations:RefusesForNoReason": ("fail", "Refused: not today"),
     "bad_implementations:RefusesTheAxis": ("refused", "one rank on the axis 'replicate'"),
+    "bad_implementations:UnknownFeature": ("fail", "did you mean clipping?"),
+    "bad_implementations:MisspeltDecline": ("fail", "did you mean tied?"),
+    "bad_implementations:UnknownBufferRule": ("fail", "did you mean rank0?"),
     "plain": ("pass", ""),
 }
 

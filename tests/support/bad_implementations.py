@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardproof.contract import Batch, Kind, Observe, Piece, Refused, StepResult
+from shardproof.contract import Batch, Capabilities, Kind, Observe, Piece, Refused, StepResult
 from shardproof.impls.plain import Plain
 
 
@@ -97,6 +98,26 @@ class ClaimsTooMuch(Plain):
 
 class UnknownStrategy(Plain):
     strategy = "dpd"
+
+
+class UnknownFeature(Plain):
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        own = super().capabilities(options)
+        return dataclasses.replace(own, features=own.features | {"cliping"})
+
+
+class MisspeltDecline(Plain):
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return dataclasses.replace(super().capabilities(options), declines={"tyed": "why"})
+
+
+class UnknownBufferRule(Plain):
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        rule: Any = "rank_0"
+        return dataclasses.replace(super().capabilities(options), buffers=rule)
 
 
 NOT_A_CLASS = 3
