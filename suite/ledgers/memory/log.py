@@ -121,7 +121,8 @@ class MemoryLog(Stored):
         """
         kinds, sizes, levels = self.classes(), dict[int, int](), Levels()
         for index, size, phase, step in self.events:
-            kind, changed = kinds[index] if index >= 0 else None, ()
+            kind = kinds[index] if index >= 0 else None
+            changed: Sequence[tuple[str, str]] = ()
             if kind is not None:
                 device = self.storages[index].device
                 changed = (device, kind), (device, "all")
