@@ -15,10 +15,10 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.cases.verdict import verdict_of
 from shardproof.checks import Outcome
-from shardproof.checks.equivalence import _Tally
-from shardproof.checks.numbers import Comparison
+from shardproof.checks.numbers import Tally
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
+from shardproof.evidence.records import ComparisonRow, OracleFacts
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.report.capability_matrix import outcome
 from shardproof.report.tables import error_text
@@ -122,21 +122,26 @@ def step(**fields: Any) -> TruthStep:
     return TruthStep(**(usual | fields))
 
 
+def diverges(*steps: TruthStep) -> str:
+    return OracleFacts.of(Truth(steps=list(steps))).diverges()
+
+
 def test_what_of_an_oracle_must_be_finite() -> None:
     odd = {"w": torch.tensor([1.0, math.nan])}
-    assert Truth(steps=[step()]).not_finite() is None
+    assert diverges(step()) == ""
     for kind in ("gradients", "clipped", "parameters", "optimizer"):
-        reason = Truth(steps=[step(), step(**{kind: odd})]).not_finite()
-        assert reason is not None and f"{kind} of 'w' at step 1" in reason
-    assert "its loss at step 0 is inf" in str(Truth(steps=[step(loss=math.inf)]).not_finite())
+        assert "'w' at step 1" in diverges(step(), step(**{kind: odd}))
+    assert "its loss at step 0 is inf" in diverges(step(loss=math.inf))
     # An overflow that was skipped, and a mask of infinities, are as they must be.
-    assert Truth(steps=[step(gradients=odd, loss=math.inf, skipped=True)]).not_finite() is None
-    assert Truth(steps=[step(buffers=[{"mask": torch.tensor(-math.inf)}])]).not_finite() is None
+    assert diverges(step(gradients=odd, loss=math.inf, skipped=True)) == ""
+    assert diverges(step(buffers=[{"mask": torch.tensor(-math.inf)}])) == ""
 
 
 def test_nan_is_the_worst_error_and_never_equal_bits() -> None:
-    tally = _Tally()
-    for name, error in (("a", 0.0), ("b", math.nan), ("c", 0.0)):
-        tally.add(Comparison(error, 0.0), name, 0, "gradients_final", "rank 0")
-    assert tally.worst is not None and tally.worst.name == "b"
+    rows = [
+        ComparisonRow(0, "gradients_final", name, "rank 0", error, 0.0)
+        for name, error in (("a", 0.0), ("b", math.nan))
+    ]
+    tally = Tally.of(rows)
+    assert tally.worst == tally.failed and tally.worst is not None and tally.worst.name == "b"
     assert error_text(tally.worst.error, tally.worst.bound) == "nan / equal bits"
