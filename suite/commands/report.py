@@ -94,8 +94,6 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         console = make_console()
         if run.cases:
             reports.show(run.cases, console.print)
-            reports.show_memory(run.cases, console.print)
-            reports.show_bubbles(run.cases, console.print)
         if run.kills:
             reports.show_kills(run.kills, console.print)
         bench_run.show_pairs(lines.pairs(run), console)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
@@ -89,6 +89,11 @@ class Timing:
     smallest: float
 
     @property
+    def moved(self) -> bool:
+        """Whether it certainly changed."""
+        return self.verdict not in ("same", "inconclusive")
+
+    @property
     def larger_is_better(self) -> bool:
         """Efficiencies are better when larger."""
         return self.ratio.startswith(EFFICIENCY)
@@ -137,7 +142,7 @@ class RunComparison:
     @property
     def unchanged(self) -> bool:
         """Whether all was compared and nothing differs: figures, ratios, results that there are."""
-        moved = any(t.verdict not in ("same", "inconclusive") for t in self.times)
+        moved = any(time.moved for time in self.times)
         gone = self.missing or self.left_out or self.new or self.apart
         return not (self.changes or moved or gone)
 
@@ -156,6 +161,13 @@ class RunComparison:
 def compare(before: Snapshot, after: Snapshot) -> RunComparison:
     """What differs in ``after``, with ``before`` as the reference."""
     comparison = RunComparison(before, after)
+
+    def gone(name: str) -> None:
+        if name in after.left_out:
+            comparison.left_out[name] = after.left_out[name]
+        else:
+            comparison.missing.append(name)
+
     known = _known_figures(before)
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
@@ -163,27 +175,18 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
             old = olds.get(name)
             if old is None:
                 comparison.new.append(name)
-                continue
-            why = apart(old, new)
-            if why:
+            elif why := apart(old, new):
                 comparison.apart.append(Apart(name, why))
-                continue
-            comparison.pairs.append(_pairing(old, new, known))
-        for name in olds:
-            if name in news:
-                continue
-            if name in after.left_out:
-                comparison.left_out[name] = after.left_out[name]
             else:
-                comparison.missing.append(name)
+                comparison.pairs.append(_pairing(old, new, known))
+        for name in olds:
+            if name not in news:
+                gone(name)
     comparison.times = _timings(comparison.pairs)
     for name, was in before.kills.items():
         fault, killed = f"{FAULTS}{name}", after.kills.get(name)
         if killed is None:
-            if fault in after.left_out:
-                comparison.left_out[fault] = after.left_out[fault]
-            else:
-                comparison.missing.append(fault)
+            gone(fault)
         elif was != killed:
             old, new = ("killed" if side else "survives" for side in (was, killed))
             word: exact_figures.Word = "better" if killed else "worse"
@@ -231,24 +234,18 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
     if old.figures == new.figures:
         return
     for name in sorted({*old.figures, *new.figures} & known):
-        was, now = old.figures.get(name, _ABSENT), new.figures.get(name, _ABSENT)
-        if was == now and type(was) is type(now):
+        both = name in old.figures and name in new.figures
+        was, now = old.figures.get(name), new.figures.get(name)
+        if both and was == now and type(was) is type(now):
             continue
-        detail = ""
-        if name in old.deep and name in new.deep:
-            detail = exact_figures.first_difference(old.deep[name], new.deep[name])
+        word: exact_figures.Word = "changed"
+        detail = "is gone" if name in old.figures else "is new"
+        if both:
+            word, detail = exact_figures.word(name, was, now), ""
+            if name in old.deep and name in new.deep:
+                detail = exact_figures.first_difference(old.deep[name], new.deep[name])
         build = old.version.torch == new.version.torch or name not in exact_figures.OF_ONE_BUILD
-        if was is _ABSENT or now is _ABSENT:
-            where = "is new" if was is _ABSENT else "is gone"
-            yield Change(
-                new.id, name, old.figures.get(name), new.figures.get(name), "changed", where, build
-            )
-        else:
-            word = exact_figures.word(name, old.figures[name], new.figures[name])
-            yield Change(new.id, name, old.figures[name], new.figures[name], word, detail, build)
-
-
-_ABSENT: Any = object()
+        yield Change(new.id, name, was, now, word, detail, build)
 
 
 def _timings(pairs: Iterable[Pairing]) -> list[Timing]:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -160,11 +160,8 @@ class Policy(Model):
 
     def level(self, verdict: str) -> VerdictLevel:
         """What ``verdict`` does."""
-        for levels in (self.verdicts, VERDICTS):
-            for name, level in levels.items():
-                if name == verdict:
-                    return level
-        return "report"
+        word = cast(Verdict, verdict)
+        return self.verdicts.get(word) or VERDICTS.get(word, "report")
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def times(timings: Sequence[Timing], only_changed: bool) -> Table | None:
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for time in timings:
-        if only_changed and time.verdict in ("same", "inconclusive"):
+        if only_changed and not time.moved:
             continue
         marks.append(
             "bad" if time.verdict == "slower" else "good" if time.verdict == "faster" else ""

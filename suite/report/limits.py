@@ -14,7 +14,7 @@ from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
 from shardproof.checks.results import CaseResult
-from shardproof.report import capability_matrix, looks, matrix, summary
+from shardproof.report import capability_matrix, looks, summary
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -199,7 +199,7 @@ def _some(names: Sequence[str], most: int) -> str:
 
 def _never_asked(run: Run) -> Limit:
     """Capabilities that some implementation was asked about, and this one on no backend."""
-    cells = matrix.cells(run)
+    cells = capability_matrix.cells(run.cases, run.left_out)
     names = sorted({cell.implementation for cell in cells})
     asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
     rows = []

@@ -23,7 +23,6 @@ from shardproof.report.drawings import bars, curves, forest, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
-from shardproof.report.matrix import matrix
 from shardproof.report.summary import Break, cases_by_gravity
 from shardproof.report.tables import error_is_ratio, error_text
 from shardproof.runs.run_folder import Run
@@ -87,7 +86,7 @@ def html(run: Run) -> str:
     jinja.filters["look"] = look
     jinja.filters["parts"] = parts
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    capabilities = matrix(run)
+    capabilities = capability_matrix.matrix(run)
     broken = _broken(run)
     anchors = {one.item.name: one.anchor for one in broken}
     grouped = _groups(run.cases, [name for name, _ in capabilities.columns], anchors)

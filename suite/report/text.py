@@ -10,11 +10,10 @@ from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
-from shardproof.report import bubbles, kills, memory, summary, tables
+from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
-from shardproof.report.matrix import matrix
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, markdown_text
 
@@ -82,7 +81,7 @@ def _broken(run: Run) -> Iterator[str]:
 
 
 def _matrix(run: Run) -> Iterator[str]:
-    capabilities = matrix(run)
+    capabilities = capability_matrix.matrix(run)
     if capabilities.rows:
         table = capabilities.table()
         yield from ("", "## Capabilities", "", table.markdown(), *table.notes)

@@ -484,5 +484,5 @@ def test_a_scenario_of_bubbles_alone_has_these_tables(tmp_path: Path) -> None:
         assert bubbles.BUBBLE_TITLE in text
         assert "0.126 / 0.127" in text
     console = Console(record=True, width=200)
-    report.show_bubbles(run.cases, console.print)
+    report.show(run.cases, console.print)
     assert "2,000" in console.export_text()
