@@ -8,6 +8,7 @@ with the hardware.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,13 @@ class Timing:
     smallest: float
 
     @property
+    def change(self) -> str:
+        """The ratio of the two ratios, with its interval."""
+        difference = self.difference
+        low, middle, high = map(math.exp, (difference.low, difference.mean, difference.high))
+        return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+    @property
     def moved(self) -> bool:
         """Whether it certainly changed."""
         return self.verdict not in ("same", "inconclusive")
@@ -168,7 +176,8 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
         else:
             comparison.missing.append(name)
 
-    known = _known_figures(before)
+    # What no result of the reference has is news of the suite.
+    known = {name for entry in before.results.values() for name in entry.figures}
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
         for name, new in news.items():
@@ -211,12 +220,6 @@ def apart(old: Entry, new: Entry) -> str:
 def release(version: Version) -> str:
     """Torch's release without its build: ``2.13.0`` of ``2.13.0+cpu``."""
     return version.torch.split("+")[0]
-
-
-def _known_figures(snapshot: Snapshot) -> set[str]:
-    """Figures that some result has; what no result of the reference has is news of the suite."""
-    entries = (*snapshot.cases.values(), *snapshot.timed.values())
-    return {name for entry in entries for name in entry.figures}
 
 
 def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
@@ -270,15 +273,13 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
 def _timing(
     pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
 ) -> Timing:
-    from math import expm1
-
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
     verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = expm1(welch.smallest_effect(difference, least))
+    smallest = math.expm1(welch.smallest_effect(difference, least))
     return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 

@@ -197,7 +197,7 @@ def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: dat
     names = {
         figure
         for snapshot in (before, after)
-        for entry in (*snapshot.cases.values(), *snapshot.timed.values())
+        for entry in snapshot.results.values()
         for figure in (*entry.figures, "verdict")
     }
     problems = [*_too_long(policy_file, today)]

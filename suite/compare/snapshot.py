@@ -116,10 +116,15 @@ class Snapshot:
     keys: Sequence[JsonObject] = ()
 
     @property
+    def results(self) -> dict[str, Entry]:
+        """Cases, then timed results."""
+        return {**self.cases, **self.timed}
+
+    @property
     def ids(self) -> set[str]:
         """Every id that it says something about."""
         faults = (FAULTS + name for name in self.kills)
-        return {*self.cases, *self.timed, *self.left_out, *faults}
+        return {*self.results, *self.left_out, *faults}
 
 
 def of_run(run: Run) -> Snapshot:

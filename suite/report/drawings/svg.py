@@ -41,11 +41,6 @@ def number(value: object) -> object:
     return value
 
 
-def join(parts: Iterable[Markup]) -> Markup:
-    """Elements one after the other."""
-    return Markup("").join(parts)
-
-
 def drawing(
     title: str,
     description: str,
