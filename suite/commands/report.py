@@ -47,7 +47,7 @@ def report(
     shardproof report --into results/README.md
     """
     from shardproof.commands.supervision import RESULTS
-    from shardproof.runs.bundle import open_run
+    from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
     from shardproof.runs.run_folder import read
 

@@ -47,7 +47,7 @@ def opened(name: str, root: Path = Path("results")) -> Iterator[Path | None]:
     if not Path(name).is_file():
         yield run_folder.find_run(name, root)
     elif _packed(name):
-        from shardproof.runs.bundle import open_run
+        from shardproof.runs.bundle.unpacking import open_run
 
         with open_run(name, root) as folder:
             yield folder

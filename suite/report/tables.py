@@ -60,13 +60,8 @@ class Row:
 
 
 HEADINGS = (
-    "implementation",
-    "backend",
-    "world",
-    "verdicts",
-    "worst error / bound",
-    "bytes sent / formula",
-    "median s",
+    *("implementation", "backend", "world", "verdicts"),
+    *("worst error / bound", "bytes sent / formula", "median s"),
 )
 
 

@@ -22,7 +22,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,32 +103,35 @@ def write(folder: Path, account: Mapping[str, Any]) -> tuple[str, str]:
 
 def read(path: Path) -> dict[str, Any]:
     """The account (JSON form) in ``path``."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(path):
         table = pq.read_table(path)
-        rest = json.loads(table.schema.metadata[_META])
-        return _join(rest, table)
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{path}: no readable record: {error}") from None
+        return _join(json.loads(table.schema.metadata[_META]), table)
 
 
 def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of the sections ``names`` of the record in ``path``; what else it holds is not read."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    by_name = {}
+    with _readable(path):
         there = set(pq.read_schema(path).names)
-        by_name = {}
         for name in names:
             columns = ["section", *(column for column in _COLUMNS[name] if column in there)]
             table = pq.read_table(path, columns=columns, filters=[("section", "==", name)])
             by_name[name] = table.drop_columns(["section"]).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise RecordError(f"{path}: no readable record: {error}") from None
     return by_name
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: no readable record: {error}") from None
 
 
 def digest(path: Path) -> str:
