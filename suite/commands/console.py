@@ -91,6 +91,8 @@ class _Bar:
 class Progress(_Bar):
     """Progress over cases: :meth:`step` is called once for each."""
 
+    words: tuple[str, ...] = verdicts.VERDICTS
+
     def __init__(self, console: Console, total: int | None, what: str) -> None:
         super().__init__(console, what, total, "cases")
         self.counts: Counter[str] = Counter()
@@ -101,18 +103,17 @@ class Progress(_Bar):
 
     def step(self, result: CaseResult) -> None:
         """Count one result and show it if it is red."""
-        self._note(result)
+        self.counts[self._word(result)] += 1
         done = self.counts.total()
-        self._move(done, counts=self._counts(), due=done % EVERY_CASES == 0)
+        counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
+        self._move(done, counts=counts, due=done % EVERY_CASES == 0)
 
-    def _note(self, result: CaseResult) -> None:
+    def _word(self, result: CaseResult) -> str:
+        """What it counts as; a red or open result is shown."""
         kind = verdicts.kind(result.verdict)
-        self.counts[kind] += 1
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)
-
-    def _counts(self) -> str:
-        return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
+        return kind
 
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
@@ -126,21 +127,15 @@ class Progress(_Bar):
 class FaultProgress(Progress):
     """Progress over planted faults and their parents: a fault that fails its case is caught."""
 
-    CAUGHT, PASSED, OTHER = "faults caught", "parents passed", "neither (see the table)"
+    words = ("faults caught", "parents passed", "neither (see the table)")
 
-    def _note(self, result: CaseResult) -> None:
+    def _word(self, result: CaseResult) -> str:
         kind = verdicts.kind(result.verdict)
         planted = result.case.implementation.startswith("mutants/")
-        if planted and kind in verdicts.RED:
-            self.counts[self.CAUGHT] += 1
-        elif not planted and kind in verdicts.GREEN:
-            self.counts[self.PASSED] += 1
-        else:
-            self.counts[self.OTHER] += 1
-
-    def _counts(self) -> str:
-        kinds = (self.CAUGHT, self.PASSED, self.OTHER)
-        return ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds if self.counts[kind])
+        caught, passed, neither = self.words
+        if planted:
+            return caught if kind in verdicts.RED else neither
+        return passed if kind in verdicts.GREEN else neither
 
 
 class Blocks(_Bar):

@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 from shardproof import verdicts
-
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
-]
+from shardproof.commands import options
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command(short_help="Look for what would make runs fail here.")(doctor)
 
 
-def verify(run: RunArgument = None) -> None:
+def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
@@ -117,7 +114,7 @@ def _reports(folder: Path) -> dict[str, str]:
 
 
 def badges(
-    run: RunArgument = None,
+    run: options.Run = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="where the badges go")
     ] = Path("badges"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ class Format(StrEnum):
 
 
 def report(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)"),
-    ] = None,
+    run: options.Run = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
     into: Annotated[
         Path | None,
