@@ -48,7 +48,7 @@ class Row:
             self.backend,
             _span(sorted({result.case.world for result in self.members})),
             counts_text(verdicts.count(self.members)),
-            error_text(worst.worst_error, worst.bound, error_is_ratio(worst)),
+            error_of(worst),
             bytes_text(sent, expected) + _times(*textbook(counted)),
             f"{statistics.median(result.seconds for result in self.members):.2f}",
         )
@@ -118,19 +118,15 @@ def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
-def error_is_ratio(result: CaseResult) -> bool:
-    """Whether the error of a result is a multiple of what one device alone errs by."""
-    return result.case.lane == "working_precision"
-
-
-def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:
-    """An error beside its bound; a bound of 0 asks for equal bits.
+def error_of(result: CaseResult) -> str:
+    """The worst error of a case beside its bound; a bound of 0 asks for equal bits.
 
     A ratio (``x1.3 of 4``) is a multiple of one device's own error, all others are relative errors.
     """
+    error, bound = result.worst_error, result.bound
     if error is None or bound is None:
         return "-"
-    if is_ratio:
+    if result.case.lane == "working_precision":
         return f"x{error:.2g} of {bound:g}"
     if bound == 0:
         return "equal bits" if error == 0 else f"{error:.2g} / equal bits"

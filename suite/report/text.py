@@ -39,8 +39,9 @@ def document(run: Run) -> str:
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
     lines += ["", _safe(run.provenance)]
-    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits, _environment):
+    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits):
         lines += section(run)
+    lines += _section(environment(run))
     return "\n".join(lines) + "\n"
 
 
@@ -84,19 +85,16 @@ def _matrix(run: Run) -> Iterator[str]:
     capabilities = capability_matrix.matrix(run)
     if capabilities.rows:
         table = capabilities.table()
-        yield from ("", "## Capabilities", "", table.markdown(), *table.notes)
+        yield from (*_section(table), *table.notes)
 
 
 def _results(run: Run) -> Iterator[str]:
     if not run.cases:
         return
-    table = tables.table(run.cases)
-    yield from ("", f"## {table.title}", "", table.markdown())
-    state = memory.table(run.cases)
-    if state is not None:
+    yield from _section(tables.table(run.cases))
+    if (state := memory.table(run.cases)) is not None:
         yield from ("## Memory", "", *_titled(state))
-    beside = memory.allocator(run.cases)
-    if beside is not None:
+    if (beside := memory.allocator(run.cases)) is not None:
         yield from _titled(beside)
     pipelines = bubbles.tables(run.cases)
     if pipelines:
@@ -113,8 +111,7 @@ def _timed(run: Run) -> Iterator[str]:
     timed = stored.pairs(run)
     family = stats.family(timed)
     rows = [times.cells(line, family) for line in timed]
-    table = Table("Comparisons of times", times.HEADINGS, rows)
-    yield from ("", f"## {table.title}", "", table.markdown())
+    yield from _section(Table("Comparisons of times", times.HEADINGS, rows))
     for line in timed:
         yield from ("", *_fenced(times.details(line)))
 
@@ -122,7 +119,7 @@ def _timed(run: Run) -> Iterator[str]:
 def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         cells = stored.cells(run)
-        yield from ("", "## Scaling", "", curves.table(cells).markdown())
+        yield from _section(curves.table(cells))
         for heading, items in curves.remarks(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
@@ -132,7 +129,7 @@ def _killed(run: Run) -> Iterator[str]:
     judged = kills.judged(run.kills)
     if judged:
         table = kills.table(judged)
-        yield from ("", f"## {table.title}", "", table.markdown())
+        yield from _section(table)
         for note in table.notes:
             yield from (note, "")
 
@@ -147,12 +144,12 @@ def _limits(run: Run) -> Iterator[str]:
         yield from limit.table.notes
 
 
-def _environment(run: Run) -> Iterator[str]:
-    table = environment(run)
-    yield from ("", f"## {table.title}", "", table.markdown())
-
-
 # --------------------------------------------------------------------------------------- forms
+
+
+def _section(table: Table) -> tuple[str, ...]:
+    """A table below a heading."""
+    return ("", f"## {table.title}", "", table.markdown())
 
 
 def _titled(table: Table) -> Iterator[str]:
