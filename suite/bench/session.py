@@ -272,7 +272,9 @@ class Session:
         except LaunchFailed as failed:
             measured.probed = NoFigures(problem=failed.reason)
         else:
-            measured.probed = scorecard.digest(backend, letters, rounds, others)
+            probes, steps = scorecard.digest(backend, rounds)
+            sides = dict(zip(letters, steps, strict=True)) | others
+            measured.probed = PairProbes(sides=sides, **dict(probes))
 
     def measure_rounds(
         self,

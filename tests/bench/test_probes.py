@@ -17,7 +17,7 @@ from local_ranks import succeed
 from shardproof.bench import sides
 from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
-from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
+from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
 from shardproof.bench.model.records import (
     AloneSteps,
     ProbeRecord,
@@ -158,10 +158,6 @@ def test_compute_is_measured_without_a_message_between_ranks(
         for steps, gradients in zip(record["steps"], record["gradients"], strict=True):
             assert len(steps) == 2
             assert all(0 < g < s for s, g in zip(steps, gradients, strict=True))
-    compute = curve.measured_compute(
-        [AloneSteps(record["steps"], record["gradients"]) for record in told], 4
-    )
-    assert compute.update > 0 and compute.per_sample > 0
     slow = [max(record["steps"][0][0] for record in told)]
     assert step_time.slowest([record["steps"] for record in told])[0][0] == slow[0]
 
@@ -330,7 +326,7 @@ def test_a_score_on_real_ranks() -> None:
     assert from_plain(SideRun, json.loads(to_json(run))) == run
     with Session() as session:
         rounds = session.measure_rounds([run], 2)
-    (scored,), found = measurement.judge([run], rounds, memory=[(3e6, 2e6)])
+    (scored,), found = measurement.judge([run], rounds)
     made = scored.prediction
     cores = len(rounds.measured[0].cores) or None
     assert made.overlap == step_time.overlap_of("gloo", cores)[0]
@@ -338,24 +334,20 @@ def test_a_score_on_real_ranks() -> None:
     assert made.high_seconds == made.compute_seconds + made.communication_seconds
     assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
     assert scored.measured_seconds > 0 and math.isfinite(scored.error)
-    assert scored.card.memory_over_formula == 1.5
+    found_probes, (step,) = scorecard.digest("gloo", rounds)
+    card = scorecard.card(found_probes, step, scored.measured_seconds, run, 3e6, 2e6)
+    assert card == dataclasses.replace(scored.card, memory_over_formula=1.5)
     assert scored.card.achieved_over_predicted == pytest.approx(
         made.step_seconds / scored.measured_seconds
     )
     assert found.flop_rate is not None
-    (point,) = curve.modelled(
-        "ddp",
-        run.facts(),
-        "replicate",
-        "weak",
-        6,
-        scored.compute,
-        found.fits,
-        "gloo",
+    compute = curve.Compute.through({6: made.compute_seconds}, 0.0)
+    grown = curve.step_at(
+        *(1024, "ddp", run.facts(), "replicate", "weak", 6, compute, found.fits, "gloo"),
         known=scored.calls,
-        worlds=[1024],
     )
-    assert point.efficiency is not None and 0 < point.efficiency < 1
+    assert grown.compute_seconds == pytest.approx(compute.seconds(6))
+    assert grown.step_seconds > grown.compute_seconds
 
 
 def test_the_study_says_what_is_wrong_with_its_input() -> None:

@@ -59,26 +59,22 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     if probed is None or alone is None:
         return None
     (axis,) = line.mesh
-    (point,) = curve.modelled(
-        line.strategy,
-        cell_run(cell.at(probed.world), axis).facts(),
-        axis,
-        cell.mode,
-        cell.base.global_batch,
-        curve.Compute.through(probed.gradients, probed.update),
-        probed.machine.fits,
-        cell.backend,
-        known=probed.calls,
-        worlds=[cell.world],
-        cores_per_rank=probed.cores_per_rank,
-        threads=probed.threads,
-    )
-    figures: dict[str, object] = {"world": point.world, "efficiency": None, "from": probed.world}
-    if point.prediction is None:
-        return Modelled.model_validate({**figures, "problem": point.problem})
+    figures: dict[str, object] = {"world": cell.world, "efficiency": None, "from": probed.world}
+    try:
+        prediction = curve.step_at(
+            *(cell.world, line.strategy, cell_run(cell.at(probed.world), axis).facts(), axis),
+            *(cell.mode, cell.base.global_batch),
+            curve.Compute.through(probed.gradients, probed.update),
+            *(probed.machine.fits, cell.backend),
+            known=probed.calls,
+            cores_per_rank=probed.cores_per_rank,
+            threads=probed.threads,
+        )
+    except step_time.Unmodelled as error:
+        return Modelled.model_validate({**figures, "problem": str(error)})
     share = cell.world if cell.mode == "strong" else 1
-    figures["efficiency"] = alone / (share * point.prediction.step_seconds)
-    return Modelled.model_validate({**figures, **point.prediction.to_dict()})
+    figures["efficiency"] = alone / (share * prediction.step_seconds)
+    return Modelled.model_validate({**figures, **prediction.to_dict()})
 
 
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
@@ -88,8 +84,9 @@ def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
     if line.probed is None:
         return None
     (axis,) = line.mesh
-    formula = cell_run(line.cell, axis).formula_bytes(line.strategy)
+    run = cell_run(line.cell, axis)
     try:
-        return card(line.probed, line.probed, seconds, line.cell, line.peak_bytes, formula)
+        formula = run.formula_bytes(line.strategy)
+        return card(line.probed, line.probed, seconds, run, line.peak_bytes, formula)
     except step_time.Unmodelled:
         return None
