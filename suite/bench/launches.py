@@ -5,7 +5,7 @@ A pair and a scaling cell are both "sides timed in turns in the same ranks"::
     pair   a, twin, b             blocks A B B A, and A A' A' A against A's twin
     cell   plain, wrapped, ranks  blocks plain, wrapped, ranks, ranks, wrapped, plain
 
-Plain data that travels to leaders as JSON.
+Plain data.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class RankTimes:
 
     ``losses`` are those of the first steps (``None``: this rank does not learn it),
     ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
-    one step.  ``alone``: samples -> the compute that was probed; ``probes``:
+    one step.  ``alone``: the compute of each run that the launch probed; ``probes``:
     :meth:`shardproof.bench.model.probes.Probes.record`.
     """
 
@@ -182,16 +182,8 @@ class RankTimes:
     threads: int
     cores: list[int]
     pci: dict[str, int] | None = None
-    alone: dict[int, AloneSteps] = field(default_factory=dict)
+    alone: list[AloneSteps] = field(default_factory=list)
     probes: ProbeRecord | None = None
-
-
-@dataclass(frozen=True)
-class PeakRecord:
-    """The most bytes that a step held on a rank, counted exactly."""
-
-    rank: int
-    ledger: int
 
 
 @dataclass(frozen=True)

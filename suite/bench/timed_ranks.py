@@ -37,7 +37,7 @@ import torch
 from shardproof import backends
 from shardproof.bench import pinning
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded
-from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun
+from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, probes, step_time
 from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.sides import (
@@ -110,7 +110,7 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
         threads=torch.get_num_threads(),
         cores=cores,
         pci=_pci(launch.backend),
-        alone={} if probing is None else probing.close(),
+        alone=[] if probing is None else probing.close(),
         probes=None if probing is None else probing.probes.record(),
     )
 
@@ -193,16 +193,14 @@ class _Probing:
 
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
-        self._alone = {
-            samples: probes.Alone(of_side, rank) for samples, of_side in launch.probed.items()
-        }
+        self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
         sizes = measurement.ladder(step_time.seen(watched.calls))
         dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
         self.probes = probes.Probes(control, sizes, watched.products, dtype)
 
     def warm_up(self) -> None:
         """Steps and calls that do not count."""
-        for single in self._alone.values():
+        for single in self._alone:
             single.segment(WARM_LEAST)
             single.forget()
         self.probes.sweep()
@@ -210,21 +208,21 @@ class _Probing:
 
     def block(self) -> None:
         """One round of everything, all ranks at once."""
-        for single in self._alone.values():
+        for single in self._alone:
             single.segment(SEGMENT_STEPS, self._control.barrier)
         self.probes.sweep()
 
-    def close(self) -> dict[int, AloneSteps]:
-        """End the steps; their seconds by samples of a rank."""
-        for single in self._alone.values():
+    def close(self) -> list[AloneSteps]:
+        """End the steps; their seconds, in the order of the launch."""
+        for single in self._alone:
             single.arm.close()
-        return {samples: single.record() for samples, single in self._alone.items()}
+        return [single.record() for single in self._alone]
 
 
 # --------------------------------------------------------------------------- one side alone
 
 
-def memory(of_side: SideRun, rank: int) -> PeakRecord:
+def memory(of_side: SideRun, rank: int) -> int:
     """The most bytes that a step holds on this rank, a thread: the ledger's count."""
     arm = Arm(of_side, rank)
     phase = "setup"
@@ -234,7 +232,7 @@ def memory(of_side: SideRun, rank: int) -> PeakRecord:
             phase, ledger.step = "step", step
             arm.step()
     arm.close()
-    return PeakRecord(rank, ledger.log.peak("step", MEMORY_STEPS - 1).bytes)
+    return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
 
 
 def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:

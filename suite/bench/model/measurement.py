@@ -145,12 +145,13 @@ def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_b
             predicted = scorecard.predicted(probes, of_round).step_seconds
             logs.append(math.log(statistics.median(measured) / predicted))
         estimate = stats.estimate(logs)
+        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
         scores.append(
             Score(
                 step.calls,
                 step.together,
                 scorecard.predicted(probes, step),
-                *(math.expm1(value) for value in (estimate.mean, estimate.low, estimate.high)),
+                *(error, low, high),
                 card=scorecard.card(probes, step, step.together, run),
             )
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from shardproof.bench.launches import RankTimes, cell_run
+from shardproof.bench.launches import Launch, RankTimes, cell_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.records import WatchedStep
@@ -20,21 +20,20 @@ from shardproof.bench.subjects import Cell
 
 
 def digest(
-    cell: Cell, world: int, watched: WatchedStep, records: Sequence[RankTimes]
+    cell: Cell, launch: Launch, watched: WatchedStep, records: Sequence[RankTimes]
 ) -> CellProbes:
-    """What the ``world`` ranks of a launch of ``cell`` probed: the slowest rank's, all at once."""
+    """What the ranks of a ``launch`` of ``cell`` probed: the slowest rank's, all at once."""
     probes = [record.probes for record in records if record.probes is not None]
     gradients = {
-        samples: _median([record.alone[samples].gradients for record in records])
-        for samples in records[0].alone
+        samples: _median([record.alone[number].gradients for record in records])
+        for number, samples in enumerate(launch.probed)
     }
-    own = cell.samples(world)
-    alone = _median([record.alone[own].steps for record in records])
+    alone = _median([record.alone[0].steps for record in records])  # with its share of the batch
     return CellProbes(
-        world=world,
+        world=launch.world,
         machine=alpha_beta.machine(cell.backend, probes),
         gradients=gradients,
-        update=alone - gradients[own],
+        update=alone - gradients[cell.samples(launch.world)],
         alone=alone,
         calls=step_time.seen(watched.calls),
         flops=watched.flops,
