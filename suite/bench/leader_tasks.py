@@ -93,9 +93,8 @@ def time_launch(task: tuple[Launch, Path]) -> Any:
                 lambda rank: probes.watch(run, rank),
                 ledgers=True,
             )
-        first = next(iter(launch.sides.values()))
         ranks = on_ranks(
-            *(first, workdir, RankTimes),
+            *(launch.first, workdir, RankTimes),
             lambda rank: timed_ranks.run(launch, watched, workdir, rank),
         )
         return Timed(ranks, watched)

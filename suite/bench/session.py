@@ -101,8 +101,6 @@ class Measured:
 
     def run(self, side: str) -> SideRun:
         """``side`` on all of its ranks."""
-        if isinstance(self.subject, Cell):
-            return launches.cell_run(self.subject, *self.meshes[side])
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
@@ -151,11 +149,7 @@ class Session:
             groups.setdefault(subject.group, []).append(subject)
         for members in groups.values():
             first = members[0]
-            sides = (
-                {"ranks": first.system}
-                if isinstance(first, Cell)
-                else {letter: first.side(letter) for letter in LETTERS}
-            )
+            sides = {side: first.side(side) for side in first.own_sides}
             answers, gpus = self._examined(first, sides)
             for key, answer in answers.items():
                 if answer.refused:
@@ -215,7 +209,7 @@ class Session:
             measured.memory = _resident(measured)
             return
         worst = []
-        for side in ("ranks",) if isinstance(measured.subject, Cell) else LETTERS:
+        for side in measured.subject.own_sides:
             try:
                 peaks = self._one_side(leader_tasks.measure_memory, int, measured, side)
             except LaunchFailed as failed:

@@ -109,12 +109,8 @@ def _results(run: Run) -> Iterator[str]:
 def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
     timed = stored.pairs(run)
-    family = stats.family(timed)
-    rows = [times.cells(line, family) for line in timed]
-    table = Table("Comparisons of times", times.HEADINGS, rows)
+    table = times.table(timed).titled("Comparisons of times")
     yield from ("", f"## {table.title}", "", table.markdown())
     for line in timed:
         yield from ("", *_fenced(times.details(line)))

@@ -11,21 +11,15 @@ compute of this round and the alpha and beta of the whole launch, which no step 
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardproof.bench import stats
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model import alpha_beta, scorecard, step_time
 from shardproof.bench.model.records import RankRounds, Rounds
-
-if TYPE_CHECKING:
-    from shardproof.bench.arm import Arm
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
@@ -64,21 +58,20 @@ def measure(
 
     from shardproof.backends import BACKENDS
     from shardproof.bench import pinning
-    from shardproof.bench.arm import Arm, assert_nothing_is_recorded, mesh_of
+    from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
     from shardproof.bench.model import probes
 
     backend, world = runs[0].backend, runs[0].world
     assert_nothing_is_recorded(backend)
     cores = pinning.pin(rank, world, BACKENDS[backend].threads)
-    control = mesh_of({"replicate": world}, BACKENDS[backend].device).comm("replicate")
+    control = everybody(backend, world)
     alone = [probes.Alone(each, rank) for each in runs]
     together = [Arm(each, rank) for each in runs]
     for arm in together:
         arm.set_up()
     for single, arm in zip(alone, together, strict=True):
         single.segment(WARM)
-        for _ in range(WARM):
-            arm.step()
+        arm.seconds(WARM)
         single.forget()
     prober = probes.Probes(control, sizes, products)
     prober.sweep()
@@ -87,7 +80,8 @@ def measure(
     for _ in range(rounds):
         for number, (single, arm) in enumerate(zip(alone, together, strict=True)):
             single.segment(STEPS, control.barrier)
-            seconds[number].append(_steps(arm, 2 * STEPS))
+            arm.step()  # one that does not count
+            seconds[number].append(arm.seconds(2 * STEPS))
             single.segment(STEPS, control.barrier)
         prober.sweep()
     for arm in (*(single.arm for single in alone), *together):
@@ -101,16 +95,6 @@ def measure(
         together=seconds,
         probes=prober.record(),
     )
-
-
-def _steps(arm: Arm, count: int) -> list[float]:
-    """Seconds of ``count`` steps back to back, after one that does not count."""
-    arm.step()
-    ends = [time.perf_counter()]
-    for _ in range(count):
-        arm.step()
-        ends.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 # ------------------------------------------------------------------------------- what it comes to

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from shardproof.bench.launches import Launch, RankTimes, cell_run
+from shardproof.bench.launches import Launch, RankTimes, side_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.records import WatchedStep
@@ -30,10 +30,10 @@ def digest(
     }
     alone = _median([record.alone[0].steps for record in records])  # with its share of the batch
     return CellProbes(
-        world=launch.world,
+        world=launch.first.world,
         machine=alpha_beta.machine(cell.backend, probes),
         gradients=gradients,
-        update=alone - gradients[cell.samples(launch.world)],
+        update=alone - gradients[cell.samples(launch.first.world)],
         alone=alone,
         calls=step_time.seen(watched.calls),
         flops=watched.flops,
@@ -58,11 +58,11 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     if probed is None or alone is None:
         return None
     (axis,) = line.mesh
+    there = side_run(cell.at(probed.world), "ranks", {axis: probed.world})
     figures: dict[str, object] = {"world": cell.world, "efficiency": None, "from": probed.world}
     try:
         prediction = curve.step_at(
-            *(cell.world, line.strategy, cell_run(cell.at(probed.world), axis).facts(), axis),
-            *(cell.mode, cell.base.global_batch),
+            *(cell.world, line.strategy, there.facts(), axis, cell.mode, cell.base.global_batch),
             curve.Compute.through(probed.gradients, probed.update),
             *(probed.machine.fits, cell.backend),
             known=probed.calls,
@@ -82,8 +82,7 @@ def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
     """
     if line.probed is None:
         return None
-    (axis,) = line.mesh
-    run = cell_run(line.cell, axis)
+    run = side_run(line.cell, "ranks", line.mesh)
     try:
         formula = run.formula_bytes(line.strategy)
         return card(line.probed, line.probed, seconds, run, line.peak_bytes, formula)
