@@ -70,7 +70,7 @@ def join(
     ``rendezvous`` is a file that does not exist yet, or a store, the same for all ranks (unused by
     threads);
     ``hub`` is shared by the threads of ``in_memory``.  With ``ledgers`` the rank's log and traffic
-    ledger are ``phases.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an
+    ledger are ``program_order.current()`` and ``traffic.current()``.  Raises ``ValueError`` for an
     unknown backend or a missing or misfitting hub.
     """
     chosen = backend if isinstance(backend, Backend) else BACKENDS.get(backend)

@@ -45,13 +45,14 @@ from torch import Tensor
 
 from shardproof import registry, workloads
 from shardproof.case import Case
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Outcome
 from shardproof.checks.numbers import (
     FP64_BOUND,
     ZERO_FLOOR,
     Compare,
     Comparison,
     Region,
+    Tally,
     bitwise,
     powerless,
     relative_frobenius,
@@ -359,32 +360,20 @@ def _mismatch(base: Assembled, derived: Assembled, copies_differ: bool) -> str:
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails; so does a second run that went wrong."""
     relation = name_of(figures.case.expect.get("relation"))
-    worst: Worst | None = None
-    compared, not_tested, problem = 0, set(), ""
-    for row in figures.compared.get("relations", []):
+    rows = figures.compared.get("relations", [])
+    for row in rows:
         if row.skip:
             return Outcome("relations", "skip", row.skip)
-        if row.problem:
-            problem = problem or row.problem
-        elif not row.tested:
-            not_tested.add(f"{row.phase}: {row.name}")
-        elif row.error is not None and row.bound is not None and not problem:
-            compared += 1
-            place = (row.name, row.step, row.phase, row.owner)
-            this = Worst(*place, row.error, row.bound)
-            if worst is None or _share(this) > _share(worst):
-                worst = this
-            if not this.error <= this.bound:
-                problem = str(this)
-    numbers = {"relation": relation, "compared": compared, "not_tested": sorted(not_tested)}
+    tally = Tally.of(rows)
+    numbers = {
+        "relation": relation,
+        "compared": tally.compared,
+        "not_tested": sorted(tally.not_tested),
+    }
+    problem = str(tally.failed) if tally.failed else tally.problem
     if problem:
-        return Outcome("relations", "fail", f"{relation} does not hold: {problem}", worst, numbers)
-    if not compared:
+        message = f"{relation} does not hold: {problem}"
+        return Outcome("relations", "fail", message, tally.worst, numbers)
+    if not tally.compared:
         return Outcome("relations", "undecidable", "nothing could be compared", None, numbers)
-    return Outcome("relations", "pass", "", worst, numbers)
-
-
-def _share(worst: Worst) -> float:
-    if not worst.error <= worst.bound:
-        return math.inf
-    return worst.error / worst.bound if worst.bound else 0.0
+    return Outcome("relations", "pass", "", tally.worst, numbers)

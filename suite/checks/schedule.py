@@ -44,7 +44,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Outcome, Worst, first_problem
 from shardproof.checks.announced_schedule import (
     OWN,
     BubbleRatios,
@@ -89,12 +89,9 @@ def decide(evidence: Figures) -> Outcome:
     if not case.ledgers:
         what = "ledgers are off: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
-    for record in evidence.records:
-        for step in evidence.steps:
-            problem = _wrong_run(evidence, record, step)
-            if problem:
-                message = f"rank {record.rank}, step {step}: {problem}"
-                return Outcome("schedule", "fail", message, None, figures.to_dict())
+    problem = first_problem(evidence, partial(_wrong_run, evidence))
+    if problem:
+        return Outcome("schedule", "fail", problem, None, figures.to_dict())
     figures.in_flight = {
         str(record.rank): max(_held(actions_of(record, evidence.steps[-1])), default=0)
         for record in evidence.records
@@ -102,13 +99,11 @@ def decide(evidence: Figures) -> Outcome:
     if not evidence.schedules:
         return Outcome("schedule", "skip", _unclaimed(evidence), None, figures.to_dict())
     figures.measured = measured(evidence, evidence.steps[-1]) or {}
-    worst, problem, why_not = None, "", why_not_measured(evidence)
+    why_not = why_not_measured(evidence)
     if why_not:
         figures.activations = f"not judged: {why_not}"
-    else:
-        worst, problem = _judge_activations(evidence, figures)
-    if problem:
-        return Outcome("schedule", "fail", problem, worst, figures.to_dict())
+    elif failure := _judge_activations(evidence, figures):
+        return Outcome("schedule", "fail", *failure, figures.to_dict())
     notes = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
     return Outcome("schedule", "pass", notes, None, figures.to_dict())
 
@@ -351,8 +346,8 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
             yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
-def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[Worst | None, str]:
-    """The first peak that is out of bounds, and a sentence (``""``: all are within)."""
+def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[str, Worst] | None:
+    """A sentence about the first peak that is out of bounds, and it; ``None``: all are within."""
     facts = evidence.model_facts
     assert facts is not None
     sizes = {
@@ -378,12 +373,12 @@ def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[Wor
                 rank, bound = record.rank, low if peak < low else high
                 most = max(_held(actions_of(record, step)), default=0)
                 distance = float(abs(peak - bound))
-                worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
-                return worst, (
+                text = (
                     f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
                     f"{low:,} to {high:,} for up to {most} micro-batches in flight"
                 )
-    return None, ""
+                return text, Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
+    return None
 
 
 def _peak(record: RankRecord, step: int) -> int:

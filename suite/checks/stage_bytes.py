@@ -70,7 +70,7 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
             ledger.mark("over")
         for hook in hooks:
             hook.remove()
-        own = ledger.bytes("kept")["activations"]
+        own = ledger.log.bytes("kept")["activations"]
         inputs.pop(received._cdata, None)
         sizes.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
         if number:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from functools import cached_property, partial
 
 from shardproof.costs.model import (
@@ -14,6 +13,7 @@ from shardproof.costs.model import (
     NoCostModel,
     Operation,
     flow,
+    grouped_flow,
     norm_flow,
     state_bytes,
 )
@@ -173,9 +173,7 @@ class TensorParallel(CostModel):
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""
-        factor = (2 if operation == "all_reduce" else 1) * (self.ranks - 1)
-        total = Fraction(factor * sum(payloads) * times)
-        return [Flow("tensor", operation, total, len(payloads) * times * self.ranks)]
+        return grouped_flow("tensor", operation, payloads, self.ranks, times)
 
     def outputs(self) -> list[Flow]:
         """Numbers a target in the dtype of its weight, or whole logits."""
@@ -232,13 +230,27 @@ class TensorParallel(CostModel):
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Parts of what is split, the rest whole; gradients of what is used."""
         facts, own = self.facts, self.parts(rank)
+        held = [(t, self.held_elements(t, rank)) for t, _ in own]
         now = {t.name for t in used(facts.parameters, step)}
         return {
-            "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in own),
+            "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in held),
             "masters": 0,
-            "gradients": sum(n * ITEMSIZE[t.dtype] for t, n in own if t.name in now),
+            "gradients": sum(
+                n * ITEMSIZE[t.dtype]
+                for t, n in (held if self.pads_gradients else own)
+                if t.name in now
+            ),
             "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
         }
+
+    def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements that the part of ``tensor`` on ``rank`` takes, padding included."""
+        return self.elements(tensor, rank)
+
+    @property
+    def pads_gradients(self) -> bool:
+        """Whether gradients have the padding of their parameters."""
+        return False
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""

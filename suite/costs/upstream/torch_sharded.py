@@ -10,12 +10,20 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import unit_names, units
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, state_bytes
+from shardproof.costs.model import (
+    Bytes,
+    CostModel,
+    Flow,
+    Local,
+    NoCostModel,
+    flow,
+    grouped_flow,
+    state_bytes,
+)
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 
 
@@ -192,11 +200,8 @@ class FSDP2(_Upstream):
     def second(self, name: str, payload: int) -> list[Flow]:
         """The gathers of unit ``name`` before its first backward and its further forwards."""
         facts, k = self.facts, self.regathered(name)
-        if k == 1:
-            return []
-        times = facts.rounds * self.called(name)
-        total = Fraction((k - 1) * payload * (facts.world // k) * times)
-        return [Flow("shard", "all_gather", total, times * facts.world)]
+        times = facts.world // k * facts.rounds * self.called(name)
+        return grouped_flow("shard", "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
         """How often a forward calls unit ``name``."""

@@ -6,7 +6,7 @@ confirmed call by call with the traffic ledger.
 
 from __future__ import annotations
 
-from shardproof.costs.model import Bytes, Flow, flow
+from shardproof.costs.model import Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.tensor import ROWS, TensorParallel
 
@@ -102,17 +102,11 @@ class TorchTensorParallel(TensorParallel):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """As the textbook; parameters with the padding of short shards."""
-        padded = sum(
-            (self.chunk(t) if self.is_split(t) else t.numel) * ITEMSIZE[t.dtype]
-            for t in self.facts.parameters
-        )
-        return super().resident(rank, step, updated) | {"parameters": padded}
-
-    def chunk(self, tensor: TensorFacts) -> int:
-        """Elements of the longest shard of ``tensor``."""
-        return max(self.elements(tensor, rank) for rank in range(self.ranks))
+    def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Of the longest shard of ``tensor``."""
+        if not self.is_split(tensor):
+            return tensor.numel
+        return max(self.elements(tensor, other) for other in range(self.ranks))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Nothing is in flight."""

@@ -88,14 +88,6 @@ class MemoryLedger(TorchDispatchMode):
         self._turn()
         self.log.marks.append((name, self.step, len(self.log.events)))
 
-    def bytes(self, at: str, step: int | None = None) -> dict[str, int]:
-        """Bytes by class at a mark: see :meth:`MemoryLog.bytes`."""
-        return self.log.bytes(at, step)
-
-    def peak(self, phase: str, step: int) -> dict[str, int]:
-        """Bytes by class when ``phase`` of ``step`` held most: see :meth:`MemoryLog.peak`."""
-        return self.log.peak(phase, step).classes
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is allocated inside is the suite's; frees and resizes are still seen."""
