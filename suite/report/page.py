@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.bench import lines
+from shardproof.bench import tables as times
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -119,7 +120,7 @@ def html(run: Run) -> str:
         scaling_remarks=curves.remarks(cells),
         comparisons=forest.table(pairs) if pairs else None,
         comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
-        lost=forest.lost(pairs) if pairs else "",
+        lost=times.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",
         limits=limits(run),

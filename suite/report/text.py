@@ -106,12 +106,8 @@ def _results(run: Run) -> Iterator[str]:
 def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
     timed = stored.pairs(run)
-    family = stats.family(timed)
-    rows = [times.cells(line, family) for line in timed]
-    yield from _section(Table("Comparisons of times", times.HEADINGS, rows))
+    yield from _section(times.table(timed).titled("Comparisons of times"))
     for line in timed:
         yield from ("", *_fenced(times.details(line)))
 
