@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, flow, state_bytes
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation, flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
 _ALL_REDUCE = (
@@ -78,16 +78,14 @@ class DDP(Single):
     def flows(self) -> list[Flow]:
         """2 (N-1) G + (N-1) buffers, in bytes; buffers are sent together or one by one."""
         facts = self.facts
-        gradients = flow(facts, "replicate", "all_reduce", [t.nbytes for t in facts.trainable])
         copied = facts.buffers if facts.option("broadcast_buffers", True) else ()
-        buffers = [b.nbytes for b in copied if b.dtype in ITEMSIZE]
-        copies = flow(facts, "replicate", "broadcast", buffers)
-        dtypes = len({t.dtype for t in facts.trainable})
-        kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
-        return [
-            *(f.at_least(dtypes * facts.world) for f in gradients),
-            *(f.at_least(kinds * facts.world) for f in copies),
-        ]
+        buffers = [b for b in copied if b.dtype in ITEMSIZE]
+        return [*self.packed("all_reduce", facts.trainable), *self.packed("broadcast", buffers)]
+
+    def packed(self, operation: Operation, tensors: Sequence[TensorFacts]) -> list[Flow]:
+        """``tensors`` in a call each, or all of one dtype in one."""
+        flows = flow(self.facts, "replicate", operation, [t.nbytes for t in tensors])
+        return [f.at_least(len({t.dtype for t in tensors}) * self.facts.world) for f in flows]
 
     def why_not_measured(self) -> str:
         """A bucket with no used parameter holds no gradients; no formula says which ones."""

@@ -71,7 +71,7 @@ class Pipeline(Single):
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
-        mine = self.facts.coordinate(rank).get("pipe", 0)
+        mine = self.facts.place(rank, "pipe")
         return [t for t in self.facts.parameters if mine in self.stages.ranks(t)]
 
     def communication_at_rest(self, rank: int, step: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 
+from shardproof.costs.layout import chunk
 from shardproof.costs.model import (
     Bytes,
     CostModel,
@@ -52,10 +53,6 @@ class TensorParallel(CostModel):
 
     # ------------------------------------------------------------------------------- the layout
 
-    def rank_of(self, rank: int) -> int:
-        """Place of global ``rank`` along the axis."""
-        return self.facts.coordinate(rank).get("tensor", 0)
-
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
@@ -75,9 +72,7 @@ class TensorParallel(CostModel):
             return tensor.numel
         if layer in _VOCABULARY:
             size = tensor.shape[0]
-            chunk = -(-size // self.ranks)
-            first = min(self.rank_of(rank) * chunk, size)
-            return tensor.numel // size * (min(first + chunk, size) - first)
+            return tensor.numel // size * chunk(size, self.ranks, self.facts.place(rank, "tensor"))
         if not layer.endswith("attention.qkv"):
             return tensor.numel // self.ranks
         queries, kv = self.heads(layer)
@@ -180,15 +175,22 @@ class TensorParallel(CostModel):
         item = ITEMSIZE[self.table.dtype]
         if self.is_loss:
             wide = max(item, ITEMSIZE["float32"])
-            targets = [n * length * wide for n, length in self.shapes]
-            sums = 3 if self.facts.label_smoothing else 2
-            return [
-                *self.each("all_reduce", targets),
-                *self.each("all_reduce", [sums * n for n in targets]),
-            ]
+            return self.of_targets([n * length * wide for n, length in self.shapes])
         classes = -(-self.classes // self.ranks) * self.ranks
-        logits = [n * self.padded(length) * classes * item for n, length in self.shapes]
-        return self.each("all_gather", logits)
+        rows = [n * self.gathered_length(length) for n, length in self.shapes]
+        return self.each("all_gather", [n * classes * item for n in rows])
+
+    def gathered_length(self, positions: int) -> int:
+        """Positions of a sequence whose logits are gathered."""
+        return self.padded(positions)
+
+    def of_targets(self, numbers: list[int]) -> list[Flow]:
+        """A maximum, and two or three sums in one call; ``numbers``: bytes of one a target."""
+        sums = 3 if self.facts.label_smoothing else 2
+        return [
+            *self.each("all_reduce", numbers),
+            *self.each("all_reduce", [sums * n for n in numbers]),
+        ]
 
     def sums(self) -> list[Flow]:
         """Gradients that are terms: in one call a step, or each in every backward."""
@@ -221,10 +223,14 @@ class TensorParallel(CostModel):
 
     def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
         """Elements of parameters that are split, and of those that every rank has whole."""
-        own = self.parts(rank)
+        return self.laid_out({t.name: n for t, n in self.parts(rank)})
+
+    def laid_out(self, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Name -> elements by layout."""
+        split = {t.name for t in self.facts.parameters if self.ranks > 1 and self.is_split(t)}
         return {
-            "split": {t.name: n for t, n in own if self.ranks > 1 and self.is_split(t)},
-            "replicated": {t.name: n for t, n in own if self.ranks == 1 or not self.is_split(t)},
+            "split": {name: n for name, n in held.items() if name in split},
+            "replicated": {name: n for name, n in held.items() if name not in split},
         }
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:

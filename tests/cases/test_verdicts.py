@@ -21,7 +21,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow, OracleFacts
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.report.capability_matrix import outcome
-from shardproof.report.tables import error_text
+from shardproof.report.tables import error_of
 
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
 
@@ -144,4 +144,5 @@ def test_nan_is_the_worst_error_and_never_equal_bits() -> None:
     ]
     tally = Tally.of(rows)
     assert tally.worst == tally.failed and tally.worst is not None and tally.worst.name == "b"
-    assert error_text(tally.worst.error, tally.worst.bound) == "nan / equal bits"
+    result = CaseResult("c", bitwise("c", "plain"), "fail", worst_error=math.nan, bound=0.0)
+    assert error_of(result) == "nan / equal bits"

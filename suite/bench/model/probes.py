@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.arm import Arm, mesh_of
+from shardproof.bench.arm import Arm, finish, mesh_of
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model.records import AloneSteps, ProbeRecord, SeenCall, WatchedStep
 from shardproof.case import data_shares
@@ -176,12 +176,12 @@ class Probes:
         call = self._call_of(operation, payload)
         calls = max(2, min(CALLS, CALL_BYTES // max(1, payload)))
         call()  # connections and scratch memory are there from the first call on
-        self._done()
+        finish(self.device)
         self.comm.barrier()
         cpu, began = time.process_time(), time.perf_counter()
         for _ in range(calls):
             call()
-        self._done()
+        finish(self.device)
         ended, used = time.perf_counter() - began, time.process_time() - cpu
         self.seconds.setdefault((operation, payload), []).append(ended / calls)
         wall, busy = self.used.setdefault(operation, [0.0, 0.0])
@@ -268,19 +268,15 @@ class Probes:
         action()
         count = 1
         while True:
-            self._done()
+            finish(self.device)
             began = time.perf_counter()
             for _ in range(count):
                 action()
-            self._done()
+            finish(self.device)
             seconds = time.perf_counter() - began
             if seconds >= RATE_SECONDS:
                 return seconds / count
             count *= 2
-
-    def _done(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -331,7 +327,7 @@ class Alone:
 
         def observe(point: Point) -> None:
             if point == "gradients_final":
-                self._done()
+                finish(self.arm.device)
                 marks.append(time.perf_counter())
 
         gradients, steps = [], []
@@ -346,7 +342,3 @@ class Alone:
             gradients.append((marks[-1] if marks else ended) - began)
         self.gradients.append(gradients)
         self.steps.append(steps)
-
-    def _done(self) -> None:
-        if self.arm.device == "cuda":
-            torch.cuda.synchronize()

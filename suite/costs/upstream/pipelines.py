@@ -68,7 +68,7 @@ class TorchPipelining(Pipeline):
         total = 0
         for micro_batches, shape in seen:
             hidden = facts.hidden[shape_key(shape)]
-            for stage in self.stages.of(facts.coordinate(rank).get("pipe", 0)):
+            for stage in self.stages.of(facts.place(rank, "pipe")):
                 units = self.stages.units[stage]
                 elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
                 if stage < len(wanted) and wanted[stage]:

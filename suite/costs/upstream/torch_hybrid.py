@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from shardproof.costs.layout import chunk, within
 from shardproof.costs.model import Flow, NoCostModel, grouped_flow, norm_flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
@@ -54,9 +55,7 @@ class TorchHybrid(TorchTensorParallel):
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
-        chunk = -(-rows // self.shards)
-        first = min(self.facts.coordinate(rank)["shard"] * chunk, rows)
-        return (min(first + chunk, rows) - first) * rest
+        return chunk(rows, self.shards, self.facts.place(rank, "shard")) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
         """With the padding that makes shards equal."""
@@ -65,22 +64,18 @@ class TorchHybrid(TorchTensorParallel):
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Of the own stages."""
-        mine = self.facts.coordinate(rank).get("pipe", 0)
+        mine = self.facts.place(rank, "pipe")
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
 
     def units(self) -> Iterator[list[TensorFacts]]:
         """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
         for units in self.stages.units:
-            names = [f"{self.facts.units[unit]}." for unit in units]
-            homes = [t for t in self.facts.parameters if any(u in units for u in t.units)]
-            for name in names:
-                yield [t for t in homes if all(f"{o}.".startswith(name) for o in t.owners)]
-            yield [
-                t
-                for t in homes
-                if not any(all(f"{o}.".startswith(name) for o in t.owners) for name in names)
-            ]
+            rest = [t for t in self.facts.parameters if any(u in units for u in t.units)]
+            for name in (self.facts.units[unit] for unit in units):
+                yield [t for t in rest if all(within(owner, name) for owner in t.owners)]
+                rest = [t for t in rest if not all(within(owner, name) for owner in t.owners)]
+            yield rest
 
     # ---------------------------------------------------------------------------------- traffic
 

@@ -78,15 +78,13 @@ class TorchTensorParallel(TensorParallel):
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
         return 0
 
-    def outputs(self) -> list[Flow]:
-        """Whole logits, or three numbers a target in the dtype of its weight."""
-        item = ITEMSIZE[self.table.dtype]
-        if self.is_loss:
-            wide = max(item, ITEMSIZE["float32"])
-            return self.each("all_reduce", [n * length * wide for n, length in self.shapes], 3)
-        classes = -(-self.classes // self.ranks) * self.ranks
-        logits = [n * length * classes * item for n, length in self.shapes]
-        return self.each("all_gather", logits)
+    def gathered_length(self, positions: int) -> int:
+        """Without padding."""
+        return positions
+
+    def of_targets(self, numbers: list[int]) -> list[Flow]:
+        """Three numbers a target."""
+        return self.each("all_reduce", numbers, 3)
 
     def sums(self) -> list[Flow]:
         """Each term in a call of its own, once a step."""
