@@ -46,12 +46,15 @@ def report(
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle.unpacking import open_run
-    from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
+    from shardproof.runs.integrity import (
+        damage_is_bad_input,
+        require_unchanged,
+        require_unedited,
+    )
     from shardproof.runs.run_folder import read
 
     with open_run(run, RESULTS) as path, damage_is_bad_input(path):
-        if into is not None:
-            require_unchanged(path)
+        (require_unedited if into is None else require_unchanged)(path)
         _report(read(path), form, into)
 
 

@@ -122,7 +122,7 @@ def run(
     else:
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
         if resume or rerun_failed:
-            from shardproof.runs.integrity import damage_is_bad_input
+            from shardproof.runs.integrity import damage_is_bad_input, require_unedited
             from shardproof.runs.resume import split
             from shardproof.runs.run_folder import find_run
 
@@ -131,6 +131,7 @@ def run(
                 selection = replace(selection, tier="")
             results = find_run(str(results) if results is not None else None, RESULTS)
             with damage_is_bad_input(results):
+                require_unedited(results)
                 cases, kept = split(results, selection.within, rerun_failed)
         else:
             from shardproof.scenarios.vocabulary import installed

@@ -19,6 +19,7 @@ from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import DAMAGE, write_whole
 from shardproof.runs import run_folder
+from shardproof.runs.integrity import require_unedited
 
 FORMAT = 1
 KIND = "shardproof baseline"
@@ -35,7 +36,10 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
         of another version.
     """
     with opened(name, root) as folder:
-        return read(Path(name)) if folder is None else of_folder(folder)
+        if folder is None:
+            return read(Path(name))
+        require_unedited(folder)
+        return of_folder(folder)
 
 
 @contextmanager

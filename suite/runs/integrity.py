@@ -24,36 +24,46 @@ _MOST = 20
 
 def changed(path: Path) -> Iterator[str]:
     """Files and lines of the run in ``path`` that are not what its manifest says, as sentences."""
+    return (text for _, text in _differences(path))
+
+
+def _differences(path: Path) -> Iterator[tuple[bool, str]]:
+    """Whether it takes an edit, which a kill or a lost file does not explain; and a sentence."""
     try:
         listed = Manifest(path).read()
     except RecordError as error:
-        yield str(error)
+        yield True, str(error)
         return
     if not listed:
-        yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
+        yield (
+            False,
+            f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged",
+        )
         return
     cases = path / "cases.jsonl"
     is_there = cases.is_file()
     lines = cases.read_bytes().split(b"\n") if is_there else [b""]
     ended = lines.pop()
     if not is_there:
-        yield f"{cases}: missing"
+        yield False, f"{cases}: missing"
     for number, line in enumerate(lines, 1):
         known = listed.get((cases.name, number))
         if known is None:
-            yield f"{cases}: line {number} ({_id(line)}) is not in the manifest"
+            # A kill may fall between a line and its entry in the manifest.
+            is_last = number == len(lines)
+            yield not is_last, f"{cases}: line {number} ({_id(line)}) is not in the manifest"
         elif known != hashlib.sha256(line).hexdigest():
-            yield f"{cases}: line {number} ({_id(line)}) was changed"
+            yield True, f"{cases}: line {number} ({_id(line)}) was changed"
     if ended:
-        yield f"{cases}: the last line was cut off; --resume runs its case again"
+        yield False, f"{cases}: the last line was cut off; --resume runs its case again"
     for (file, place), sealed in listed.items():
         if place is not None:
             if place > len(lines) and is_there:
-                yield f"{path / file}: line {place} is missing"
+                yield False, f"{path / file}: line {place} is missing"
         elif not (path / file).is_file():
-            yield f"{path / file}: missing"
+            yield False, f"{path / file}: missing"
         elif records.digest(path / file) != sealed:
-            yield f"{path / file}: was changed"
+            yield True, f"{path / file}: was changed"
 
 
 def _id(line: bytes) -> str:
@@ -70,6 +80,14 @@ def require_unchanged(path: Path) -> None:
     :raises SelectionError: the files and lines that are not what the manifest says.
     """
     _refuse(list(changed(path)), "`shardproof verify` says more")
+
+
+def require_unedited(path: Path) -> None:
+    """For what is shown to the run's owner: it may be unfinished or have lost files, no more.
+
+    :raises SelectionError: the files and lines that were edited.
+    """
+    _refuse([text for edited, text in _differences(path) if edited], "nothing is shown of it")
 
 
 def _refuse(damages: list[str], why: str) -> None:

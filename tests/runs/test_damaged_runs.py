@@ -84,6 +84,15 @@ def _first_line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
     return damage
 
 
+def _last_line(key: str, value: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        *rest, last = (run / "cases.jsonl").read_text().splitlines()
+        lines = [*rest, json.dumps(json.loads(last) | {key: value})]
+        (run / "cases.jsonl").write_text("\n".join(lines) + "\n")
+
+    return damage
+
+
 def _manifest(run: Path) -> None:
     lines = (run / Manifest.NAME).read_bytes().splitlines(keepends=True)
     lines[1] = b'{"file": ["run.json"], "line": null, "sha256": 3, "before": 4}\n'
@@ -109,6 +118,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a line": (_half_a_line, "cases.jsonl"),
     "no verdict": (_first_line(lambda line: line.pop("verdict")), "cases.jsonl"),
     "other checks": (_first_line(lambda line: line.update(checks=[3])), "cases.jsonl"),
+    "edited verdict": (_last_line("verdict", "pass"), "cases.jsonl"),
     "empty folder": (_empty, "run"),
 }
 COMMANDS: dict[str, list[str]] = {
@@ -127,7 +137,7 @@ COMMANDS: dict[str, list[str]] = {
 #: Exit codes by damage, in the order of COMMANDS; 1 is for the failing case, or for the damage.
 #: ``None``: a test of its own runs it.
 CODES: dict[str, tuple[int | None, ...]] = {
-    "manifest": (0, 0, 0, 2, 2, 1, 0, 1, 1, 2, 2),
+    "manifest": (2, 2, 2, 2, 2, 1, 2, 1, 1, 2, 2),
     "no json": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
     "no invocations": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
     "empty invocations": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
@@ -135,6 +145,7 @@ CODES: dict[str, tuple[int | None, ...]] = {
     "half a line": (0, 0, 0, 2, 2, 1, 0, 1, 1, None, 2),
     "no verdict": (2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2),
     "other checks": (2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2),
+    "edited verdict": (2, 2, 2, 2, 2, 1, 2, 1, 1, 2, 2),
     "empty folder": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
 }
 

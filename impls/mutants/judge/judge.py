@@ -76,7 +76,7 @@ class LaneComparesNothing(Misjudged):
 
     @classmethod
     def spoil_judge(cls) -> None:
-        equivalence._against_oracle = lambda evidence, tally: None
+        equivalence._against_oracle = lambda evidence, rows: None
 
 
 @mutant("judge_lane_compares_losses_only", killed_by=("judge error",))
