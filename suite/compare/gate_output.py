@@ -76,7 +76,7 @@ def summary(gate: Gate) -> str:
         tables.groups(comparison, "", only_changed=True),
         tables.times(comparison.times, only_changed=True),
     ):
-        if part is not None:
+        if part.rows:
             parts.append(formats.section(part, 3))
     return "\n".join(parts)
 
