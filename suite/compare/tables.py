@@ -12,7 +12,7 @@ from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons, words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, some
 
 #: Ids that are named for one reason.
 EXAMPLES = 3
@@ -112,7 +112,7 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
 
 def incomparable(comparison: RunComparison) -> Table:
     """What cannot be compared, by reason."""
-    rows = [(why, f"{len(ids):,}", examples(ids)) for why, ids in reasons(comparison.apart)]
+    rows = [(why, f"{len(ids):,}", some(ids, EXAMPLES)) for why, ids in reasons(comparison.apart)]
     return Table("Not comparable", ("why", "results", "which"), rows, align="lr")
 
 
@@ -124,15 +124,9 @@ def presence(comparison: RunComparison) -> Table:
         ("left out", "; ".join(dict.fromkeys(left_out.values())), list(left_out)),
         ("new", "not in the reference", comparison.new),
     )
-    rows = [(what, why, f"{len(ids):,}", examples(ids)) for what, why, ids in parts if ids]
+    rows = [(what, why, f"{len(ids):,}", some(ids, EXAMPLES)) for what, why, ids in parts if ids]
     headings = ("what", "why", "results", "which")
     return Table("Only in one run", headings, rows, align="llr")
-
-
-def examples(ids: Sequence[str]) -> str:
-    """The first ids, and how many more."""
-    more = f" and {len(ids) - EXAMPLES:,} more" if len(ids) > EXAMPLES else ""
-    return ", ".join(ids[:EXAMPLES]) + more
 
 
 def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
