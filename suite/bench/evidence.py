@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,8 @@ from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FOLDER = "times"
-_COLUMNS = {
-    "launch": "int32",
-    "pair": "string",
-    "block": "int32",
-    "segment": "int32",
-    "side": "string",
-    "step": "int32",
-    "rank": "int32",
-    "seconds": "float64",
-}
+#: Types of columns by those of :class:`stats.TimedStep`.
+_COLUMNS = {"int": "int32", "str": "string", "float": "float64"}
 
 #: Figures that runs of earlier versions do not have.
 _LATER = ("samples_per_second", "trained_alike", "scorecard")
@@ -159,8 +151,8 @@ def write_times(run: Path, name: str, rows: Sequence[stats.TimedStep]) -> str:
     from shardproof.runs.records import file_name
 
     (run / FOLDER).mkdir(exist_ok=True)
-    schema = pa.schema([(key, getattr(pa, kind)()) for key, kind in _COLUMNS.items()])
-    table = pa.Table.from_pylist([asdict(row) for row in rows], schema)
+    columns = [(f.name, getattr(pa, _COLUMNS[str(f.type)])()) for f in fields(stats.TimedStep)]
+    table = pa.Table.from_pylist([asdict(row) for row in rows], pa.schema(columns))
     path = run / FOLDER / f"{file_name(name)}.parquet"
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
