@@ -8,21 +8,10 @@ from typing import Annotated
 import typer
 
 from shardproof import verdicts
-
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
-]
+from shardproof.commands import options
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command(short_help="Judge a run again from its records.")(verify)
-    app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(bundle)
-    app.command(short_help="Draw a run's verdicts as SVG badges.")(badges)
-    app.command(short_help="Look for what would make runs fail here.")(doctor)
-
-
-def verify(run: RunArgument = None) -> None:
+def verify(run: options.RunArgument = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
@@ -116,7 +105,7 @@ def _reports(folder: Path) -> dict[str, str]:
 
 
 def badges(
-    run: RunArgument = None,
+    run: options.RunArgument = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="where the badges go")
     ] = Path("badges"),

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from shardproof.scenarios.budget import CaseSchedule
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(run)
-
-
 def run(
     context: typer.Context,
     scenarios: options.Scenarios = None,
@@ -38,7 +33,7 @@ def run(
     backend: options.BackendOption = None,
     world: options.World = None,
     expression: options.Expression = "",
-    tier: options.Tier = options.TierChoice.quick,
+    tier: options.Tier = "quick",
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
