@@ -1,7 +1,5 @@
 """What commands print on, and what is seen while cases run.
 
-Progress is a bar on a terminal, and now and then a line anywhere else.
-
 A case that breaks is shown at once, with the reason and the command that reruns just that case.
 """
 
@@ -10,12 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shardproof import verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import ProgressColumn
 
     from shardproof.checks.results import CaseResult
 
@@ -35,54 +34,80 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Progress:
-    """Context manager; :meth:`step` is called once a case.  ``total`` may be unknown (``None``)."""
+class _Bar:
+    """A bar on a terminal, anywhere else a line now and then; ``total`` may be unknown (``None``).
 
-    def __init__(self, console: Console, total: int | None, what: str) -> None:
-        self.console = console
-        self.total = total
-        self.what = what
-        self.counts: Counter[str] = Counter()
+    A context manager.
+    """
+
+    unit: ClassVar[str]
+
+    def __init__(self, console: Console, what: str, total: int | None) -> None:
+        self._console, self._what, self._total = console, what, total
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
-        self._task: Any = None
 
-    def __enter__(self) -> Progress:
-        if self.console.is_terminal:
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
             from rich import progress
 
             self._bar = progress.Progress(
-                progress.TextColumn(self.what),
+                progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[counts]}"),
-                progress.TimeElapsedColumn(),
-                console=self.console,
+                *self._columns(),
+                console=self._console,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.what, total=self.total, counts="")
+            self._task = self._bar.add_task(self._what, total=self._total, counts="")
         else:
-            count = "" if self.total is None else f": {self.total} cases"
-            self._say(f"{self.what}{count}")
+            count = "" if self._total is None else f": {self._total} {self.unit}"
+            self._say(f"{self._what}{count}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
+    def _columns(self) -> list[ProgressColumn]:
+        """What stands behind the bar."""
+        raise NotImplementedError
+
+    def _show(self, done: int, unit: str = "", counts: str = "", is_due: bool = False) -> None:
+        """So many are over; a line says it if it ``is_due``, after a while, and at the end."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, counts=counts)
+            return
+        now = time.monotonic()
+        if is_due or now - self._spoke > EVERY_SECONDS or done == self._total:
+            self._spoke = now
+            of = "" if self._total is None else f"/{self._total}"
+            self._say(f"  {done}{of}{unit} in {now - self._began:.0f} s{counts and f': {counts}'}")
+
+    def _say(self, text: str) -> None:
+        print_line(self._console, text)
+
+
+class Progress(_Bar):
+    """Progress over cases; :meth:`step` is called once a case."""
+
+    unit = "cases"
+
+    def __init__(self, console: Console, what: str, total: int | None) -> None:
+        super().__init__(console, what, total)
+        self.counts: Counter[str] = Counter()
+
+    def _columns(self) -> list[ProgressColumn]:
+        from rich import progress
+
+        counts = progress.TextColumn("{task.fields[counts]}")
+        return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn()]
+
     def step(self, result: CaseResult) -> None:
         """Count one result and show it if it is red."""
         self._note(result)
         done = self.counts.total()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, counts=self._counts())
-            return
-        now = time.monotonic()
-        if done % EVERY_CASES == 0 or now - self._spoke > EVERY_SECONDS or done == self.total:
-            self._spoke = now
-            of = "" if self.total is None else f"/{self.total}"
-            self._say(f"  {done}{of} in {now - self._began:.0f} s: {self._counts()}")
+        self._show(done, counts=self._counts(), is_due=done % EVERY_CASES == 0)
 
     def _note(self, result: CaseResult) -> None:
         kind = verdicts.kind(result.verdict)
@@ -96,13 +121,10 @@ class Progress:
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
+        self._console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
         for line in result.reason.splitlines()[:12]:
             self._say(f"    {line}")
         self._say(f"    rerun: {result.rerun}")
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class FaultProgress(Progress):
@@ -125,53 +147,24 @@ class FaultProgress(Progress):
         return ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds if self.counts[kind])
 
 
-class Blocks:
-    """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
+class Blocks(_Bar):
+    """Progress over the blocks of one comparison."""
 
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        self._console, self._what, self._total = console, what, total
-        self._began = self._spoke = time.monotonic()
-        self._bar: Any = None
+    unit = "blocks"
 
-    def __enter__(self) -> Blocks:
-        if self._console.is_terminal:
-            from rich import progress
+    def _columns(self) -> list[ProgressColumn]:
+        from rich import progress
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.TextColumn("{task.completed}/{task.total} blocks"),
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._what, total=self._total)
-        else:
-            self._line(f"{self._what}: {self._total} blocks")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        count = progress.TextColumn("{task.completed}/{task.total} blocks")
+        return [count, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
 
     def update(self, done: int) -> None:
         """So many blocks are over."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-            return
-        now = time.monotonic()
-        if now - self._spoke > 10.0 or done == self._total:
-            self._spoke = now
-            self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
+        self._show(done, " blocks")
 
     def note(self, what: str) -> None:
         """What comes after the blocks."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._what}: {what}")
         else:
-            self._line(f"  {what}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._say(f"  {what}")

@@ -198,7 +198,7 @@ def execute(
         folder.plan(schedule.chosen + schedule.left_out)
         for case in schedule.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-        with Progress(console, len(schedule.chosen), "judging") as progress:
+        with Progress(console, "judging", len(schedule.chosen)) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
