@@ -152,7 +152,8 @@ def run_and_exit(
     from shardproof.runs.durations import Durations
     from shardproof.scenarios.budget import fit_cases
 
-    preflight.check_cases(cases)
+    sources = {case.implementation: case.source for case in cases}
+    preflight.check(sources, sources=sources)
     root = results.parent if results is not None else RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()

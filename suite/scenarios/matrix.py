@@ -483,11 +483,11 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:
     """The same cases with another seed of the workload; ``[seedN]`` is added to their ids."""
-    changed = []
-    for case in cases:
-        scenario, rest = case.id.split("::", 1)
-        workload = dataclasses.replace(case.workload, seed=seed)
-        changed.append(
-            dataclasses.replace(case, id=f"{scenario}[seed{seed}]::{rest}", workload=workload)
+    return [
+        dataclasses.replace(
+            case,
+            id=case.id.replace("::", f"[seed{seed}]::", 1),
+            workload=dataclasses.replace(case.workload, seed=seed),
         )
-    return changed
+        for case in cases
+    ]
