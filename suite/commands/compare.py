@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -135,6 +135,7 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
 def _compare(
     snapshots: list[Snapshot], form: Form, by: By | None, only_changed: bool, into: Path | None
 ) -> int:
+    from shardproof.commands.console import make_console
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 
@@ -159,7 +160,7 @@ def _compare(
         elif form is Form.html:
             typer.echo(formats.html(report), nl=False)
         else:
-            formats.terminal(report, _console())
+            formats.terminal(report, make_console())
     if comparisons and not any(comparison.comparable for comparison in comparisons):
         if form in (Form.csv, Form.json) or by is By.hardware or into is not None:
             for comparison in comparisons:
@@ -167,14 +168,6 @@ def _compare(
                 typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
         return verdicts.NOT_DECIDED
     return verdicts.HELD
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # Piped, a table must not be folded at 80 characters.
-    return console if console.is_terminal else Console(highlight=False, width=240)
 
 
 def gate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shardproof import verdicts
 
@@ -35,143 +35,126 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Progress:
-    """Context manager; :meth:`step` is called once a case.  ``total`` may be unknown (``None``)."""
+class _Bar:
+    """Context manager: a bar on a terminal, elsewhere a line now and then.
 
-    def __init__(self, console: Console, total: int | None, what: str) -> None:
-        self.console = console
-        self.total = total
-        self.what = what
-        self.counts: Counter[str] = Counter()
+    ``total`` may be unknown (``None``).
+    """
+
+    def __init__(self, console: Console, what: str, total: int | None, noun: str) -> None:
+        self.console, self.what, self.total, self._noun = console, what, total, noun
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             from rich import progress
 
             self._bar = progress.Progress(
-                progress.TextColumn(self.what),
+                progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[counts]}"),
-                progress.TimeElapsedColumn(),
+                *self._columns(progress),
                 console=self.console,
                 transient=True,
             )
             self._bar.start()
             self._task = self._bar.add_task(self.what, total=self.total, counts="")
         else:
-            count = "" if self.total is None else f": {self.total} cases"
-            self._say(f"{self.what}{count}")
+            count = "" if self.total is None else f": {self.total} {self._noun}"
+            print_line(self.console, f"{self.what}{count}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, result: CaseResult) -> None:
-        """Count one result and show it if it is red."""
-        self._note(result)
-        done = self.counts.total()
+    def _columns(self, progress: Any) -> list[Any]:
+        """What stands right of the bar."""
+        raise NotImplementedError
+
+    def _move(self, done: int, unit: str = "", counts: str = "", due: bool = False) -> None:
+        """So many are over; ``due``: elsewhere than on a terminal a line says so now."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, counts=self._counts())
+            self._bar.update(self._task, completed=done, counts=counts)
             return
         now = time.monotonic()
-        if done % EVERY_CASES == 0 or now - self._spoke > EVERY_SECONDS or done == self.total:
+        if due or now - self._spoke > EVERY_SECONDS or done == self.total:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
-            self._say(f"  {done}{of} in {now - self._began:.0f} s: {self._counts()}")
+            print_line(
+                self.console,
+                f"  {done}{of}{unit} in {now - self._began:.0f} s{counts and f': {counts}'}",
+            )
 
-    def _note(self, result: CaseResult) -> None:
+
+class Progress(_Bar):
+    """Progress over cases: :meth:`step` is called once for each."""
+
+    words: tuple[str, ...] = verdicts.VERDICTS
+
+    def __init__(self, console: Console, total: int | None, what: str) -> None:
+        super().__init__(console, what, total, "cases")
+        self.counts: Counter[str] = Counter()
+
+    def _columns(self, progress: Any) -> list[Any]:
+        counts = progress.TextColumn("{task.fields[counts]}")
+        return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn()]
+
+    def step(self, result: CaseResult) -> None:
+        """Count one result and show it if it is red."""
+        self.counts[self._word(result)] += 1
+        done = self.counts.total()
+        counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
+        self._move(done, counts=counts, due=done % EVERY_CASES == 0)
+
+    def _word(self, result: CaseResult) -> str:
+        """What it counts as; a red or open result is shown."""
         kind = verdicts.kind(result.verdict)
-        self.counts[kind] += 1
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)
-
-    def _counts(self) -> str:
-        return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
+        return kind
 
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
         self.console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
         for line in result.reason.splitlines()[:12]:
-            self._say(f"    {line}")
-        self._say(f"    rerun: {result.rerun}")
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(self.console, f"    {line}")
+        print_line(self.console, f"    rerun: {result.rerun}")
 
 
 class FaultProgress(Progress):
     """Progress over planted faults and their parents: a fault that fails its case is caught."""
 
-    CAUGHT, PASSED, OTHER = "faults caught", "parents passed", "neither (see the table)"
+    words = ("faults caught", "parents passed", "neither (see the table)")
 
-    def _note(self, result: CaseResult) -> None:
+    def _word(self, result: CaseResult) -> str:
         kind = verdicts.kind(result.verdict)
         planted = result.case.implementation.startswith("mutants/")
-        if planted and kind in verdicts.RED:
-            self.counts[self.CAUGHT] += 1
-        elif not planted and kind in verdicts.GREEN:
-            self.counts[self.PASSED] += 1
-        else:
-            self.counts[self.OTHER] += 1
-
-    def _counts(self) -> str:
-        kinds = (self.CAUGHT, self.PASSED, self.OTHER)
-        return ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds if self.counts[kind])
+        caught, passed, neither = self.words
+        if planted:
+            return caught if kind in verdicts.RED else neither
+        return passed if kind in verdicts.GREEN else neither
 
 
-class Blocks:
-    """Progress over the blocks of one comparison: a bar on a terminal, else a line now and then."""
+class Blocks(_Bar):
+    """Progress over the blocks of one comparison."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
-        self._console, self._what, self._total = console, what, total
-        self._began = self._spoke = time.monotonic()
-        self._bar: Any = None
+        super().__init__(console, what, total, "blocks")
 
-    def __enter__(self) -> Blocks:
-        if self._console.is_terminal:
-            from rich import progress
-
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.TextColumn("{task.completed}/{task.total} blocks"),
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._what, total=self._total)
-        else:
-            self._line(f"{self._what}: {self._total} blocks")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def _columns(self, progress: Any) -> list[Any]:
+        blocks = progress.TextColumn("{task.completed}/{task.total} blocks")
+        return [blocks, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
 
     def update(self, done: int) -> None:
         """So many blocks are over."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-            return
-        now = time.monotonic()
-        if now - self._spoke > 10.0 or done == self._total:
-            self._spoke = now
-            self._line(f"  {done}/{self._total} blocks in {now - self._began:.0f} s")
+        self._move(done, " blocks")
 
     def note(self, what: str) -> None:
         """What comes after the blocks."""
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._what}: {what}")
+            self._bar.update(self._task, description=f"{self.what}: {what}")
         else:
-            self._line(f"  {what}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print_line(self.console, f"  {what}")

@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 from shardproof import verdicts
-
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
-]
+from shardproof.commands import options
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command(short_help="Look for what would make runs fail here.")(doctor)
 
 
-def verify(run: RunArgument = None) -> None:
+def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
@@ -40,15 +37,15 @@ def verify(run: RunArgument = None) -> None:
     from shardproof.commands import supervision
     from shardproof.commands.verify import verify as verify_run
     from shardproof.commands.verify import verify_archive
-    from shardproof.runs import bundle as bundles
+    from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.run_folder import find_run
 
     if run is not None and Path(run).is_file():
         verified, listing = verify_archive(Path(run))
-        notes = bundles.notes(listing)
+        about = notes(listing)
     else:
-        verified, notes = verify_run(find_run(run, supervision.RESULTS)), ()
-    for text in (*verified.problems, *notes, verified.sentence()):
+        verified, about = verify_run(find_run(run, supervision.RESULTS)), ()
+    for text in (*verified.problems, *about, verified.sentence()):
         typer.echo(text)
     if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
@@ -82,20 +79,21 @@ def bundle(
     shardproof verify evidence.tar.gz
     """
     from shardproof.commands import supervision
-    from shardproof.runs import bundle as bundles
+    from shardproof.runs.bundle.packing import pack
+    from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run
 
     folder = find_run(run, supervision.RESULTS)
     with damage_is_bad_input(folder):
         reports = _reports(folder)
-    packed = bundles.pack(folder, output, reports, force)
+    packed = pack(folder, output, reports, force)
     listing = packed.listing
     typer.echo(
         f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
         f"in {packed.bytes / 1e6:.1f} MB"
     )
-    for text in bundles.notes(listing):
+    for text in notes(listing):
         typer.echo(text)
     for name in listing.left_out:
         typer.echo(f"left out: {name}")
@@ -116,7 +114,7 @@ def _reports(folder: Path) -> dict[str, str]:
 
 
 def badges(
-    run: RunArgument = None,
+    run: options.Run = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="where the badges go")
     ] = Path("badges"),
@@ -138,7 +136,7 @@ def badges(
     """
     from shardproof.commands import supervision
     from shardproof.report import badges as drawing
-    from shardproof.runs.bundle import open_run
+    from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 

@@ -61,6 +61,10 @@ Results = Annotated[
     Path | None,
     typer.Option("--results", metavar="RUN_FOLDER", help="write into this run folder, new or old"),
 ]
+#: A run that is looked at.
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
+]
 
 
 def selection(

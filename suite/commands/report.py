@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ class Format(StrEnum):
 
 
 def report(
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)"),
-    ] = None,
+    run: options.Run = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
     into: Annotated[
         Path | None,
@@ -47,7 +45,7 @@ def report(
     shardproof report --into results/README.md
     """
     from shardproof.commands.supervision import RESULTS
-    from shardproof.runs.bundle import open_run
+    from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
     from shardproof.runs.run_folder import read
 
@@ -94,8 +92,6 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         console = make_console()
         if run.cases:
             reports.show(run.cases, console.print)
-            reports.show_memory(run.cases, console.print)
-            reports.show_bubbles(run.cases, console.print)
         if run.kills:
             reports.show_kills(run.kills, console.print)
         bench_run.show_pairs(lines.pairs(run), console)

@@ -223,8 +223,6 @@ def execute(
         results.extend(stay)
         if results:
             report.show(results, console.print)
-            report.show_memory(results, console.print)
-            report.show_bubbles(results, console.print)
         for line in report.skips(results):
             print_line(console, line)
         if stay:
