@@ -6,12 +6,12 @@ sub-groups, without change.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -171,9 +171,11 @@ class Mesh:
         self.world = world
         self.rank = dist.get_rank()
         #: Global ranks, one grid dimension per axis; every group is an index expression into it.
-        self.grid = _grid(list(self.ranks), list(self.axes.values()))
-        self.coordinate = self._locate()
-        self.device_mesh = DeviceMesh(device, self.grid, mesh_dim_names=tuple(self.axes))
+        self.grid = numpy.array(self.ranks).reshape(tuple(self.axes.values()))
+        own = numpy.argwhere(self.grid == self.rank).tolist()
+        self.coordinate: dict[str, int] = dict(zip(self.axes, own[0], strict=True)) if own else {}
+        names = tuple(self.axes)
+        self.device_mesh = DeviceMesh(device, self.grid.tolist(), mesh_dim_names=names)
         self._comms: dict[tuple[str, ...], Comm] = {}
         if self.coordinate:
             for axis in self.axes:
@@ -195,32 +197,13 @@ class Mesh:
             known = ", ".join("+".join(names) for names in self._comms)
             raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
 
-    def _locate(self) -> dict[str, int]:
-        if self.rank not in self.ranks:
-            return {}
-        rest, coordinate = self.ranks.index(self.rank), {}
-        for axis, n in reversed(self.axes.items()):
-            rest, coordinate[axis] = divmod(rest, n)
-        return {axis: coordinate[axis] for axis in self.axes}
-
     def _joint_group(self, names: tuple[str, ...]) -> dist.ProcessGroup | None:
         """Create the groups along ``names`` for every coordinate of the other axes; ours."""
-        order = list(self.axes)
-        members: dict[tuple[int, ...], list[int]] = {}
-        spots = itertools.product(*(range(n) for n in self.axes.values()))
-        for rank, spot in zip(self.ranks, spots, strict=True):
-            key = tuple(c for axis, c in zip(order, spot, strict=True) if axis not in names)
-            members.setdefault(key, []).append(rank)
+        inner = [at for at, axis in enumerate(self.axes) if axis in names]
+        groups = numpy.moveaxis(self.grid, inner, range(-len(inner), 0))
         mine = None
-        for ranks in members.values():
+        for ranks in groups.reshape(-1, self.size(*names)).tolist():
             group = dist.new_group(ranks)
             if self.rank in ranks:
                 mine = group
         return mine
-
-
-def _grid(ranks: list[int], shape: list[int]) -> Any:
-    if len(shape) <= 1:
-        return ranks
-    inner = len(ranks) // shape[0]
-    return [_grid(ranks[i * inner : (i + 1) * inner], shape[1:]) for i in range(shape[0])]

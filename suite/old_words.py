@@ -74,18 +74,13 @@ def glob(name: str, pattern: str) -> bool:
 
 def stored_line(line: dict[str, Any]) -> dict[str, Any]:
     """A line of ``cases.jsonl`` (JSON form) in the words of now; its figures stay as they are."""
-    if isinstance(line.get("id"), str):
-        line["id"] = renamed_name(line["id"])
-    if isinstance(line.get("verdict"), str):
-        line["verdict"] = renamed("verdict", line["verdict"])
-    if isinstance(line.get("lane"), str):
-        line["lane"] = renamed("lane", line["lane"])
+    _rename(line, "id", "verdict", "lane")
     for part in (line.get("case"), line.get("cell")):
         if isinstance(part, dict):
             stored_case(part)
     for check in line.get("checks") or ():
-        if isinstance(check, dict) and isinstance(check.get("check"), str):
-            check["check"] = renamed("check", check["check"])
+        if isinstance(check, dict):
+            _rename(check, "check")
     for key in ("killed_by", "failing"):
         if isinstance(line.get(key), list):
             line[key] = [renamed("check", str(name)) for name in line[key]]
@@ -94,13 +89,16 @@ def stored_line(line: dict[str, Any]) -> dict[str, Any]:
 
 def stored_case(case: dict[str, Any]) -> dict[str, Any]:
     """A case (JSON form) in the words of now."""
-    if isinstance(case.get("id"), str):
-        case["id"] = renamed_name(case["id"])
-    if isinstance(case.get("lane"), str):
-        case["lane"] = renamed("lane", case["lane"])
+    _rename(case, "id", "lane")
     if isinstance(case.get("checks"), (list, tuple)):
         case["checks"] = [renamed("check", str(name)) for name in case["checks"]]
     return case
+
+
+def _rename(record: dict[str, Any], *keys: Kind | Literal["id"]) -> None:
+    for key in keys:
+        if isinstance(record.get(key), str):
+            record[key] = renamed_name(record[key]) if key == "id" else renamed(key, record[key])
 
 
 @cache

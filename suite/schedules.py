@@ -19,9 +19,10 @@ rank need no message.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -97,20 +98,9 @@ class Schedule:
         """The actions of ``rank`` without its messages."""
         return tuple(action for action in self.orders[rank] if action.op in COMPUTE)
 
-    def in_flight(self, rank: int) -> list[int]:
-        """Micro-batches that ``rank`` holds activations of after each of its computations.
-
-        Summed over its chunks; a micro-batch is held from its F to its W (or BW).
-        """
-        held, counts = 0, []
-        for action in self.computed(rank):
-            held += (action.op == "F") - (action.op in ("W", "BW"))
-            counts.append(held)
-        return counts
-
     def peak(self, rank: int) -> int:
         """Most micro-batches that ``rank`` holds activations of at once."""
-        return max(self.in_flight(rank), default=0)
+        return most_in_flight(action.op for action in self.orders[rank])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, actions as text; :meth:`from_dict` is its inverse."""
@@ -126,6 +116,15 @@ class Schedule:
         """The schedule that :meth:`to_dict` described."""
         orders = tuple(tuple(map(Action.parse, text.split())) for text in data["orders"])
         return cls(data["name"], data["micro_batches"], tuple(data["place"]), orders)
+
+
+def most_in_flight(ops: Iterable[str]) -> int:
+    """Most micro-batches that a rank holds activations of at once, if it does ``ops`` in turn.
+
+    Summed over its chunks; a micro-batch is held from its F to its W (or BW).
+    """
+    counts = itertools.accumulate((op == "F") - (op in ("W", "BW")) for op in ops)
+    return max(counts, default=0)
 
 
 def with_messages(schedule: Schedule) -> Schedule:
@@ -325,10 +324,8 @@ def _census(schedule: Schedule) -> list[str]:
 
 def _first(faults: list[str]) -> list[str]:
     """As many of ``faults`` as are named one by one."""
-    return [
-        *faults[:_MOST],
-        *([f"and {len(faults) - _MOST} more"] if len(faults) > _MOST else []),
-    ]
+    more = [f"and {len(faults) - _MOST} more"] if len(faults) > _MOST else []
+    return [*faults[:_MOST], *more]
 
 
 def _needed(schedule: Schedule) -> list[set[Action]]:
@@ -416,14 +413,11 @@ def _channels(schedule: Schedule) -> list[str]:
     place = schedule.place
     for rank, order in enumerate(schedule.orders):
         for op, stage, micro in order:
-            if op == "SF":
-                sent[rank, place[stage + 1]].append(Action("RF", stage + 1, micro))
-            elif op == "SB":
-                sent[rank, place[stage - 1]].append(Action("RB", stage - 1, micro))
-            elif op == "RF":
-                awaited[place[stage - 1], rank].append(Action(op, stage, micro))
-            elif op == "RB":
-                awaited[place[stage + 1], rank].append(Action(op, stage, micro))
+            neighbour = stage + (1 if op in ("SF", "RB") else -1)
+            if op in ("SF", "SB"):
+                sent[rank, place[neighbour]].append(Action("R" + op[1], neighbour, micro))
+            elif op in ("RF", "RB"):
+                awaited[place[neighbour], rank].append(Action(op, stage, micro))
     faults = []
     for (source, goal), messages in sent.items():
         receives = awaited[source, goal]

@@ -215,35 +215,39 @@ class GroupBase(dist.ProcessGroup):
         **fields: Any,
     ) -> Handle:
         """Issue what torch called by ``method(*given)``."""
+        if operation in ("all_reduce", "reduce", "reduce_scatter"):
+            fields["reduce"] = reduction(given)
+        if operation in ("broadcast", "reduce", "gather", "scatter"):
+            fields["root"] = root_of(given)
         sides = list(inputs), list(outputs)
         return self._issue(Request(operation, *sides, method=method, args=given, **fields))
 
+    def _in_place(self, operation: str, method: str, tensors: Any, args: tuple[Any, ...]) -> Handle:
+        items = _singly(listed(tensors))
+        return self._call(operation, method, (tensors, *args), items, items)
+
     def allreduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks, in place."""
-        items, op = _singly(listed(tensors)), reduction(args)
-        return self._call("all_reduce", "allreduce", (tensors, *args), items, items, reduce=op)
+        return self._in_place("all_reduce", "allreduce", tensors, args)
 
     def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Handle:
         """Several all-reduces in one call."""
-        items, op, given = _singly(tensors), reduction(args), (tensors, *args)
-        return self._call("all_reduce", "allreduce_coalesced", given, items, items, reduce=op)
+        return self._in_place("all_reduce", "allreduce_coalesced", tensors, args)
 
     def broadcast(self, tensors: Any, *args: Any) -> Handle:
         """Overwrite with the root's tensors."""
-        items, root = _singly(listed(tensors)), root_of(args)
-        return self._call("broadcast", "broadcast", (tensors, *args), items, items, root=root)
+        return self._in_place("broadcast", "broadcast", tensors, args)
 
     def reduce(self, tensors: Any, *args: Any) -> Handle:
         """Combine over ranks into the root's tensors."""
-        items, how = _singly(listed(tensors)), {"reduce": reduction(args), "root": root_of(args)}
-        return self._call("reduce", "reduce", (tensors, *args), items, items, **how)
+        return self._in_place("reduce", "reduce", tensors, args)
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor in a list; sizes may differ between ranks."""
         given = (outputs, inputs, *args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._call("all_gather", "allgather", given, _singly(inputs), list(outputs))
+        return self._call("all_gather", "allgather", given, _singly(inputs), outputs)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], *args: Any
@@ -253,56 +257,56 @@ class GroupBase(dist.ProcessGroup):
         given = (output_lists, inputs, *args)
         return self._call("all_gather", "allgather_coalesced", given, _singly(inputs), outputs)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, *args: Any) -> Handle:
+    def all_gather_single(self, output: Any, input: Any, *args: Any) -> Handle:
         """Concatenate every rank's tensor in ``output``."""
-        pieces, given = [chunks(output, self._size)], (output, input, *args)
-        return self._call("all_gather", "all_gather_single", given, [[input]], pieces)
+        return self._by_chunks("all_gather", "all_gather_single", (output, input, *args))
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
-    ) -> Handle:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Several :meth:`all_gather_single` in one call."""
-        pieces, given = [chunks(t, self._size) for t in outputs], (outputs, inputs, *args)
-        method = "all_gather_single_coalesced"
-        return self._call("all_gather", method, given, _singly(inputs), pieces)
+        return self._by_chunks(
+            "all_gather", "all_gather_single_coalesced", (outputs, inputs, *args)
+        )
+
+    def reduce_scatter_single(self, output: Any, input: Any, *args: Any) -> Handle:
+        """Combine ``input`` over ranks; rank r receives its r-th chunk."""
+        return self._by_chunks("reduce_scatter", "reduce_scatter_single", (output, input, *args))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
+        """Several :meth:`reduce_scatter_single` in one call."""
+        given = (outputs, inputs, *args)
+        return self._by_chunks("reduce_scatter", "reduce_scatter_single_coalesced", given)
+
+    def _by_chunks(self, operation: str, method: str, given: tuple[Any, ...]) -> Handle:
+        """A call of (outputs, inputs, ...) whose larger side holds a chunk of every rank."""
+        outputs, inputs = map(listed, given[:2])
+        if operation == "all_gather":
+            sides = _singly(inputs), [chunks(t, self._size) for t in outputs]
+        else:
+            sides = [chunks(t, self._size) for t in inputs], _singly(outputs)
+        return self._call(operation, method, given, *sides)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Combine lists over ranks; rank r receives the r-th."""
-        given, op = (outputs, inputs, *args), reduction(args)
+        given = (outputs, inputs, *args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        sides = (list(inputs), _singly(outputs))
-        return self._call("reduce_scatter", "reduce_scatter", given, *sides, reduce=op)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any) -> Handle:
-        """Combine ``input`` over ranks; rank r receives its r-th chunk."""
-        sides, given = ([chunks(input, self._size)], [[output]]), (output, input, *args)
-        method, op = "reduce_scatter_single", reduction(args)
-        return self._call("reduce_scatter", method, given, *sides, reduce=op)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
-    ) -> Handle:
-        """Several :meth:`reduce_scatter_single` in one call."""
-        sides = ([chunks(t, self._size) for t in inputs], _singly(outputs))
-        method, given = "reduce_scatter_single_coalesced", (outputs, inputs, *args)
-        return self._call("reduce_scatter", method, given, *sides, reduce=reduction(args))
+        return self._call("reduce_scatter", "reduce_scatter", given, inputs, _singly(outputs))
 
     def gather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor on the root."""
-        given, root = (outputs, inputs, *args), root_of(args)
+        given = (outputs, inputs, *args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        lists = list(outputs) if self._rank == root else []
-        return self._call("gather", "gather", given, _singly(inputs), lists, root=root)
+        lists = outputs if self._rank == root_of(args) else []
+        return self._call("gather", "gather", given, _singly(inputs), lists)
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Hand out the root's tensors."""
-        given, root = (outputs, inputs, *args), root_of(args)
+        given = (outputs, inputs, *args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        lists = list(inputs) if self._rank == root else []
-        return self._call("scatter", "scatter", given, lists, _singly(outputs), root=root)
+        lists = inputs if self._rank == root_of(args) else []
+        return self._call("scatter", "scatter", given, lists, _singly(outputs))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *args: Any) -> Handle:
         """Send the r-th input to rank r."""

@@ -185,7 +185,9 @@ class Hub:
                     self._raise_failure()
                 del shared.calls[number]
         if complete:
-            self._carry_out(pending)
+            self._compute(pending)
+            with self._lock:
+                self._complete(pending)
         return pending
 
     def post_exchange(self, shared: Shared, rank: int, request: Request) -> Pending:
@@ -209,7 +211,10 @@ class Hub:
                 text = f"rank {giver} calls {sent.text()}, but rank {taker} calls {received.text()}"
                 self._fail(CollectiveMismatch(text))
                 self._raise_failure()
-        self._deliver([receiver], [pairs])
+        if self.delay:
+            receiver.writes = [[(to, arithmetic.copy(value)) for to, value in pairs]]
+        else:
+            arithmetic.write(pairs)
         with self._lock:
             self._complete(sender)
             self._complete(receiver)
@@ -241,11 +246,6 @@ class Hub:
 
     # ----------------------------------------------------------------------------------- internals
 
-    def _carry_out(self, pending: Pending) -> None:
-        self._compute(pending)
-        with self._lock:
-            self._complete(pending)
-
     def _compute(self, pending: Pending) -> None:
         """The results: written, or kept for whoever waits.  No name here outlives the return."""
         requests = [pending.posts[i] for i in range(len(pending.group.ranks))]
@@ -265,13 +265,6 @@ class Hub:
         else:
             for own in writes:
                 arithmetic.write(own)
-
-    def _deliver(self, receivers: list[Pending], pairs: list[list[arithmetic.Write]]) -> None:
-        for receiver, writes in zip(receivers, pairs, strict=True):
-            if self.delay:
-                receiver.writes = [[(to, arithmetic.copy(value)) for to, value in writes]]
-            else:
-                arithmetic.write(writes)
 
     def _complete(self, pending: Pending) -> None:
         """The call is over; a rank that has yet to wait for it keeps nobody's tensors alive."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -11,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof import backends, registry, workloads
 from shardproof.bench.launches import SideRun
 from shardproof.case import DATA_AXES, data_shares
-from shardproof.comm import Mesh
+from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, MicroBatch, Observe, Point, StepResult
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory.installed import active
@@ -28,6 +31,17 @@ def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = 
     """The mesh of an arm; every rank makes it, those that are not on it too."""
     joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
     return Mesh(axes, joint=joint, device=device, ranks=ranks)
+
+
+def everybody(backend: str, world: int) -> Comm:
+    """A group of all ranks, for barriers and votes."""
+    return mesh_of({"replicate": world}, backends.BACKENDS[backend].device).comm("replicate")
+
+
+def finish(device: str) -> None:
+    """Wait until ``device`` has done its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 class Arm:
@@ -68,21 +82,29 @@ class Arm:
         self.implementation = cls()
         self.steps = 0
 
-    def set_up(self) -> None:
-        """The implementation's own set-up."""
+    def set_up(self) -> Self:
+        """The implementation's own set-up; this arm, ready to step."""
         self.implementation.setup(
             self.build, self.state, self.run.optimizer, self.mesh, self.run.side.options
         )
         self.state = None
+        return self
 
     def step(self, observe: Observe = _ignore) -> StepResult:
         """The next optimizer step; over when the device has done it."""
         batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
         self.steps += 1
         result = self.implementation.step(batch, observe)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        finish(self.device)
         return result
+
+    def seconds(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` steps, back to back."""
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            ends.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(ends)]
 
     @property
     def targets(self) -> int:

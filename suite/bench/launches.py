@@ -5,7 +5,7 @@ A pair and a scaling cell are both "sides timed in turns in the same ranks"::
     pair   a, twin, b             blocks A B B A, and A A' A' A against A's twin
     cell   plain, wrapped, ranks  blocks plain, wrapped, ranks, ranks, wrapped, plain
 
-Plain data that travels to leaders as JSON.
+Plain data.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardproof.bench.subjects import (
     Cell,
     Pair,
     Side,
+    Subject,
 )
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
@@ -102,34 +103,16 @@ class Launch:
     probed: dict[int, SideRun] = field(default_factory=dict)
 
     @property
-    def backend(self) -> str:
-        """That of every side."""
-        return next(iter(self.sides.values())).backend
-
-    @property
-    def world(self) -> int:
-        """Ranks of the launch."""
-        return next(iter(self.sides.values())).world
-
-    @property
-    def deadline(self) -> float:
-        """Seconds that the launch may take."""
-        return next(iter(self.sides.values())).deadline
+    def first(self) -> SideRun:
+        """A side whose backend, world and deadline are those of all."""
+        return next(iter(self.sides.values()))
 
 
-def side_run(pair: Pair, letter: str, axes: Mapping[str, int]) -> SideRun:
-    """Side ``letter`` of a comparison on the mesh ``axes``."""
+def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
+    """One of the subject's sides on the mesh ``axes``."""
     return SideRun(
-        *(pair.name, pair.side(letter), dict(axes), pair.backend, pair.world),
-        *(pair.workload, pair.optimizer, pair.dtype, pair.deadline),
-    )
-
-
-def cell_run(cell: Cell, axis: str) -> SideRun:
-    """The system of a cell on all of its ranks, along ``axis``."""
-    return SideRun(
-        *(cell.name, cell.system, {axis: cell.world}, cell.backend, cell.world),
-        *(cell.workload, cell.optimizer, cell.dtype, cell.deadline),
+        *(subject.name, subject.side(side), dict(axes), subject.backend, subject.world),
+        *(subject.workload, subject.optimizer, subject.dtype, subject.deadline),
     )
 
 
@@ -147,7 +130,7 @@ def cell_launch(
     The model is probed in the first launch, where its formulas know the backend.
     """
     cell = cell if together else cell.at(2)
-    ranks = cell_run(cell, axis)
+    ranks = side_run(cell, "ranks", {axis: cell.world})
     wrapped = replace(ranks, axes={axis: 1}, workload=cell.base, first_rank_only=True)
     plain = replace(wrapped, axes={"replicate": 1}, side=Side(PLAIN))
     sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
@@ -170,7 +153,7 @@ class RankTimes:
 
     ``losses`` are those of the first steps (``None``: this rank does not learn it),
     ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
-    one step.  ``alone``: samples -> the compute that was probed; ``probes``:
+    one step.  ``alone``: the compute of each run that the launch probed; ``probes``:
     :meth:`shardproof.bench.model.probes.Probes.record`.
     """
 
@@ -182,16 +165,8 @@ class RankTimes:
     threads: int
     cores: list[int]
     pci: dict[str, int] | None = None
-    alone: dict[int, AloneSteps] = field(default_factory=dict)
+    alone: list[AloneSteps] = field(default_factory=list)
     probes: ProbeRecord | None = None
-
-
-@dataclass(frozen=True)
-class PeakRecord:
-    """The most bytes that a step held on a rank, counted exactly."""
-
-    rank: int
-    ledger: int
 
 
 @dataclass(frozen=True)

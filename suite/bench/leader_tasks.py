@@ -1,32 +1,24 @@
 """What leaders do for a bench session: they start fresh ranks and wait for them.
 
-Each task takes a ``payload`` of plain data that names its ``workdir``, and returns plain data: an
-``answer`` or a ``problem``, for which :class:`shardproof.bench.session.Session` waits.
+Each task is called with what it measures and a work folder, and returns plain data: an ``answer``
+or a ``problem``, for which :class:`shardproof.bench.session.Session` waits.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.launches import (
-    AloneRecord,
-    Launch,
-    PeakRecord,
-    RankTimes,
-    SideRun,
-)
+from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, step_time
 from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
-from shardproof.bench.plain import from_plain, to_json
+from shardproof.bench.subjects import Side
+from shardproof.files import from_plain, to_plain
 from shardproof.registry.declaration import ask
 
-#: Plain data, as JSON has it.
-Payload = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -46,26 +38,49 @@ class Timed:
     watched: WatchedStep | None = None
 
 
-def examine(payload: Payload) -> Any:
-    """What ``sides`` declare (:class:`Answer`), without running them; and the number of GPUs."""
+@dataclass(frozen=True)
+class Examination:
+    """Sides to ask what they declare, and where they would run."""
+
+    sides: Mapping[str, Side]
+    backend: str
+    dtype: str
+    world: int
+
+
+@dataclass(frozen=True)
+class RoundsToMeasure:
+    """Runs of one backend and world; ``ladder`` are the payloads to probe by operation (``None``:
+    those that their steps send).
+    """
+
+    runs: Sequence[SideRun]
+    rounds: int
+    ladder: Mapping[str, Sequence[int]] | None
+    workdir: Path
+
+
+def examine(task: Examination) -> Any:
+    """What sides declare (:class:`Answer`), without running them; and the number of GPUs."""
     gpus = None
-    if BACKENDS[payload["backend"]].device == "cuda":
+    if BACKENDS[task.backend].device == "cuda":
         import torch
 
         gpus = torch.cuda.device_count()
-    sides = {}
-    for key, side in payload["sides"].items():
-        where = payload["backend"], payload["dtype"], payload["world"]
-        sides[key] = ask(side["implementation"], side["options"], *where).to_dict()
+    where = task.backend, task.dtype, task.world
+    sides = {
+        key: ask(side.implementation, side.options, *where).to_dict()
+        for key, side in task.sides.items()
+    }
     return {"sides": sides, "gpus": gpus}
 
 
-def time_launch(payload: Payload) -> Any:
-    """Time the blocks of a ``launch``; where it probes the model a step is watched before."""
+def time_launch(task: tuple[Launch, Path]) -> Any:
+    """Time the blocks of a launch; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
     from shardproof.bench.model import probes
 
-    launch, workdir = from_plain(Launch, payload["launch"]), Path(payload["workdir"])
+    launch, workdir = task
 
     def answer() -> Timed:
         watched = None
@@ -78,9 +93,8 @@ def time_launch(payload: Payload) -> Any:
                 lambda rank: probes.watch(run, rank),
                 ledgers=True,
             )
-        first = next(iter(launch.sides.values()))
         ranks = on_ranks(
-            *(first, workdir, RankTimes),
+            *(launch.first, workdir, RankTimes),
             lambda rank: timed_ranks.run(launch, watched, workdir, rank),
         )
         return Timed(ranks, watched)
@@ -88,65 +102,61 @@ def time_launch(payload: Payload) -> Any:
     return _reply(answer)
 
 
-def measure_memory(payload: Payload) -> Any:
+def measure_memory(task: tuple[SideRun, Path]) -> Any:
     """Peak bytes of a step on ranks that are threads, where they are counted exactly."""
     from shardproof.bench import timed_ranks
 
-    run = replace(from_plain(SideRun, payload["run"]), backend="in_memory")
-    return _one_side(payload, run, PeakRecord, lambda rank: timed_ranks.memory(run, rank))
+    run, workdir = replace(task[0], backend="in_memory"), task[1]
+    return _reply(lambda: on_ranks(run, workdir, int, lambda rank: timed_ranks.memory(run, rank)))
 
 
-def run_alone(payload: Payload) -> Any:
+def run_alone(task: tuple[SideRun, Path]) -> Any:
     """One side on ranks of its own, untimed."""
     from shardproof.bench import timed_ranks
 
-    run, workdir = from_plain(SideRun, payload["run"]), Path(payload["workdir"])
-    return _one_side(payload, run, AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir))
+    run, workdir = task
+    return _reply(
+        lambda: on_ranks(
+            run, workdir, AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir)
+        )
+    )
 
 
-def profile(payload: Payload) -> Any:
+def profile(task: tuple[SideRun, Path]) -> Any:
     """Phases of one side's step."""
     from shardproof.bench.profile import profile
 
-    run = from_plain(SideRun, payload["run"])
-    return _one_side(payload, run, dict[str, float], lambda rank: profile(run, rank))
+    run, workdir = task
+    return _reply(lambda: on_ranks(run, workdir, dict[str, float], lambda rank: profile(run, rank)))
 
 
-def measure_rounds(payload: Payload) -> Any:
-    """Steps of ``runs`` (of one backend and world) with and without traffic, in ``rounds``.
-
-    ``ladder``: payloads to probe by operation; without one those that the steps send.
-    """
+def measure_rounds(task: RoundsToMeasure) -> Any:
+    """Steps of runs with and without traffic, in rounds."""
     from shardproof.bench.model import probes
 
-    runs = [from_plain(SideRun, run) for run in payload["runs"]]
-    workdir, first = Path(payload["workdir"]), runs[0]
+    runs, first = task.runs, task.runs[0]
 
     def answer() -> Rounds:
         (watched, *_) = on_ranks(
             first,
-            workdir / "watched",
+            task.workdir / "watched",
             list[WatchedStep],
             lambda rank: [probes.watch(run, rank) for run in runs],
             ledgers=True,
         )
         calls = [call for each in watched for call in step_time.seen(each.calls)]
-        ladder = payload.get("ladder") or measurement.ladder(calls)
+        ladder = task.ladder or measurement.ladder(calls)
         sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
-        products, rounds = watched[-1].products, payload["rounds"]
+        products = watched[-1].products
         measured = on_ranks(
             first,
-            workdir / "measured",
+            task.workdir / "measured",
             RankRounds,
-            lambda rank: measurement.measure(runs, sizes, products, rounds, rank),
+            lambda rank: measurement.measure(runs, sizes, products, task.rounds, rank),
         )
         return Rounds(watched, measured)
 
     return _reply(answer)
-
-
-def _one_side(payload: Payload, run: SideRun, kind: type[T], program: Callable[[int], T]) -> Any:
-    return _reply(lambda: on_ranks(run, Path(payload["workdir"]), kind, program))
 
 
 def on_ranks(
@@ -167,7 +177,7 @@ def on_ranks(
     outcomes = run_ranks(
         run.backend,
         run.world,
-        lambda rank, _: {"json": to_json(program(rank))},
+        lambda rank, _: {"record": to_plain(program(rank))},
         workdir,
         run.deadline,
         ledgers=ledgers,
@@ -175,7 +185,7 @@ def on_ranks(
     cause = root_cause(outcomes)
     if cause is None:
         records = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
-        return [from_plain(kind, json.loads(record["json"])) for record in records]
+        return [from_plain(kind, record["record"]) for record in records]
     if cause.error_type == "Refused":
         raise LaunchFailed("precondition", cause.message)
     where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
@@ -186,6 +196,6 @@ def on_ranks(
 def _reply(answer: Callable[[], object]) -> Any:
     """What ``answer`` returns, or why it failed, as JSON has it."""
     try:
-        return json.loads(to_json({"answer": answer()}))
+        return {"answer": to_plain(answer())}
     except LaunchFailed as failed:
         return {"problem": [failed.verdict, failed.reason]}

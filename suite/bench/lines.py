@@ -12,14 +12,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
 
 from shardproof.bench.model.alpha_beta import Machine
 from shardproof.bench.model.step_time import Call, Scorecard
-from shardproof.bench.plain import NoFigures, StoredModel
 from shardproof.bench.subjects import Cell, Pair, Room
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
+
+
+class StoredModel(BaseModel):
+    """Part of a line of ``cases.jsonl``: a field that was neither given nor read is not written,
+    and what other versions wrote besides is passed over.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; ``model_validate`` reads it."""
+        return self.model_dump(exclude_unset=True)
+
+
+class NoFigures(StoredModel):
+    """Why there are no figures, where they would stand."""
+
+    problem: str
+
 
 #: A loss that is not finite is stored as text.
 Losses = dict[str, list[float]]

@@ -35,21 +35,15 @@ def profile(run: SideRun, rank: int) -> dict[str, float]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    arm = Arm(run, rank)
-    arm.set_up()
-    for _ in range(WARM):
-        arm.step()
+    arm = Arm(run, rank).set_up()
+    arm.seconds(WARM)
     began = time.perf_counter(), time.thread_time(), time.process_time()
-    for _ in range(STEPS):
-        arm.step()
+    arm.seconds(STEPS)
     ended = time.perf_counter(), time.thread_time(), time.process_time()
     wall, own, process = (1e3 * (b - a) / STEPS for a, b in zip(began, ended, strict=True))
 
     with profiled(activities=[ProfilerActivity.CPU]) as recorded:
-        clock = time.perf_counter()
-        for _ in range(STEPS):
-            arm.step()
-        clock = 1e3 * (time.perf_counter() - clock) / STEPS
+        clock = 1e3 * sum(arm.seconds(STEPS)) / STEPS
     shares = _by_phase(recorded.events())
     arm.close()
     phases = {phase: shares.get(phase, 0.0) * wall / clock for phase in PHASES}

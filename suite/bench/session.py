@@ -15,20 +15,19 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardproof.backends import BACKENDS
 from shardproof.bench import launches, leader_tasks
-from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun
+from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
 from shardproof.bench.model import measurement, scorecard
 from shardproof.bench.model.records import Rounds
-from shardproof.bench.plain import from_plain, to_json
 from shardproof.bench.scaling import modelled
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
@@ -37,6 +36,7 @@ from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import from_plain
 from shardproof.launch.fork_server import Task
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry.declaration import Answer, Declaration
@@ -50,6 +50,7 @@ _LOOK_SECONDS = 1.0
 #: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
 _PATIENCE_SECONDS = 5.0
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -60,12 +61,12 @@ class Measured:
     ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
     counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
     (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone,
-    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` (of a cell ``cell_probes``) is what
-    the model of a step needs.
+    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` is what the model of a step
+    needs.
 
     Of a cell only: ``peak_bytes`` of a step on its worst rank; ``room``, how many ranks fit here;
     ``source``, the cell in whose launches a refused cell's single rank was timed (its own, where
-    none fits); ``times``, the file of raw times, once it is kept.
+    none fits); ``times_file``, that of raw times, once they are kept.
     """
 
     subject: Subject
@@ -81,12 +82,11 @@ class Measured:
     no_gpu: str = ""
     memory: Memory | NoFigures | None = None
     profile: dict[str, dict[str, float]] | NoFigures | None = None
-    probed: PairProbes | NoFigures | None = None
-    cell_probes: CellProbes | None = None
+    probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
     room: Room | None = None
     source: Measured | None = None
-    times: str = ""
+    times_file: str = ""
 
     @property
     def timed(self) -> bool:
@@ -100,8 +100,6 @@ class Measured:
 
     def run(self, side: str) -> SideRun:
         """``side`` on all of its ranks."""
-        if isinstance(self.subject, Cell):
-            return launches.cell_run(self.subject, *self.meshes[side])
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
@@ -150,11 +148,7 @@ class Session:
             groups.setdefault(subject.group, []).append(subject)
         for members in groups.values():
             first = members[0]
-            sides = (
-                {"ranks": first.system}
-                if isinstance(first, Cell)
-                else {letter: first.side(letter) for letter in LETTERS}
-            )
+            sides = {side: first.side(side) for side in first.own_sides}
             answers, gpus = self._examined(first, sides)
             for key, answer in answers.items():
                 if answer.refused:
@@ -173,10 +167,8 @@ class Session:
     ) -> tuple[dict[str, Answer], int | None]:
         """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
         world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
-        payload = {"sides": sides, "backend": subject.backend, "dtype": subject.dtype}
-        end = self._run(
-            leader_tasks.examine, subject.id, payload | {"world": world}, _EXAMINING_SECONDS
-        )
+        task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
+        end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
         if end.value is None:
             why = Answer(missing=f"the measuring process {end.why_no_value}")
             return dict.fromkeys(sides, why), None
@@ -190,10 +182,10 @@ class Session:
             launch, workdir = measured.launch(number, range(done, done + count)), self._folder()
             sampler = self._sampler(measured, workdir)
             try:
-                with Watch(workdir, on_blocks, done), sampler:
+                with watching(workdir, on_blocks, done), sampler:
                     timed = self._lead(
-                        *(leader_tasks.time_launch, Timed, subject.id, {"launch": launch}),
-                        *(subject.deadline, workdir),
+                        *(leader_tasks.time_launch, Timed, subject.id),
+                        *((launch, workdir), subject.deadline),
                     )
             except LaunchFailed as failed:
                 measured.problem = failed.verdict, failed.reason
@@ -204,10 +196,7 @@ class Session:
                 measured.seconds = time.monotonic() - began
             measured.records.append(timed.ranks)
             if timed.watched is not None and isinstance(subject, Cell):
-                own = next(iter(launch.probed.values()))
-                measured.cell_probes = modelled.digest(
-                    subject, own.world, timed.watched, timed.ranks
-                )
+                measured.probed = modelled.digest(subject, launch, timed.watched, timed.ranks)
             done += count
             on_blocks(done)
 
@@ -219,13 +208,13 @@ class Session:
             measured.memory = _resident(measured)
             return
         worst = []
-        for side in ("ranks",) if isinstance(measured.subject, Cell) else LETTERS:
+        for side in measured.subject.own_sides:
             try:
-                ranks = self._one_side(leader_tasks.measure_memory, PeakRecord, measured, side)
+                peaks = self._one_side(leader_tasks.measure_memory, int, measured, side)
             except LaunchFailed as failed:
                 measured.memory = NoFigures(problem=failed.reason)
                 return
-            worst.append(max(record.ledger for record in ranks))
+            worst.append(max(peaks))
         if isinstance(measured.subject, Cell):
             (measured.peak_bytes,) = worst
         else:
@@ -272,7 +261,9 @@ class Session:
         except LaunchFailed as failed:
             measured.probed = NoFigures(problem=failed.reason)
         else:
-            measured.probed = scorecard.digest(backend, letters, rounds, others)
+            probes, steps = scorecard.digest(backend, rounds)
+            sides = dict(zip(letters, steps, strict=True)) | others
+            measured.probed = PairProbes(sides=sides, **dict(probes))
 
     def measure_rounds(
         self,
@@ -285,9 +276,9 @@ class Session:
 
         :raises LaunchFailed: the ranks broke.
         """
-        payload = {"runs": runs, "rounds": rounds, "ladder": ladder}
+        task = leader_tasks.RoundsToMeasure(runs, rounds, ladder, self._folder())
         seconds = 2 * runs[0].deadline
-        return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, payload, seconds)
+        return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def profile(self, measured: Measured) -> None:
         """Where a mean step's time goes, by side, on its slowest rank."""
@@ -306,35 +297,27 @@ class Session:
 
     def _one_side(
         self,
-        task: Task[Any],
+        task: Task[tuple[SideRun, Path]],
         kind: type[T],
         measured: Measured,
         side: str,
         seconds: float = _PASS_SECONDS,
         workdir: Path | None = None,
     ) -> list[T]:
-        payload = {"run": measured.run(side)}
-        return self._lead(task, list[kind], measured.subject.id, payload, seconds, workdir)  # type: ignore[valid-type]
+        what = measured.run(side), workdir or self._folder()
+        return self._lead(task, list[kind], measured.subject.id, what, seconds)  # type: ignore[valid-type]
 
     def _folder(self) -> Path:
         """A fresh work folder, not yet made."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
 
-    def _lead(
-        self,
-        task: Task[Any],
-        kind: type[T],
-        name: str,
-        payload: Mapping[str, object],
-        seconds: float,
-        workdir: Path | None = None,
-    ) -> T:
+    def _lead(self, task: Task[P], kind: type[T], name: str, what: P, seconds: float) -> T:
         """Run ``task`` of :mod:`shardproof.bench.leader_tasks` in a leader; its answer.
 
         :raises LaunchFailed: there is no answer.
         """
-        end = self._run(task, name, payload, seconds, workdir)
+        end = self._run(task, name, what, seconds)
         if end.value is None:
             verdict = "hang" if end.timed_out else "crash"
             raise LaunchFailed(verdict, f"the measuring process {end.why_no_value}")
@@ -342,19 +325,9 @@ class Session:
             raise LaunchFailed(*end.value["problem"])
         return from_plain(kind, end.value["answer"])
 
-    def _run(
-        self,
-        task: Task[Any],
-        name: str,
-        payload: Mapping[str, object],
-        seconds: float,
-        workdir: Path | None = None,
-    ) -> TaskEnd[Any]:
+    def _run(self, task: Task[P], name: str, what: P, seconds: float) -> TaskEnd[P]:
         """``seconds`` is the deadline, without the leader's own work."""
-        workdir = workdir or self._folder()
-        plain = json.loads(to_json({**payload, "workdir": str(workdir)}))
-        items = [(name, plain, seconds + JUDGING_SECONDS)]
-        with closing(self._pool.run(task, items)) as ends:
+        with closing(self._pool.run(task, [(name, what, seconds + JUDGING_SECONDS)])) as ends:
             (end,) = list(ends)
         return end
 
@@ -431,28 +404,25 @@ def _resident(measured: Measured) -> Memory | NoFigures:
     return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
 
 
-class Watch:
-    """Reports now and then how many blocks the first rank of a launch has ended."""
+@contextmanager
+def watching(workdir: Path, report: OnBlocks, before: int) -> Iterator[None]:
+    """Report now and then how many blocks the first rank of a launch has ended."""
+    path, over = workdir / "times0.jsonl", threading.Event()
 
-    def __init__(self, workdir: Path, report: OnBlocks, before: int) -> None:
-        self._path, self._report, self._before = workdir / "times0.jsonl", report, before
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="bench progress", daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(_PATIENCE_SECONDS)
-
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            if self._path.exists():
-                lines = self._path.read_text().splitlines()
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            if path.exists():
+                lines = path.read_text().splitlines()
                 blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
-                self._report(self._before + len(blocks - {-1}))
+                report(before + len(blocks - {-1}))
+
+    thread = threading.Thread(target=look, name="bench progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_PATIENCE_SECONDS)
 
 
 def read_times(workdir: Path) -> list[TimedStep]:

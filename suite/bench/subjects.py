@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -93,8 +93,8 @@ class Timed(Stored, ABC):
 class Pair(Timed):
     """A comparison of ``a`` with ``b``."""
 
-    #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[Literal["bench"]] = "bench"
+    #: Those that are declared and judged.
+    own_sides: ClassVar[Sequence[str]] = LETTERS
 
     a: Side
     b: Side
@@ -130,8 +130,8 @@ class Pair(Timed):
 class Cell(Timed):
     """One system on one backend at one world; ``base`` is the workload of the single process."""
 
-    #: Its kind of line in ``cases.jsonl``.
-    kind: ClassVar[Literal["scaling"]] = "scaling"
+    #: The one that is declared; its bases follow from it.
+    own_sides: ClassVar[Sequence[str]] = ("ranks",)
 
     mode: Mode
     system: Side
@@ -160,6 +160,10 @@ class Cell(Timed):
         """The name in messages about progress; of a refused cell one rank is timed alone."""
         ranks = "alone" if refused else f"on {self.world} ranks"
         return f"{self.mode} {self.title} {ranks}, {self.backend}"
+
+    def side(self, side: str) -> Side:
+        """The system."""
+        return self.system
 
     def samples(self, world: int) -> int:
         """Samples of the rank that has most, in a step of ``world`` ranks."""

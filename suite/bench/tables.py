@@ -1,19 +1,13 @@
-"""Comparisons in words: the cells of their table, and what stands below it.
-
-``report`` is what ``bench.stats.family`` makes of all comparisons that are shown together.
-"""
+"""Comparisons in words: the rows of their table, and what stands below it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardproof.bench.lines import InReport, Interval, Memory, NoFigures, PairLine
 from shardproof.bench.subjects import LETTERS
 from shardproof.bench.telemetry import sampling
 from shardproof.table import Table
-
-#: Comparison -> its adjusted p and verdict beside all others of a report.
-Report = Mapping[str, InReport]
 
 HEADINGS = (
     *("pair", "verdict", "in this report (p, Holm)", "A / B [95 %]", "p", "A/A [95 %]", "margin"),
@@ -23,10 +17,15 @@ HEADINGS = (
 NARROW = ("pair", "verdict", HEADINGS[2], "A / B [95 %]", "A/A [95 %]", "A ms", "B ms", "goal")
 
 
-def cells(line: PairLine, report: Report | None = None) -> tuple[str, ...]:
-    """The texts of :data:`HEADINGS`; without a ``report`` the comparison stands for itself."""
+def rows(lines: Sequence[PairLine]) -> list[tuple[str, ...]]:
+    """The texts of :data:`HEADINGS` of each of the comparisons, which are shown together."""
     from shardproof.bench import stats  # scipy is slow to import, and every command imports this
 
+    family = stats.family(lines)
+    return [_row(line, family.get(line.id)) for line in lines]
+
+
+def _row(line: PairLine, beside: InReport | None) -> tuple[str, ...]:
     figures, met = line.figures, line.goal_met
     measured = ["-"] * 6
     if figures is not None:
@@ -41,7 +40,7 @@ def cells(line: PairLine, report: Report | None = None) -> tuple[str, ...]:
     return (
         name(line),
         line.verdict,
-        _in_report(line, stats.family([line]) if report is None else report),
+        "-" if beside is None else f"{beside.verdict} ({beside.p_holm:.2g})",
         *measured,
         *(rates(line, letter) for letter in LETTERS),
         _memory(line.memory),
@@ -53,13 +52,11 @@ def table(lines: Sequence[PairLine], headings: Sequence[str] = HEADINGS) -> Tabl
     """Comparisons that are shown together, with the columns ``headings``."""
     from shardproof.bench import stats
 
-    report = stats.family(lines)
     places = [HEADINGS.index(heading) for heading in headings]
-    rows = [cells(line, report) for line in lines]
     return Table(
         "",
         headings,
-        [[row[place] for place in places] for row in rows],
+        [[row[place] for place in places] for row in rows(lines)],
         marks=["bad" if line.verdict in ("slower", *stats.BROKEN) else "" for line in lines],
     )
 
@@ -68,7 +65,7 @@ def beside(line: PairLine) -> list[str]:
     """What :data:`HEADINGS` has and :data:`NARROW` has not, in lines."""
     if line.figures is None:
         return []
-    texts = dict(zip(HEADINGS, cells(line), strict=True))
+    texts = dict(zip(HEADINGS, *rows([line]), strict=True))
     known = line.figures.p is not None
     p = f"p {texts['p']} by sign flips" if known else "no p, which takes 6 blocks"
     return [
@@ -81,11 +78,6 @@ def name(line: PairLine) -> str:
     """The pair's name, unless it was made on the command line, and both sides."""
     pair = line.pair
     return pair.versus if pair.name == "pair" else f"{pair.name}: {pair.versus}"
-
-
-def _in_report(line: PairLine, report: Report) -> str:
-    beside = report.get(line.id)
-    return "-" if beside is None else f"{beside.verdict} ({beside.p_holm:.2g})"
 
 
 def interval(ratio: Interval) -> str:
@@ -189,16 +181,19 @@ def _profile(line: PairLine) -> list[str]:
     return texts
 
 
-def lost(lines: Sequence[PairLine], report: Report) -> str | None:
+def lost(lines: Sequence[PairLine]) -> str:
     """A sentence if a difference of a comparison does not stand beside the others."""
+    from shardproof.bench import stats
+
+    family = stats.family(lines)
     changed = [
         name(line)
         for line in lines
-        if line.id in report and report[line.id].verdict != line.verdict
+        if line.id in family and family[line.id].verdict != line.verdict
     ]
     if not changed:
-        return None
+        return ""
     return (
-        f"{len(report)} comparisons side by side: what looks like a difference may be chance in "
+        f"{len(family)} comparisons side by side: what looks like a difference may be chance in "
         f"{', '.join(changed)}"
     )

@@ -19,7 +19,6 @@ the same machine in the same minute.  Ledgers are off, and that is asserted: the
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import resource
@@ -36,8 +35,8 @@ import torch
 
 from shardproof import backends
 from shardproof.bench import pinning
-from shardproof.bench.arm import Arm, assert_nothing_is_recorded
-from shardproof.bench.launches import AloneRecord, Launch, PeakRecord, RankTimes, SideRun
+from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
+from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, probes, step_time
 from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.sides import (
@@ -49,7 +48,7 @@ from shardproof.bench.sides import (
 )
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.telemetry import nvml, sampling
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Comm
 from shardproof.ledgers.memory import MemoryLedger
 
 #: Steps before the one whose memory is looked at: optimizer state is there from the first on.
@@ -62,10 +61,10 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
 
     ``watched``: the calls to probe, where the launch probes the model.
     """
-    assert_nothing_is_recorded(launch.backend)
+    assert_nothing_is_recorded(launch.first.backend)
     sampling.announce(workdir, os.getpid())
-    cores = pinning.pin(rank, launch.world, backends.BACKENDS[launch.backend].threads)
-    control = _everybody(launch.backend, launch.world)
+    cores = pinning.pin(rank, launch.first.world, backends.BACKENDS[launch.first.backend].threads)
+    control = everybody(launch.first.backend, launch.first.world)
     arms = {}
     for side, of_side in launch.sides.items():
         arm = Arm(of_side, rank)  # every rank makes it: groups are made by all, in one order
@@ -89,16 +88,14 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
         for block in launch.blocks:
             for name, order in launch.orders.items():
                 for segment, side in enumerate(order):
-                    if side not in arms:
-                        control.barrier()
-                        continue
-                    times = segment_times(arms[side], control, steps[side])
-                    writer.add(name, block, segment, side, times)
+                    control.barrier()
+                    if side in arms:
+                        writer.add(name, block, segment, side, arms[side].seconds(steps[side]))
             writer.flush()
             if probing is not None:
                 probing.block()
         control.barrier()  # nothing is closed while rank 0 is still being timed
-    assert_nothing_is_recorded(launch.backend)
+    assert_nothing_is_recorded(launch.first.backend)
     for arm in arms.values():
         arm.close()
     return RankTimes(
@@ -109,25 +106,10 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
         targets={side: arm.targets for side, arm in arms.items()},
         threads=torch.get_num_threads(),
         cores=cores,
-        pci=_pci(launch.backend),
-        alone={} if probing is None else probing.close(),
+        pci=_pci(launch.first.backend),
+        alone=[] if probing is None else probing.close(),
         probes=None if probing is None else probing.probes.record(),
     )
-
-
-def _everybody(backend: str, world: int) -> Comm:
-    """A group of all ranks, for barriers and votes."""
-    return Mesh({"replicate": world}, device=backends.BACKENDS[backend].device).comm("replicate")
-
-
-def segment_times(arm: Arm, control: Comm, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` steps on this rank."""
-    control.barrier()
-    ends = [time.perf_counter()]
-    for _ in range(steps):
-        arm.step()
-        ends.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> tuple[list[float | None], float]:
@@ -193,16 +175,14 @@ class _Probing:
 
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
-        self._alone = {
-            samples: probes.Alone(of_side, rank) for samples, of_side in launch.probed.items()
-        }
+        self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
         sizes = measurement.ladder(step_time.seen(watched.calls))
         dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
         self.probes = probes.Probes(control, sizes, watched.products, dtype)
 
     def warm_up(self) -> None:
         """Steps and calls that do not count."""
-        for single in self._alone.values():
+        for single in self._alone:
             single.segment(WARM_LEAST)
             single.forget()
         self.probes.sweep()
@@ -210,21 +190,21 @@ class _Probing:
 
     def block(self) -> None:
         """One round of everything, all ranks at once."""
-        for single in self._alone.values():
+        for single in self._alone:
             single.segment(SEGMENT_STEPS, self._control.barrier)
         self.probes.sweep()
 
-    def close(self) -> dict[int, AloneSteps]:
-        """End the steps; their seconds by samples of a rank."""
-        for single in self._alone.values():
+    def close(self) -> list[AloneSteps]:
+        """End the steps; their seconds, in the order of the launch."""
+        for single in self._alone:
             single.arm.close()
-        return {samples: single.record() for samples, single in self._alone.items()}
+        return [single.record() for single in self._alone]
 
 
 # --------------------------------------------------------------------------- one side alone
 
 
-def memory(of_side: SideRun, rank: int) -> PeakRecord:
+def memory(of_side: SideRun, rank: int) -> int:
     """The most bytes that a step holds on this rank, a thread: the ledger's count."""
     arm = Arm(of_side, rank)
     phase = "setup"
@@ -234,7 +214,7 @@ def memory(of_side: SideRun, rank: int) -> PeakRecord:
             phase, ledger.step = "step", step
             arm.step()
     arm.close()
-    return PeakRecord(rank, ledger.log.peak("step", MEMORY_STEPS - 1).bytes)
+    return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
 
 
 def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
@@ -247,8 +227,7 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
     arm = Arm(of_side, rank)
     before = psutil.Process().memory_info().rss
     arm.set_up()
-    for _ in range(MEMORY_STEPS):
-        arm.step()
+    arm.seconds(MEMORY_STEPS)
     began = time.monotonic()
     steps = _steps_alone(arm) if on_gpu else 0
     ended = time.monotonic()
@@ -268,13 +247,12 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
 
 def _steps_alone(arm: Arm) -> int:
     """Run steps for a while, as many on every rank; how many."""
-    control = _everybody(arm.run.backend, arm.run.world)
+    control = everybody(arm.run.backend, arm.run.world)
     steps = 0
     over = False
     began = time.monotonic()
     while not over:
-        for _ in range(SEGMENT_STEPS):
-            arm.step()
+        arm.seconds(SEGMENT_STEPS)
         steps += SEGMENT_STEPS
         over = _agree(time.monotonic() - began >= sampling.ALONE_SECONDS, control)
     return steps

@@ -10,7 +10,7 @@ into the run's records, so that ``shardproof verify`` decides again by the same 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from shardproof.files import Stored
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence, Figures
-    from shardproof.evidence.records import ComparisonRow
+    from shardproof.evidence.records import ComparisonRow, RankRecord
 
 Status = Literal["pass", "fail", "skip", "undecidable", "precondition"]
 
@@ -85,6 +85,16 @@ def judge(name: str, evidence: Evidence) -> Outcome:
     """Measure, then decide."""
     evidence.compared[name] = measure(name, evidence)
     return decide(name, evidence)
+
+
+def first_problem(figures: Figures, wrong: Callable[[RankRecord, int], str]) -> str:
+    """What ``wrong`` says of the first rank and step of which it says something."""
+    for record in figures.records:
+        for step in figures.steps:
+            problem = wrong(record, step)
+            if problem:
+                return f"rank {record.rank}, step {step}: {problem}"
+    return ""
 
 
 def _module(name: str) -> ModuleType:

@@ -20,13 +20,14 @@ from collections.abc import Mapping
 
 import torch
 
-from shardproof.checks import Outcome
+from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
 from shardproof.costs import cost_model_of
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
+from shardproof.evidence.records import RankRecord
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -62,12 +63,12 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("active", "pass", "", None, figures)
 
 
-#: Kind of state -> the point at which its sizes are compared, and the cost model's field.
-_SIZES = (
-    ("parameters", "after_update", "parameters"),
-    ("gradients", "gradients_final", "gradients"),
-    ("optimizer", "after_update", "optimizer"),
-)
+#: Kind of state -> the point at which its sizes are compared.
+_SIZES = {
+    "parameters": "after_update",
+    "gradients": "gradients_final",
+    "optimizer": "after_update",
+}
 
 
 def _sizes(evidence: Figures) -> str:
@@ -84,11 +85,11 @@ def _sizes(evidence: Figures) -> str:
         if any(step.skipped for step in record.steps):
             return ""
         local = cost_model.local(record.rank)
-        for kind, point, field in _SIZES:
+        for kind, point in _SIZES.items():
             held = record.steps[-1].held.get(point, {}).get(kind)
             if held is None:
                 continue
-            wanted: Mapping[str, int] = getattr(local, field)
+            wanted: Mapping[str, int] = getattr(local, kind)
             # No strategy promises which rank holds a piece without elements.
             own = {name: count for name, count in wanted.items() if count}
             odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
@@ -109,7 +110,9 @@ def _buffer_dtypes(evidence: Figures) -> str:
     wanted = case.precision.get("buffers", case.dtype)
     allowed = {wanted}
     if "rebound_buffer" in evidence.workload.traits:
-        allowed.add(_wider(wanted, case.compute_dtype))
+        # In the dtype of a sum of the two.
+        both = torch.promote_types(*(getattr(torch, d) for d in (wanted, case.compute_dtype)))
+        allowed.add(str(both).removeprefix("torch."))
     for row in evidence.tensors:
         if row.kind != "buffers" or row.step != case.steps - 1:
             continue
@@ -121,24 +124,15 @@ def _buffer_dtypes(evidence: Figures) -> str:
     return ""
 
 
-def _wider(one: str, other: str) -> str:
-    """The dtype of a sum of the two."""
-    both = torch.promote_types(getattr(torch, one), getattr(torch, other))
-    return str(both).removeprefix("torch.")
-
-
 def _output_dtypes(evidence: Figures) -> str:
     """Losses are taken of outputs in the dtype that the policy names, if it names one."""
     wanted = evidence.case.precision.get("output")
-    for record in evidence.records if wanted is not None else ():
-        for step in evidence.steps:
-            odd = set(record.steps[step].outputs) - {wanted}
-            if odd:
-                return (
-                    f"rank {record.rank}, step {step}: outputs in {', '.join(sorted(odd))}, "
-                    f"precision.output asks for {wanted}"
-                )
-    return ""
+
+    def wrong(record: RankRecord, step: int) -> str:
+        odd = ", ".join(sorted(set(record.steps[step].outputs) - {wanted}))
+        return f"outputs in {odd}, precision.output asks for {wanted}" if odd else ""
+
+    return "" if wanted is None else first_problem(evidence, wrong)
 
 
 def _silent_accumulation(evidence: Figures) -> str:
@@ -146,26 +140,16 @@ def _silent_accumulation(evidence: Figures) -> str:
     features = evidence.declaration.features
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
-    for record in evidence.records:
-        for step in evidence.steps:
-            starts = [
-                number
-                for number, kind, unit in record.events_of(step)
-                if kind == "forward" and unit == ""
-            ]
-            if len(starts) < 2:
-                continue
-            early = [
-                call
-                for call in step_calls(record, step)
-                if call.operation in REDUCTIONS and call.issued < starts[-1]
-            ]
-            if early:
-                return (
-                    f"rank {record.rank}, step {step}: {len(early)} reductions before the last "
-                    "micro-batch: accumulation should not communicate"
-                )
-    return ""
+
+    def wrong(record: RankRecord, step: int) -> str:
+        events = record.events_of(step)
+        starts = [n for n, kind, unit in events if (kind, unit) == ("forward", "")]
+        reduced = [call for call in step_calls(record, step) if call.operation in REDUCTIONS]
+        early = sum(call.issued < starts[-1] for call in reduced) if len(starts) > 1 else 0
+        text = "reductions before the last micro-batch: accumulation should not communicate"
+        return f"{early} {text}" if early else ""
+
+    return first_problem(evidence, wrong)
 
 
 def _recomputation(evidence: Figures) -> str:
@@ -174,18 +158,20 @@ def _recomputation(evidence: Figures) -> str:
     every = facts.options.get("recompute_every") if facts else None
     if facts is None or every is None:
         return ""
-    for record in evidence.records:
-        for step in evidence.steps:
-            begun = Counter((kind, unit) for _, kind, unit in record.events_of(step))
-            for unit in facts.units:
-                wanted = begun["forward", unit] if every else 0
-                again = begun["recompute", unit]
-                if again != wanted:
-                    return (
-                        f"rank {record.rank}, step {step}: {unit!r} is recomputed {again} "
-                        f"times in backward, {wanted} asked for (recompute_every: {every})"
-                    )
-    return ""
+
+    def wrong(record: RankRecord, step: int) -> str:
+        begun = Counter((kind, unit) for _, kind, unit in record.events_of(step))
+        for unit in facts.units:
+            wanted = begun["forward", unit] if every else 0
+            again = begun["recompute", unit]
+            if again != wanted:
+                return (
+                    f"{unit!r} is recomputed {again} times in backward, {wanted} asked for "
+                    f"(recompute_every: {every})"
+                )
+        return ""
+
+    return first_problem(evidence, wrong)
 
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:

@@ -217,10 +217,8 @@ class WindowFigures(BubbleRatios):
 def closed_ratios(schedule: Schedule, setting: Setting) -> dict[str, float | None]:
     """The closed forms over a rank's work; ``None``: there is none."""
     form = FORMS.get(schedule.name)
-    ratios: dict[str, float | None] = {}
-    for kind in ("span", "makespan"):
-        value = getattr(form, kind)(setting) if form is not None else None
-        ratios[f"{kind}_bubble_over_ideal"] = (
-            None if value is None else float(value / setting.ideal)
-        )
-    return ratios
+    values = (None, None) if form is None else (form.span(setting), form.makespan(setting))
+    return {
+        f"{kind}_bubble_over_ideal": None if value is None else float(value / setting.ideal)
+        for kind, value in zip(("span", "makespan"), values, strict=True)
+    }

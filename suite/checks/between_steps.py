@@ -8,6 +8,8 @@ last step ``full_state`` has the digests of the assembled pieces.  A part of equ
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from shardproof.checks.numbers import Comparison
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import ComparisonRow
@@ -22,10 +24,8 @@ def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
 
 def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     by_rank = {r.rank: r.evaluation for r in evidence.records if r.evaluation is not None}
-    if not by_rank:
-        return []
     if len(by_rank) < len(evidence.records):
-        return _problem(f"only ranks {sorted(by_rank)} evaluate; the others refuse")
+        return _some_refuse(by_rank, "evaluate")
     step = next(iter(by_rank.values())).step
     shares: dict[int, float] = {}
     for rank, evaluation in by_rank.items():
@@ -61,10 +61,8 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
 
 def _full_state(evidence: Evidence) -> list[ComparisonRow]:
     by_rank = {r.rank: r.full_state for r in evidence.records if r.full_state is not None}
-    if not by_rank:
-        return []
     if len(by_rank) < len(evidence.records):
-        return _problem(f"only ranks {sorted(by_rank)} have a full_state; the others refuse")
+        return _some_refuse(by_rank, "have a full_state")
     last = evidence.steps[-1]
     want = {
         row.name: row
@@ -80,6 +78,10 @@ def _full_state(evidence: Evidence) -> list[ComparisonRow]:
             if (row.digest, row.shape, row.dtype) != (held.digest, held.shape, held.dtype):
                 return _problem(f"full_state on rank {rank} is not what is held: {name!r}")
     return []
+
+
+def _some_refuse(ranks: Collection[int], what: str) -> list[ComparisonRow]:
+    return _problem(f"only ranks {sorted(ranks)} {what}; the others refuse") if ranks else []
 
 
 def _problem(text: str) -> list[ComparisonRow]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,6 +31,7 @@ from shardproof.checks.numbers import (
     Compare,
     Comparison,
     Region,
+    Tally,
     bitwise,
     powerless,
     relative_frobenius,
@@ -59,52 +59,42 @@ LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0
 MASTER = "master"
 
 
-@dataclass
-class _Tally:
-    """What was compared so far; the first failure ends the check."""
-
-    rows: list[ComparisonRow] = field(default_factory=list)
-    worst: Worst | None = None
-
-    def add(self, result: Comparison, name: str, step: int, phase: str, owner: str) -> bool:
-        self.rows.append(ComparisonRow(step, phase, name, owner, result.error, result.bound))
-        share = _share(result)
-        if self.worst is None or share > _share(Comparison(self.worst.error, self.worst.bound)):
-            self.worst = Worst(name, step, phase, owner, result.error, result.bound)
-        return result.ok
-
-    def not_tested(self, name: str, step: int, phase: str) -> None:
-        """Note that a spoilt copy of this tensor would have passed."""
-        self.rows.append(ComparisonRow(step, phase, name, tested=False))
-
-
-def _share(result: Comparison) -> float:
-    if result.bound:
-        return result.error / result.bound
-    return math.inf if result.error else 0.0
+#: What was compared so far; the first failure ends the check.
+Rows = list[ComparisonRow]
 
 
 class _Failure(Exception):
     """Ends the check with its message."""
 
 
+def _note(
+    rows: Rows, result: Comparison, name: str, step: int, phase: str, owner: str, failure: str
+) -> None:
+    """Add a comparison; raise ``failure`` with the comparison in it, if it failed."""
+    rows.append(ComparisonRow(step, phase, name, owner, result.error, result.bound))
+    if not result.ok:
+        raise _Failure(failure.format(Worst(name, step, phase, owner, result.error, result.bound)))
+
+
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare everything observed with the oracle, up to the first failure."""
     if not_promised(evidence) or over_budget(evidence):
         return []
-    tally = _Tally()
+    rows: Rows = []
     try:
-        _initial(evidence, tally)
+        # After ``setup`` every replica holds the initial parameters, bit for bit.
+        state, initial = evidence.initial("parameters"), evidence.truth.initial
+        _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
-            _replayed(evidence, tally)
+            _replayed(evidence, rows)
         elif evidence.case.lane == "working_precision":
-            _working_precision(evidence, tally)
+            _working_precision(evidence, rows)
         else:
-            _against_oracle(evidence, tally)
-        tally.rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
+            _against_oracle(evidence, rows)
+        rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
     except _Failure as failure:
-        tally.rows.append(ComparisonRow(problem=str(failure)))
-    return tally.rows
+        rows.append(ComparisonRow(problem=str(failure)))
+    return rows
 
 
 def decide(figures: Figures) -> Outcome:
@@ -114,17 +104,12 @@ def decide(figures: Figures) -> Outcome:
         return Outcome("equivalence", "skip", skipped)
     if over:
         return Outcome("equivalence", "precondition", over, None, {"budget": figures.oracle.budget})
-    rows = figures.compared.get("equivalence", [])
-    tally, not_tested, problem = _Tally(), set(), ""
-    for row in rows:
-        if not row.tested:
-            not_tested.add(f"{row.phase}: {row.name}")
-        elif row.error is not None and row.bound is not None:
-            result = Comparison(row.error, row.bound)
-            if not tally.add(result, row.name, row.step, row.phase, row.owner):
-                problem = problem or f"differs: {tally.worst}"
-    problem = next((row.problem for row in rows if row.problem), problem)
-    numbers: dict[str, object] = {"compared": len(tally.rows), "not_tested": sorted(not_tested)}
+    tally = Tally.of(figures.compared.get("equivalence", []))
+    problem = tally.problem or (f"differs: {tally.failed}" if tally.failed else "")
+    numbers: dict[str, object] = {
+        "compared": tally.compared,
+        "not_tested": sorted(tally.not_tested),
+    }
     if figures.case.lane == "working_precision":
         numbers["factor"] = working_precision.factor(figures)
     replayed = {"updates": figures.oracle.updates, "stale": figures.oracle.stale}
@@ -133,7 +118,7 @@ def decide(figures: Figures) -> Outcome:
         return Outcome("equivalence", "fail", problem, tally.worst, numbers)
     replay = figures.declaration.oracle == "replay"
     expected = {-1, figures.steps[-1]} if replay else {-1, *figures.steps}
-    missing = sorted(expected - {row.step for row in tally.rows})
+    missing = sorted(expected - tally.steps)
     if missing:
         message = f"nothing could be compared at steps {missing}"
         return Outcome("equivalence", "undecidable", message, tally.worst, numbers)
@@ -159,30 +144,30 @@ def over_budget(figures: Figures) -> str:
     return budget.problem(case.dtype, case.world) or ""
 
 
-def _against_oracle(evidence: Evidence, tally: _Tally) -> None:
+def _against_oracle(evidence: Evidence, rows: Rows) -> None:
     """Every step's loss, gradients, update and buffers."""
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     for step in evidence.steps:
-        _loss(evidence, step, tally)
-        _gradients(evidence, step, compare, tally)
+        _loss(evidence, step, rows)
+        _gradients(evidence, step, compare, rows)
         if not exact(evidence) and evidence.case.optimizer.name == "adamw":
-            _replay(evidence, step, tally)
+            _replay(evidence, step, rows)
         else:
-            _trajectory(evidence, step, compare, tally)
-        _buffers(evidence, step, compare, tally)
+            _trajectory(evidence, step, compare, rows)
+        _buffers(evidence, step, compare, rows)
 
 
-def _replayed(evidence: Evidence, tally: _Tally) -> None:
+def _replayed(evidence: Evidence, rows: Rows) -> None:
     """Where the told history of updates leads is where the system ended."""
     if evidence.oracle.problem:
         raise _Failure(f"no possible history: {evidence.oracle.problem}")
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     state, last = evidence.final("parameters"), evidence.steps[-1]
     final = evidence.truth.final
-    _compare_all(evidence, state, final, compare, tally, last, "drained parameters")
+    _compare_all(evidence, state, final, compare, rows, last, "drained parameters")
 
 
-def _working_precision(evidence: Evidence, tally: _Tally) -> None:
+def _working_precision(evidence: Evidence, rows: Rows) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload.zero_gradient
     bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)
@@ -210,11 +195,9 @@ def _working_precision(evidence: Evidence, tally: _Tally) -> None:
             *((key, error, bound) for key, error in ratios.items()),
             *((key, error, 1.0) for key, error in silent.items()),
         ):
-            if not tally.add(Comparison(error, limit), name, step, point, owner):
-                raise _Failure(
-                    f"further from fp64 than {case.lowest_dtype} explains: {tally.worst}"
-                )
-        _replay(evidence, step, tally)
+            failure = f"further from fp64 than {case.lowest_dtype} explains: {{}}"
+            _note(rows, Comparison(error, limit), name, step, point, owner, failure)
+        _replay(evidence, step, rows)
 
 
 def exact(evidence: Figures) -> bool:
@@ -294,7 +277,7 @@ def _compare_all(
     state: Assembled,
     truth: Mapping[str, Tensor],
     compare: Compare,
-    tally: _Tally,
+    rows: Rows,
     step: int,
     phase: str,
     zeros: bool = False,
@@ -325,14 +308,12 @@ def _compare_all(
                 result = Comparison(root_mean_square([actual]), floor)
             else:
                 result = compare(have, want)
-            if not tally.add(result, name, step, phase, owner):
-                raise _Failure(f"differs from the oracle: {tally.worst}")
+            _note(rows, result, name, step, phase, owner, "differs from the oracle: {}")
             for part in silent:
-                result = Comparison(root_mean_square([part]), floor)
-                if not tally.add(result, f"{name} (zero slice)", step, phase, owner):
-                    raise _Failure(f"true gradient is zero, but: {tally.worst}")
+                result, zeroed = Comparison(root_mean_square([part]), floor), f"{name} (zero slice)"
+                _note(rows, result, zeroed, step, phase, owner, "true gradient is zero, but: {}")
         if powerless(want, evidence.case.world, compare):
-            tally.not_tested(name, step, phase)
+            rows.append(ComparisonRow(step, phase, name, tested=False))
 
 
 def _declared(regions: Mapping[str, Sequence[Region]], name: str) -> Sequence[Region]:
@@ -345,20 +326,14 @@ def _is_silent(truth: Tensor, region: Region, floor: float) -> bool:
     return bool(floor) and root_mean_square([take(truth, region)]) <= floor
 
 
-def _initial(evidence: Evidence, tally: _Tally) -> None:
-    """After ``setup`` every replica holds the initial parameters, bit for bit."""
-    state = evidence.initial("parameters")
-    _compare_all(evidence, state, evidence.truth.initial, bitwise, tally, -1, "initial parameters")
-
-
-def _loss(evidence: Evidence, step: int, tally: _Tally) -> None:
+def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
     truth = evidence.oracle.steps[step].loss
     bound = LOSS_BOUNDS[evidence.case.lowest_dtype]
     total = sum(_loss_shares(evidence, step, bound).values())
     # A hinge loss can be exactly zero; then so must be the sum of shares.
     error = abs(total - truth) / (abs(truth) or 1.0)
-    if not tally.add(Comparison(error, bound), "loss", step, "forward", "all ranks"):
-        raise _Failure(f"summed loss {total!r} against {truth!r}: {tally.worst}")
+    failure = f"summed loss {total!r} against {truth!r}: {{}}"
+    _note(rows, Comparison(error, bound), "loss", step, "forward", "all ranks", failure)
 
 
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
@@ -386,7 +361,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
     return shares
 
 
-def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+def _gradients(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
     truth = evidence.truth.steps[step]
     if truth.skipped:
         return  # an overflow: what is not finite has no size
@@ -396,10 +371,10 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -
             continue
         _must_be_observed(evidence, step, point)
         state = evidence.observed(step, point, "gradients")
-        _compare_all(evidence, state, expected, compare, tally, step, point, zeros=True)
+        _compare_all(evidence, state, expected, compare, rows, step, point, zeros=True)
 
 
-def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
     """Parameters and optimizer state against the oracle's own trajectory."""
     truth = evidence.truth.steps[step]
     _must_be_observed(evidence, step, "after_update")
@@ -410,7 +385,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, tally: _Tally) 
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
         phase = f"after_update {kind}"
-        _compare_all(evidence, state, expected[kind], compare, tally, step, phase, zeros)
+        _compare_all(evidence, state, expected[kind], compare, rows, step, phase, zeros)
 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -435,7 +410,7 @@ def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
     return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in held.items()}
 
 
-def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
+def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
     """One optimizer step on one device from the implementation's own state and gradients."""
     spec, truth = evidence.case.optimizer, evidence.truth.steps[step]
     _must_be_observed(evidence, step, "after_update")
@@ -482,18 +457,18 @@ def _replay(evidence: Evidence, step: int, tally: _Tally) -> None:
             ulps = 0 if name in exact_values else REPLAY_ULPS
             compare = partial(within_ulps, reference=like, ulps=ulps)
             if powerless(value, evidence.case.world, partial(_flat_ulps, reference=value)):
-                tally.not_tested(name, step, phase)
+                rows.append(ComparisonRow(step, phase, name, tested=False))
             for replica, actual in state.tensors[name].items():
                 owner = _owner(state, name) + (f", replica {replica}" if replica else "")
-                if not tally.add(compare(actual, value), name, step, phase, owner):
-                    raise _Failure(f"differs from a one-step replay: {tally.worst} ULP")
+                failure = "differs from a one-step replay: {} ULP"
+                _note(rows, compare(actual, value), name, step, phase, owner, failure)
 
 
 def _flat_ulps(actual: Tensor, truth: Tensor, reference: Tensor) -> Comparison:
     return within_ulps(actual, truth, reference.reshape(-1), REPLAY_ULPS)
 
 
-def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> None:
+def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
     """Buffers of every data coordinate against the declared rule (``rank0|per_rank|synced``).
 
     Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
@@ -509,6 +484,5 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, tally: _Tally) -> 
             coordinate = min(replica // each, len(truth) - 1)
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
-            result = how(actual, expected)
-            if not tally.add(result, name, step, "buffers", f"data coordinate {coordinate}"):
-                raise _Failure(f"buffer differs from the rule's: {tally.worst}")
+            owner, failure = f"data coordinate {coordinate}", "buffer differs from the rule's: {}"
+            _note(rows, how(actual, expected), name, step, "buffers", owner, failure)

@@ -25,8 +25,7 @@ def decide(evidence: Figures) -> Outcome:
     if limit is None:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
-    worst: Worst | None = None
-    active = 0
+    compared, active = list[Worst](), 0
     for step in evidence.steps:
         if evidence.oracle.steps[step].skipped:
             continue  # an overflow: there is no norm to clip by
@@ -40,10 +39,9 @@ def decide(evidence: Figures) -> Outcome:
                 return Outcome("norm", "fail", f"rank {record.rank} reports no norm at {step=}")
             error = abs(value - truth) / truth if truth else abs(value)
             error = error if error == error else math.inf
-            if worst is None or error > worst.error:
-                owner = f"rank {record.rank}"
-                worst = Worst("gradient norm", step, "gradients_final", owner, error, bound)
-    assert worst is not None
+            owner = f"rank {record.rank}"
+            compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
+    worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
     if worst.error > bound:
         return Outcome("norm", "fail", f"pre-clip global norm is wrong: {worst}", worst, figures)

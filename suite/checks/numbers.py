@@ -9,11 +9,14 @@ counts as *not tested*.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from shardproof.checks import Worst
+from shardproof.evidence.records import ComparisonRow
 
 #: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
 #: seen, 50,000 x below the weakest planted fault.
@@ -46,6 +49,46 @@ class Comparison:
 
 
 Compare = Callable[[Tensor, Tensor], Comparison]
+
+
+@dataclass
+class Tally:
+    """What stored rows say, up to the first comparison that failed or could not be made."""
+
+    compared: int = 0
+    steps: set[int] = field(default_factory=set)
+    #: What is furthest from its bound, what failed, and why nothing more was compared.
+    worst: Worst | None = None
+    failed: Worst | None = None
+    problem: str = ""
+    not_tested: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, rows: Iterable[ComparisonRow]) -> Tally:
+        """The tally of ``rows``."""
+        tally = cls()
+        for row in rows:
+            if row.problem:
+                tally.problem = tally.problem or row.problem
+            elif not row.tested:
+                tally.not_tested.add(f"{row.phase}: {row.name}")
+            elif not (tally.failed or tally.problem or row.error is None or row.bound is None):
+                this = Worst(row.name, row.step, row.phase, row.owner, row.error, row.bound)
+                tally.compared += 1
+                tally.steps.add(this.step)
+                if tally.worst is None or _share(this) > _share(tally.worst):
+                    tally.worst = this
+                tally.failed = None if this.error <= this.bound else this
+        return tally
+
+
+def _share(worst: Worst) -> float:
+    """The error as a part of its bound."""
+    if math.isnan(worst.error):
+        return math.inf
+    if worst.bound:
+        return worst.error / worst.bound
+    return math.inf if worst.error else 0.0
 
 
 def bitwise(actual: Tensor, truth: Tensor) -> Comparison:

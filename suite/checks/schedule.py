@@ -44,11 +44,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Outcome, Worst, first_problem
 from shardproof.checks.announced_schedule import (
     OWN,
     BubbleRatios,
-    Bubbles,
     WindowFigures,
     bubble_unjudged,
     bubbles,
@@ -66,7 +65,7 @@ from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.program_order import Done
-from shardproof.schedules import Action, simulate
+from shardproof.schedules import Action, Timeline, most_in_flight, simulate
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence
@@ -89,26 +88,20 @@ def decide(evidence: Figures) -> Outcome:
     if not case.ledgers:
         what = "ledgers are off: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
-    for record in evidence.records:
-        for step in evidence.steps:
-            problem = _wrong_run(evidence, record, step)
-            if problem:
-                message = f"rank {record.rank}, step {step}: {problem}"
-                return Outcome("schedule", "fail", message, None, figures.to_dict())
+    problem = first_problem(evidence, partial(_wrong_run, evidence))
+    if problem:
+        return Outcome("schedule", "fail", problem, None, figures.to_dict())
     figures.in_flight = {
-        str(record.rank): max(_held(actions_of(record, evidence.steps[-1])), default=0)
-        for record in evidence.records
+        str(record.rank): _most_in_flight(record, evidence.steps[-1]) for record in evidence.records
     }
     if not evidence.schedules:
         return Outcome("schedule", "skip", _unclaimed(evidence), None, figures.to_dict())
     figures.measured = measured(evidence, evidence.steps[-1]) or {}
-    worst, problem, why_not = None, "", why_not_measured(evidence)
+    why_not = why_not_measured(evidence)
     if why_not:
         figures.activations = f"not judged: {why_not}"
-    else:
-        worst, problem = _judge_activations(evidence, figures)
-    if problem:
-        return Outcome("schedule", "fail", problem, worst, figures.to_dict())
+    elif failure := _judge_activations(evidence, figures):
+        return Outcome("schedule", "fail", *failure, figures.to_dict())
     notes = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
     return Outcome("schedule", "pass", notes, None, figures.to_dict())
 
@@ -246,9 +239,8 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
     return ""
 
 
-def _held(log: Log) -> list[int]:
-    """Micro-batches in flight after each computation of ``log``, over all chunks."""
-    return list(itertools.accumulate((r.op == "F") - (r.op in ("W", "BW")) for r in log))
+def _most_in_flight(record: RankRecord, step: int) -> int:
+    return most_in_flight(row.op for row in actions_of(record, step))
 
 
 def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
@@ -279,10 +271,9 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
         cpu[row.op] += row.cpu
     busy = [sum(row.ended - row.began for row in log) for log in ranks.values()]
     spans = [log[-1].ended - log[0].began for log in ranks.values()]
-    makespan = max(log[-1].ended for log in ranks.values()) - min(
-        log[0].began for log in ranks.values()
-    )
-    idle = max(span - work for span, work in zip(spans, busy, strict=True))
+    ended = max(log[-1].ended for log in ranks.values())
+    makespan = ended - min(log[0].began for log in ranks.values())
+    played = Timeline({}, {}, tuple(busy), tuple(spans), makespan)
     means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
     halves = means.get("BW", 0.0) / 2
     setting = Setting(
@@ -293,7 +284,7 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     )
     ideal = float(setting.ideal)
     took = {_action(row): row.cpu for log in ranks.values() for row in log}
-    ratios = BubbleRatios.of(Bubbles(idle, makespan - max(busy)), sum(busy) / len(busy))
+    ratios = BubbleRatios.of(idle_of(played), sum(busy) / len(busy))
     return MeasuredFigures(
         **vars(ratios),
         ranks=evidence.case.world,
@@ -351,8 +342,8 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
             yield ComparisonRow(0, phase, f"stage {stage}", name, 0.0, float(size))
 
 
-def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[Worst | None, str]:
-    """The first peak that is out of bounds, and a sentence (``""``: all are within)."""
+def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[str, Worst] | None:
+    """A sentence about the first peak that is out of bounds, and it; ``None``: all are within."""
     facts = evidence.model_facts
     assert facts is not None
     sizes = {
@@ -376,14 +367,14 @@ def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[Wor
             by_rank[str(record.rank)] = ActivationBytes(peak, low, high)
             if not low <= peak <= high:
                 rank, bound = record.rank, low if peak < low else high
-                most = max(_held(actions_of(record, step)), default=0)
+                most = _most_in_flight(record, step)
                 distance = float(abs(peak - bound))
-                worst = Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
-                return worst, (
+                text = (
                     f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
                     f"{low:,} to {high:,} for up to {most} micro-batches in flight"
                 )
-    return None, ""
+                return text, Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
+    return None
 
 
 def _peak(record: RankRecord, step: int) -> int:

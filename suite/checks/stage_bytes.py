@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +57,8 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
         if number:
             given = given.detach().requires_grad_()
         inputs: dict[int, int] = {}
-        hooks = [m.register_forward_pre_hook(_Inputs(inputs)) for m in part.modules() if _trains(m)]
+        note = partial(_note, inputs)
+        hooks = [m.register_forward_pre_hook(note) for m in part.modules() if _trains(m)]
         received = given.untyped_storage()
         phase = "forward"
         with MemoryLedger(lambda: phase) as ledger:  # noqa: B023 - read while it is open
@@ -70,11 +72,10 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
             ledger.mark("over")
         for hook in hooks:
             hook.remove()
-        own = ledger.bytes("kept")["activations"]
+        own = ledger.log.bytes("kept")["activations"]
         inputs.pop(received._cdata, None)
-        sizes.append({"F": own, "W": min(own, sum(inputs.values())), "input": 0})
-        if number:
-            sizes[-1]["input"] = received.nbytes()
+        weights, was_sent = min(own, sum(inputs.values())), number > 0
+        sizes.append({"F": own, "W": weights, "input": received.nbytes() if was_sent else 0})
         given = kept
     return sizes
 
@@ -86,12 +87,7 @@ def _trains(module: nn.Module) -> bool:
     return isinstance(module, kinds) and weight is not None and weight.requires_grad
 
 
-class _Inputs:
-    """Notes the storages of what a module is given."""
-
-    def __init__(self, sizes: dict[int, int]) -> None:
-        self.sizes = sizes
-
-    def __call__(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        storage = given[0].untyped_storage()
-        self.sizes[storage._cdata] = storage.nbytes()
+def _note(sizes: dict[int, int], module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    """Note the storage of what a module is given."""
+    storage = given[0].untyped_storage()
+    sizes[storage._cdata] = storage.nbytes()

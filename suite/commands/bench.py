@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -14,8 +14,16 @@ from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
-    from shardproof.bench.subjects import Pair, Subject
+    from shardproof.bench.subjects import Cell, Pair, Subject
     from shardproof.commands.bench_run import Request
+
+
+S = TypeVar("S", "Pair", "Cell")
+#: Options that describe one pair on the command line.
+_OF_PAIR = (
+    *("option_a", "option_b", "mesh_a", "mesh_b", "param", "size"),
+    *("workload", "batch", "micro_batches", "optimizer", "dtype"),
+)
 
 
 def bench(
@@ -144,7 +152,7 @@ def bench(
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
     from shardproof.bench import sides
-    from shardproof.bench.subjects import BLOCKS, LAUNCHES, Pair, Side
+    from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Pair, Side
     from shardproof.bench.time_budget import Passes
     from shardproof.commands.bench_run import Request
     from shardproof.registry import preflight
@@ -152,65 +160,50 @@ def bench(
     request = Request(
         budget, Passes(not no_memory, profile, score), fail_on=frozenset(fail_on or ())
     )
-    of_pair = {
-        "--option-a": option_a,
-        "--option-b": option_b,
-        "--mesh-a": mesh_a,
-        "--mesh-b": mesh_b,
-        "--param": param,
-        "--size": size,
-        **_typed(context, "workload", "batch", "micro_batches", "optimizer", "dtype"),
-    }
-    if names and not _are_implementations(names):
-        from shardproof.commands import bench_scaling
-
-        if paths := bench_scaling.files(names):
-            of_pair |= {"--profile": profile, "--score": score, "--no-memory": no_memory}
-            _refuse(of_pair | {"--goal": goal}, "name two implementations, or a scenario of pairs")
-            if FailOn.slower in request.fail_on:
-                what = "--fail-on slower: scaling has a target, and no side that is slower"
-                remedy = "write --fail-on goal: exit code 1 below the target"
-                raise SelectionError(Problem(what, remedy, " ".join(names)))
-            cells = bench_scaling.chosen(
-                paths, expression, backend, world, blocks, launches, deadline
-            )
-            preflight.check(cell.system.implementation for cell in cells)
-            raise typer.Exit(_measure(cells, request, results, dry_run))
-    if names is not None and _are_implementations(names):
+    typed = names is not None and _are_implementations(names)
+    if names and not typed and (paths := _scaling_scenarios(names)):
+        remedy = "name two implementations, or a scenario of pairs"
+        _refuse(context, (*_OF_PAIR, "profile", "score", "no_memory", "goal"), remedy)
+        if FailOn.slower in request.fail_on:
+            what = "--fail-on slower: scaling has a target, and no side that is slower"
+            remedy = "write --fail-on goal: exit code 1 below the target"
+            raise SelectionError(Problem(what, remedy, " ".join(names)))
+        cells = _cells(paths, backend, world, blocks, launches, deadline)
+        cells = _matching(cells, expression, "cell", "systems", [cell.title for cell in cells])
+        preflight.check(cell.system.implementation for cell in cells)
+        raise typer.Exit(_measure(cells, request, results, dry_run))
+    if names is not None and typed:
         if expression:
             remedy = "leave it out: A and B are one pair"
             raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
+        given = zip(LETTERS, names, (option_a, option_b), (mesh_a, mesh_b), strict=True)
+        a, b = (
+            Side(
+                name,
+                sides.parse_assignments(options or (), f"--option-{letter}"),
+                sides.parse_mesh(mesh, f"--mesh-{letter}"),
+            )
+            for letter, name, options, mesh in given
+        )
+        params = sides.parse_assignments(param or (), "--param")
         pairs = [
             Pair(
                 name="pair",
-                a=Side(
-                    names[0],
-                    sides.parse_assignments(option_a or (), "--option-a"),
-                    sides.parse_mesh(mesh_a, "--mesh-a"),
-                ),
-                b=Side(
-                    names[1],
-                    sides.parse_assignments(option_b or (), "--option-b"),
-                    sides.parse_mesh(mesh_b, "--mesh-b"),
-                ),
+                a=a,
+                b=b,
                 backend=backend or "gloo",
                 world=world or 2,
-                workload=sides.spec_of(
-                    workload,
-                    size,
-                    sides.parse_assignments(param or (), "--param"),
-                    batch,
-                    micro_batches,
-                    0,
-                ),
+                workload=sides.spec_of(workload, size, params, batch, micro_batches, 0),
                 optimizer=sides.default_optimizer(optimizer),
                 dtype=dtype,
                 size=size,
             )
         ]
     else:
-        _refuse(of_pair, "write it into the speed scenario, or name two implementations")
-        pairs = _chosen(sides.read(names or []), expression)
+        remedy = "write it into the speed scenario, or name two implementations"
+        _refuse(context, _OF_PAIR, remedy)
+        pairs = sides.read(names or [])
+        pairs = _matching(pairs, expression, "pair", "pairs", [pair.name for pair in pairs])
     changes: dict[str, Any] = {
         "blocks": blocks,
         "launches": launches or min(LAUNCHES, blocks or BLOCKS),
@@ -277,29 +270,69 @@ def _are_implementations(names: Sequence[str]) -> bool:
     return True
 
 
-def _typed(context: typer.Context, *parameters: str) -> dict[str, object]:
-    """The options of ``parameters`` that were given, by name; not those left at their default."""
-    sources = {name: context.get_parameter_source(name) for name in parameters}
-    return {
-        f"--{name.replace('_', '-')}": context.params[name]
-        for name, source in sources.items()
-        if source is not None and source.name != "DEFAULT"
-    }
+def _scaling_scenarios(names: Sequence[str]) -> list[Path]:
+    """The scaling scenarios that ``names`` name; none if they are all of pairs.
+
+    :raises SelectionError: an unknown name, or scenarios of both kinds.
+    """
+    from shardproof.bench import sides
+    from shardproof.scenarios.load import timed
+
+    paths = sides.files(names)
+    scaling = [path for path in paths if timed(path) == "scaling"]
+    if scaling and len(scaling) < len(paths):
+        remedy = "name scenarios of pairs in one command and those of scaling in another"
+        raise SelectionError(Problem("two kinds of scenario", remedy, " ".join(names)))
+    return scaling
 
 
-def _refuse(given: Mapping[str, object], remedy: str) -> None:
-    """Raise for an option that was given and does not belong to what was named."""
-    for option, value in given.items():
-        if value:
+def _cells(
+    paths: Sequence[Path],
+    backend: str,
+    world: int | None,
+    blocks: int | None,
+    launches: int | None,
+    deadline: float,
+) -> list[Cell]:
+    """The cells of scaling scenarios, as options change them.
+
+    :raises InputError: faulty files, or options that do not fit.
+    """
+    from shardproof.bench.scaling import matrix
+
+    cells = matrix.read(paths)
+    if backend:
+        moved = [replace(cell, backend=backend) for cell in cells]
+        cells = list({cell.id: cell for cell in moved}.values())
+    if world is not None:
+        cells = matrix.with_worlds(cells, [world])
+    changed = []
+    for cell in cells:
+        count = blocks or cell.blocks
+        many = launches or min(cell.launches, count)
+        changed.append(replace(cell, blocks=count, launches=many, deadline=deadline))
+        matrix.check(changed[-1])
+    return changed
+
+
+def _refuse(context: typer.Context, parameters: Sequence[str], remedy: str) -> None:
+    """Raise for one of ``parameters`` that was given, and does not belong to what was named."""
+    for name in parameters:
+        source, value = context.get_parameter_source(name), context.params[name]
+        if source is not None and source.name != "DEFAULT" and value:
+            option = f"--{name.replace('_', '-')}"
             raise SelectionError(Problem(f"{option} belongs to one pair", remedy, str(value)))
 
 
-def _chosen(pairs: list[Pair], expression: str) -> list[Pair]:
+def _matching(
+    subjects: Sequence[S], expression: str, noun: str, nouns: str, names: Sequence[str]
+) -> list[S]:
+    """The ``subjects``, whose ``names`` are ``nouns``, with ids that ``expression`` matches."""
     from shardproof.scenarios.select import compile_expression
 
     matches = compile_expression(expression)
-    chosen = [pair for pair in pairs if matches(pair.id)]
+    chosen = [subject for subject in subjects if matches(subject.id)]
     if not chosen:
-        remedy = nearest(expression, [pair.name for pair in pairs], "pairs")
-        raise SelectionError(Problem("-k matches no pair", remedy, expression))
+        remedy = nearest(expression, names, nouns)
+        raise SelectionError(Problem(f"-k matches no {noun}", remedy, expression))
     return chosen

@@ -120,24 +120,25 @@ def run(
                 if item.timed and item.problem is None:
                     name = duration_name(subject, request.passes)
                     durations.note(name, time.monotonic() - started)
-            if not scaling:
-                keep_report(folder)
-            show(lines, console)
+            show()
             names = [item.subject.id for item in late]
-            earlier = [line for line in kept() if line.id in names]
-            _print_late(names, earlier, console)
+            earlier = {line.id: line for line in kept() if line.id in names}
+            for name in names:
+                stays = earlier.get(name)
+                text = "" if stays is None else f" (stays as it was: {stays.verdict})"
+                print_line(console, f"left out by the budget: {name}{text}")
             # Figures of before are no work of now, but a budget hides no failure among them.
-            failed = exit_code(earlier, request.fail_on) == verdicts.BROKEN
+            failed = exit_code(list(earlier.values()), request.fail_on) == verdicts.BROKEN
             return verdicts.BROKEN if failed else exit_code(lines, request.fail_on)
 
-        def show(lines: Sequence[Line], console: Console) -> None:
+        def show() -> None:
+            if not scaling:
+                keep_report(folder)
             show_cells([line for line in lines if isinstance(line, CellLine)], console)
             show_pairs([line for line in lines if isinstance(line, PairLine)], console)
 
         def interrupted() -> None:
-            if not scaling:
-                keep_report(folder)
-            show(lines, console)
+            show()
             noun = "cells" if scaling else "comparisons"
             print_line(console, f"stopped: {len(lines)} of {len(items)} {noun} have figures")
 
@@ -167,13 +168,6 @@ def _measure(
                 step(item)
 
 
-def _print_late(names: Sequence[str], earlier: Sequence[Line], console: Console) -> None:
-    """What the budget left out, by id, with the verdict of an earlier invocation if one stays."""
-    stays = {line.id: f" (stays as it was: {line.verdict})" for line in earlier}
-    for name in names:
-        print_line(console, f"left out by the budget: {name}{stays.get(name, '')}")
-
-
 def exit_code(lines: Sequence[Line], fail_on: Collection[FailOn]) -> int:
     """1 something broke (or is slower, or missed its goal, if asked), 3 something is open or all of
     it was refused, 0 all decided.
@@ -192,14 +186,14 @@ def show_pairs(lines: Sequence[PairLine], console: Console) -> None:
     """The table of comparisons, and what belongs to each row."""
     if not lines:
         return
-    from shardproof.bench import stats, tables
+    from shardproof.bench import tables
 
     console.print(tables.table(lines, tables.NARROW))
     for line in lines:
         first, *rest = tables.details(line)
         for text in (first, *tables.beside(line), *rest):
             print_line(console, text)
-    if (caution := tables.lost(lines, stats.family(lines))) is not None:
+    if caution := tables.lost(lines):
         print_line(console, caution)
 
 

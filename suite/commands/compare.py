@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -111,6 +111,7 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
 def _compare(
     snapshots: list[Snapshot], form: Form, by: By | None, only_changed: bool, into: Path | None
 ) -> int:
+    from shardproof.commands.console import make_console
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 
@@ -135,7 +136,7 @@ def _compare(
         elif form == "html":
             typer.echo(formats.html(report), nl=False)
         else:
-            formats.terminal(report, _console())
+            formats.terminal(report, make_console())
     if comparisons and not any(comparison.comparable for comparison in comparisons):
         if form in ("csv", "json") or by == "hardware" or into is not None:
             for comparison in comparisons:
@@ -143,14 +144,6 @@ def _compare(
                 typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
         return verdicts.NOT_DECIDED
     return verdicts.HELD
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # Piped, a table must not be folded at 80 characters.
-    return console if console.is_terminal else Console(highlight=False, width=240)
 
 
 def gate(

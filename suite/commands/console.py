@@ -1,5 +1,7 @@
 """What commands print on, and what is seen while cases run.
 
+Progress is a bar on a terminal, and now and then a line anywhere else.
+
 A case that breaks is shown at once, with the reason and the command that reruns just that case.
 """
 
@@ -8,13 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shardproof import verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import ProgressColumn
 
     from shardproof.checks.results import CaseResult
 
@@ -35,136 +36,125 @@ def print_line(console: Console, text: str) -> None:
 
 
 class _Bar:
-    """A bar on a terminal, anywhere else a line now and then; ``total`` may be unknown (``None``).
+    """Context manager: a bar on a terminal, elsewhere a line now and then.
 
-    A context manager.
+    ``total`` may be unknown (``None``).
     """
 
-    unit: ClassVar[str]
-
-    def __init__(self, console: Console, what: str, total: int | None) -> None:
-        self._console, self._what, self._total = console, what, total
+    def __init__(self, console: Console, what: str, total: int | None, noun: str) -> None:
+        self.console, self.what, self.total, self._noun = console, what, total, noun
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
+        self._task: Any = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self.console.is_terminal:
             from rich import progress
 
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                *self._columns(),
-                console=self._console,
+                *self._columns(progress),
+                console=self.console,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._what, total=self._total, counts="")
+            self._task = self._bar.add_task(self.what, total=self.total, counts="")
         else:
-            count = "" if self._total is None else f": {self._total} {self.unit}"
-            self._say(f"{self._what}{count}")
+            count = "" if self.total is None else f": {self.total} {self._noun}"
+            print_line(self.console, f"{self.what}{count}")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _columns(self) -> list[ProgressColumn]:
-        """What stands behind the bar."""
+    def _columns(self, progress: Any) -> list[Any]:
+        """What stands right of the bar."""
         raise NotImplementedError
 
-    def _show(self, done: int, unit: str = "", counts: str = "", is_due: bool = False) -> None:
-        """So many are over; a line says it if it ``is_due``, after a while, and at the end."""
+    def _move(self, done: int, unit: str = "", counts: str = "", due: bool = False) -> None:
+        """So many are over; ``due``: elsewhere than on a terminal a line says so now."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, counts=counts)
             return
         now = time.monotonic()
-        if is_due or now - self._spoke > EVERY_SECONDS or done == self._total:
+        if due or now - self._spoke > EVERY_SECONDS or done == self.total:
             self._spoke = now
-            of = "" if self._total is None else f"/{self._total}"
-            self._say(f"  {done}{of}{unit} in {now - self._began:.0f} s{counts and f': {counts}'}")
-
-    def _say(self, text: str) -> None:
-        print_line(self._console, text)
+            of = "" if self.total is None else f"/{self.total}"
+            print_line(
+                self.console,
+                f"  {done}{of}{unit} in {now - self._began:.0f} s{counts and f': {counts}'}",
+            )
 
 
 class Progress(_Bar):
-    """Progress over cases; :meth:`step` is called once a case."""
+    """Progress over cases: :meth:`step` is called once for each."""
 
-    unit = "cases"
+    words: tuple[str, ...] = verdicts.VERDICTS
 
-    def __init__(self, console: Console, what: str, total: int | None) -> None:
-        super().__init__(console, what, total)
+    def __init__(self, console: Console, total: int | None, what: str) -> None:
+        super().__init__(console, what, total, "cases")
         self.counts: Counter[str] = Counter()
 
-    def _columns(self) -> list[ProgressColumn]:
-        from rich import progress
-
+    def _columns(self, progress: Any) -> list[Any]:
         counts = progress.TextColumn("{task.fields[counts]}")
         return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn()]
 
     def step(self, result: CaseResult) -> None:
         """Count one result and show it if it is red."""
-        self._note(result)
+        self.counts[self._word(result)] += 1
         done = self.counts.total()
-        self._show(done, counts=self._counts(), is_due=done % EVERY_CASES == 0)
+        counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
+        self._move(done, counts=counts, due=done % EVERY_CASES == 0)
 
-    def _note(self, result: CaseResult) -> None:
+    def _word(self, result: CaseResult) -> str:
+        """What it counts as; a red or open result is shown."""
         kind = verdicts.kind(result.verdict)
-        self.counts[kind] += 1
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)
-
-    def _counts(self) -> str:
-        return ", ".join(f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v])
+        return kind
 
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
-        self._console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
+        self.console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
         for line in result.reason.splitlines()[:12]:
-            self._say(f"    {line}")
-        self._say(f"    rerun: {result.rerun}")
+            print_line(self.console, f"    {line}")
+        print_line(self.console, f"    rerun: {result.rerun}")
 
 
 class FaultProgress(Progress):
     """Progress over planted faults and their parents: a fault that fails its case is caught."""
 
-    CAUGHT, PASSED, OTHER = "faults caught", "parents passed", "neither (see the table)"
+    words = ("faults caught", "parents passed", "neither (see the table)")
 
-    def _note(self, result: CaseResult) -> None:
+    def _word(self, result: CaseResult) -> str:
         kind = verdicts.kind(result.verdict)
         planted = result.case.implementation.startswith("mutants/")
-        if planted and kind in verdicts.RED:
-            self.counts[self.CAUGHT] += 1
-        elif not planted and kind in verdicts.GREEN:
-            self.counts[self.PASSED] += 1
-        else:
-            self.counts[self.OTHER] += 1
-
-    def _counts(self) -> str:
-        kinds = (self.CAUGHT, self.PASSED, self.OTHER)
-        return ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds if self.counts[kind])
+        caught, passed, neither = self.words
+        if planted:
+            return caught if kind in verdicts.RED else neither
+        return passed if kind in verdicts.GREEN else neither
 
 
 class Blocks(_Bar):
     """Progress over the blocks of one comparison."""
 
-    unit = "blocks"
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        super().__init__(console, what, total, "blocks")
 
-    def _columns(self) -> list[ProgressColumn]:
-        from rich import progress
-
-        count = progress.TextColumn("{task.completed}/{task.total} blocks")
-        return [count, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+    def _columns(self, progress: Any) -> list[Any]:
+        blocks = progress.TextColumn("{task.completed}/{task.total} blocks")
+        return [blocks, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
 
     def update(self, done: int) -> None:
         """So many blocks are over."""
-        self._show(done, " blocks")
+        self._move(done, " blocks")
 
     def note(self, what: str) -> None:
         """What comes after the blocks."""
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._what}: {what}")
+            self._bar.update(self._task, description=f"{self.what}: {what}")
         else:
-            self._say(f"  {what}")
+            print_line(self.console, f"  {what}")

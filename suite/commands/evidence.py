@@ -11,7 +11,7 @@ from shardproof import verdicts
 from shardproof.commands import options
 
 
-def verify(run: options.RunArgument = None) -> None:
+def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
@@ -29,15 +29,15 @@ def verify(run: options.RunArgument = None) -> None:
     from shardproof.commands import supervision
     from shardproof.commands.verify import verify as verify_run
     from shardproof.commands.verify import verify_archive
-    from shardproof.runs import bundle as bundles
+    from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.run_folder import find_run
 
     if run is not None and Path(run).is_file():
         verified, listing = verify_archive(Path(run))
-        notes = bundles.notes(listing)
+        about = notes(listing)
     else:
-        verified, notes = verify_run(find_run(run, supervision.RESULTS)), ()
-    for text in (*verified.problems, *notes, verified.sentence()):
+        verified, about = verify_run(find_run(run, supervision.RESULTS)), ()
+    for text in (*verified.problems, *about, verified.sentence()):
         typer.echo(text)
     if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
@@ -71,20 +71,21 @@ def bundle(
     shardproof verify evidence.tar.gz
     """
     from shardproof.commands import supervision
-    from shardproof.runs import bundle as bundles
+    from shardproof.runs.bundle.packing import pack
+    from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run
 
     folder = find_run(run, supervision.RESULTS)
     with damage_is_bad_input(folder):
         reports = _reports(folder)
-    packed = bundles.pack(folder, output, reports, force)
+    packed = pack(folder, output, reports, force)
     listing = packed.listing
     typer.echo(
         f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
         f"in {packed.bytes / 1e6:.1f} MB"
     )
-    for text in bundles.notes(listing):
+    for text in notes(listing):
         typer.echo(text)
     for name in listing.left_out:
         typer.echo(f"left out: {name}")
@@ -105,7 +106,7 @@ def _reports(folder: Path) -> dict[str, str]:
 
 
 def badges(
-    run: options.RunArgument = None,
+    run: options.Run = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="where the badges go")
     ] = Path("badges"),
@@ -127,7 +128,7 @@ def badges(
     """
     from shardproof.commands import supervision
     from shardproof.report import badges as drawing
-    from shardproof.runs.bundle import open_run
+    from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 

@@ -64,7 +64,7 @@ def execute_mutants(
     def body(interrupts: Interrupts) -> int:
         folder.plan(mutant_cases(mutants), [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
-        with FaultProgress(console, what, None) as progress:
+        with FaultProgress(console, None, what) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():

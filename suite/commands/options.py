@@ -13,10 +13,6 @@ if TYPE_CHECKING:
 
 
 TierName = Literal["quick", "full"]
-
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
-]
 Scenarios = Annotated[
     list[str] | None,
     typer.Argument(
@@ -58,6 +54,10 @@ Jobs = Annotated[
 Results = Annotated[
     Path | None,
     typer.Option("--results", metavar="RUN_FOLDER", help="write into this run folder, new or old"),
+]
+#: A run that is looked at.
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
 ]
 
 

@@ -18,7 +18,7 @@ Format = Literal["table", "markdown", "html"]
 
 
 def report(
-    run: options.RunArgument = None,
+    run: options.Run = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
     into: Annotated[
         Path | None,
@@ -34,7 +34,7 @@ def report(
     shardproof report --into results/README.md
     """
     from shardproof.commands.supervision import RESULTS
-    from shardproof.runs.bundle import open_run
+    from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import damage_is_bad_input, require_unchanged
     from shardproof.runs.run_folder import read
 
@@ -81,8 +81,6 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         console = make_console()
         if run.cases:
             reports.show(run.cases, console.print)
-            reports.show_memory(run.cases, console.print)
-            reports.show_bubbles(run.cases, console.print)
         if run.kills:
             reports.show_kills(run.kills, console.print)
         bench_run.show_pairs(lines.pairs(run), console)

@@ -199,7 +199,7 @@ def execute(
         folder.plan(schedule.chosen + schedule.left_out)
         for case in schedule.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-        with Progress(console, "judging", len(schedule.chosen)) as progress:
+        with Progress(console, len(schedule.chosen), "judging") as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -219,8 +219,6 @@ def execute(
         results.extend(stay)
         if results:
             report.show(results, console.print)
-            report.show_memory(results, console.print)
-            report.show_bubbles(results, console.print)
         for line in report.skips(results):
             print_line(console, line)
         if stay:

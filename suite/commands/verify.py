@@ -20,7 +20,8 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.account import Account
 from shardproof.files import DAMAGE
 from shardproof.runs import records
-from shardproof.runs.bundle import Listing, printable, unpacked
+from shardproof.runs.bundle.form import Listing
+from shardproof.runs.bundle.unpacking import printable, unpacked
 from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import RecordError

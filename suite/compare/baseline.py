@@ -10,21 +10,20 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 from shardproof import old_words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import write_whole
+from shardproof.files import DAMAGE, write_whole
 from shardproof.runs import run_folder
 
 FORMAT = 1
 KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
 _GZIP = b"\x1f\x8b"
-_DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 #: No ratio is further from 1 than this, in log units.
 _FARTHEST = 50.0
 
@@ -48,7 +47,7 @@ def opened(name: str, root: Path = Path("results")) -> Iterator[Path | None]:
     if not Path(name).is_file():
         yield run_folder.find_run(name, root)
     elif _packed(name):
-        from shardproof.runs.bundle import open_run
+        from shardproof.runs.bundle.unpacking import open_run
 
         with open_run(name, root) as folder:
             yield folder
@@ -100,10 +99,7 @@ def text(snapshot: Snapshot) -> str:
     head = {
         "kind": KIND,
         "format": FORMAT,
-        "name": snapshot.name,
-        "taken": snapshot.taken,
-        "hardware": snapshot.hardware,
-        "machine": snapshot.machine,
+        **{key: getattr(snapshot, key) for key in ("name", "taken", "hardware", "machine")},
         "versions": versions.rows,
         "keys": snapshot.keys,
         "kills": dict(sorted(snapshot.kills.items())),
@@ -138,26 +134,19 @@ def _row(
     entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered
 ) -> dict[str, object]:
     ordered = sorted(entry.figures)
+    version = versions.number(asdict(entry.version))
     row: dict[str, object] = {
         "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
         "verdict": entry.verdict,
-        "at": [
-            versions.number(asdict(entry.version)),
-            cells.number(entry.cell),
-            names.number(ordered),
-        ],
+        "at": [version, cells.number(entry.cell), names.number(ordered)],
         "figures": [entry.figures[name] for name in ordered],
         "data": entry.data,
         "source": entry.source,
-        "samples": {name: _numbers(s) for name, s in entry.samples.items()},
-        "same": None if entry.same is None else _numbers(entry.same),
+        "samples": {name: astuple(sample) for name, sample in entry.samples.items()},
+        "same": None if entry.same is None else astuple(entry.same),
         "beside": dict(entry.beside),
     }
     return {key: value for key, value in row.items() if value}
-
-
-def _numbers(sample: Sample) -> list[float]:
-    return [sample.mean, sample.sd, sample.blocks]
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -202,7 +191,7 @@ def _damage(path: Path) -> Iterator[None]:
         yield
     except SelectionError:
         raise
-    except _DAMAGE as error:
+    except DAMAGE as error:
         what = f"is damaged: {type(error).__name__} {error}"
         remedy = "make it again: `shardproof compare RUN --save FILE`"
         raise SelectionError(Problem(what, remedy, file=str(path))) from None
@@ -223,10 +212,11 @@ def _entry(
     implementation, strategy, backend, world = row["is"]
     keys = [old_words.renamed_name(key) for key in document["figures"][names]]
     values = row.get("figures", [])
-    if any(isinstance(value, (list, dict)) for value in values):
-        raise ValueError(f"a figure of {name} is not a scalar")
-    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
-        raise ValueError(f"a figure of {name} is not finite")
+    for value in values:
+        if isinstance(value, (list, dict)):
+            raise ValueError(f"a figure of {name} is not a scalar")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"a figure of {name} is not finite")
     return Entry(
         id=name,
         implementation=str(implementation),
@@ -273,19 +263,13 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
             remedy = "save runs of one version"
             named = " and ".join(f"suite {suite}, torch {torch}" for suite, torch in versions)
             raise SelectionError(Problem("--save: runs of two versions", remedy, named))
-    whole = Snapshot(
-        name=first.name,
-        hardware=first.hardware,
-        machine=first.machine,
+    return replace(
+        first,
         taken=max(s.taken for s in snapshots),
         versions=list(dict.fromkeys(version for s in snapshots for version in s.versions)),
-        cases={},
-        timed={},
-        kills={},
+        cases={name: entry for s in snapshots for name, entry in s.cases.items()},
+        timed={name: entry for s in snapshots for name, entry in s.timed.items()},
+        kills={name: killed for s in snapshots for name, killed in s.kills.items()},
+        left_out={},
         keys=[key for s in snapshots for key in s.keys],
     )
-    for snapshot in snapshots:
-        whole.cases |= snapshot.cases
-        whole.timed |= snapshot.timed
-        whole.kills |= snapshot.kills
-    return whole

@@ -8,10 +8,11 @@ with the hardware.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
@@ -89,6 +90,18 @@ class Timing:
     smallest: float
 
     @property
+    def change(self) -> str:
+        """The ratio of the two ratios, with its interval."""
+        difference = self.difference
+        low, middle, high = map(math.exp, (difference.low, difference.mean, difference.high))
+        return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+    @property
+    def moved(self) -> bool:
+        """Whether it certainly changed."""
+        return self.verdict not in ("same", "inconclusive")
+
+    @property
     def larger_is_better(self) -> bool:
         """Efficiencies are better when larger."""
         return self.ratio.startswith(EFFICIENCY)
@@ -137,7 +150,7 @@ class RunComparison:
     @property
     def unchanged(self) -> bool:
         """Whether all was compared and nothing differs: figures, ratios, results that there are."""
-        moved = any(t.verdict not in ("same", "inconclusive") for t in self.times)
+        moved = any(time.moved for time in self.times)
         gone = self.missing or self.left_out or self.new or self.apart
         return not (self.changes or moved or gone)
 
@@ -156,34 +169,33 @@ class RunComparison:
 def compare(before: Snapshot, after: Snapshot) -> RunComparison:
     """What differs in ``after``, with ``before`` as the reference."""
     comparison = RunComparison(before, after)
-    known = _known_figures(before)
+
+    def gone(name: str) -> None:
+        if name in after.left_out:
+            comparison.left_out[name] = after.left_out[name]
+        else:
+            comparison.missing.append(name)
+
+    # What no result of the reference has is news of the suite.
+    known = {name for entry in before.results.values() for name in entry.figures}
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
         for name, new in news.items():
             old = olds.get(name)
             if old is None:
                 comparison.new.append(name)
-                continue
-            why = apart(old, new)
-            if why:
+            elif why := apart(old, new):
                 comparison.apart.append(Apart(name, why))
-                continue
-            comparison.pairs.append(_pairing(old, new, known))
-        for name in olds:
-            if name in news:
-                continue
-            if name in after.left_out:
-                comparison.left_out[name] = after.left_out[name]
             else:
-                comparison.missing.append(name)
+                comparison.pairs.append(_pairing(old, new, known))
+        for name in olds:
+            if name not in news:
+                gone(name)
     comparison.times = _timings(comparison.pairs)
     for name, was in before.kills.items():
         fault, killed = f"{FAULTS}{name}", after.kills.get(name)
         if killed is None:
-            if fault in after.left_out:
-                comparison.left_out[fault] = after.left_out[fault]
-            else:
-                comparison.missing.append(fault)
+            gone(fault)
         elif was != killed:
             old, new = ("killed" if side else "survives" for side in (was, killed))
             word: exact_figures.Word = "better" if killed else "worse"
@@ -210,12 +222,6 @@ def release(version: Version) -> str:
     return version.torch.split("+")[0]
 
 
-def _known_figures(snapshot: Snapshot) -> set[str]:
-    """Figures that some result has; what no result of the reference has is news of the suite."""
-    entries = (*snapshot.cases.values(), *snapshot.timed.values())
-    return {name for entry in entries for name in entry.figures}
-
-
 def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
     changes = []
     if old.verdict != new.verdict:
@@ -231,24 +237,18 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
     if old.figures == new.figures:
         return
     for name in sorted({*old.figures, *new.figures} & known):
-        was, now = old.figures.get(name, _ABSENT), new.figures.get(name, _ABSENT)
-        if was == now and type(was) is type(now):
+        both = name in old.figures and name in new.figures
+        was, now = old.figures.get(name), new.figures.get(name)
+        if both and was == now and type(was) is type(now):
             continue
-        detail = ""
-        if name in old.deep and name in new.deep:
-            detail = exact_figures.first_difference(old.deep[name], new.deep[name])
+        word: exact_figures.Word = "changed"
+        detail = "is gone" if name in old.figures else "is new"
+        if both:
+            word, detail = exact_figures.word(name, was, now), ""
+            if name in old.deep and name in new.deep:
+                detail = exact_figures.first_difference(old.deep[name], new.deep[name])
         build = old.version.torch == new.version.torch or name not in exact_figures.OF_ONE_BUILD
-        if was is _ABSENT or now is _ABSENT:
-            where = "is new" if was is _ABSENT else "is gone"
-            yield Change(
-                new.id, name, old.figures.get(name), new.figures.get(name), "changed", where, build
-            )
-        else:
-            word = exact_figures.word(name, old.figures[name], new.figures[name])
-            yield Change(new.id, name, old.figures[name], new.figures[name], word, detail, build)
-
-
-_ABSENT: Any = object()
+        yield Change(new.id, name, was, now, word, detail, build)
 
 
 def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
@@ -273,15 +273,13 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
 def _timing(
     pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
 ) -> Timing:
-    from math import expm1
-
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
     verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = expm1(welch.smallest_effect(difference, least))
+    smallest = math.expm1(welch.smallest_effect(difference, least))
     return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import RunComparison, Timing
+from shardproof.compare.compare import Change, RunComparison, Timing
 from shardproof.compare.exact_figures import JsonObject
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.compare.tables import ComparisonReport
@@ -27,9 +27,11 @@ FORMAT = 1
 #: Rows of a table on the terminal; the other forms have all.
 TERMINAL_ROWS = 40
 
+#: What a result is of, as its :class:`Entry` tells.
+_PLACE = ("implementation", "strategy", "backend", "world")
 CSV_HEADINGS = (
-    *("run", "kind", "id", "implementation", "strategy", "backend", "world", "figure"),
-    *("reference", "now", "low", "high", "verdict", "where"),
+    *("run", "kind", "id", *_PLACE, "figure", "reference", "now"),
+    *("low", "high", "verdict", "where"),
 )
 
 
@@ -66,7 +68,7 @@ def html(report: ComparisonReport) -> str:
     return jinja.get_template("compare.html").render(report=report)
 
 
-# ------------------------------------------------------------------------------------ machines
+# ------------------------------------------------------------------------------- for machines
 
 
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
@@ -80,59 +82,46 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
     for pair in comparison.pairs:
         entry = pair.after
         changed = {change.figure: change for change in pair.changes}
-        values = {
-            exact_figures.VERDICT: entry.verdict,
-            **(entry.figures if pair.decided else {}),
-            **changed,
-        }
-        for figure, value in values.items():
-            change = changed.get(figure)
-            if change is not None:
-                old, new, word, where = change.before, change.after, change.word, change.detail
-                yield _csv_row(name, "exact", entry.id, entry, figure, old, new, word, where)
+        figures = {exact_figures.VERDICT: entry.verdict, **(entry.figures if pair.decided else {})}
+        for figure in {**figures, **changed}:
+            if figure in changed:
+                yield _csv_row(name, "exact", entry.id, _change(changed[figure]), entry)
             elif not only_changed:
-                yield _csv_row(name, "exact", entry.id, entry, figure, value, value, "equal")
+                cells: dict[str, object] = {"figure": figure, "verdict": "equal"}
+                cells |= dict.fromkeys(("reference", "now"), figures[figure])
+                yield _csv_row(name, "exact", entry.id, cells, entry)
     for change in comparison.kills:
-        old, new, word = change.before, change.after, change.word
-        yield _csv_row(name, "fault", change.id, None, change.figure, old, new, word)
+        yield _csv_row(name, "fault", change.id, _change(change))
     for time in comparison.times:
-        if only_changed and time.verdict in ("same", "inconclusive"):
+        if only_changed and not time.moved:
             continue
-        ends = math.exp(time.difference.low), math.exp(time.difference.high)
-        old, new = time.before.ratio, time.after.ratio
+        cells = {"figure": time.ratio, "verdict": time.verdict}
+        cells |= {"reference": time.before.ratio, "now": time.after.ratio}
+        cells |= {end: math.exp(getattr(time.difference, end)) for end in ("low", "high")}
         entry = comparison.after.timed[time.id]
-        yield _csv_row(
-            name, "ratio", time.id, entry, time.ratio, old, new, time.verdict, interval=ends
-        )
+        yield _csv_row(name, "ratio", time.id, cells, entry)
     for item in comparison.apart:
-        yield _csv_row(name, "not comparable", item.id, where=item.why)
-    for what, ids in (
-        ("missing", comparison.missing),
-        ("left out", comparison.left_out),
-        ("new", comparison.new),
-    ):
-        for one in ids:
-            yield _csv_row(name, what, one)
+        yield _csv_row(name, "not comparable", item.id, {"where": item.why})
+    for what in ("missing", "left out", "new"):
+        for one in getattr(comparison, what.replace(" ", "_")):
+            yield _csv_row(name, what, one, {})
+
+
+def _change(change: Change) -> dict[str, object]:
+    """The cells of a figure that differs."""
+    cells = {"figure": change.figure, "reference": change.before, "now": change.after}
+    return {**cells, "verdict": change.word, "where": change.detail}
 
 
 def _csv_row(
-    run: str,
-    kind: str,
-    name: str,
-    entry: Entry | None = None,
-    figure: str = "",
-    reference: object = "",
-    now: object = "",
-    verdict: str = "",
-    where: str = "",
-    interval: tuple[object, object] = ("", ""),
+    run: str, kind: str, name: str, cells: Mapping[str, object], entry: Entry | None = None
 ) -> list[str]:
-    """One line below :data:`CSV_HEADINGS`."""
-    place: list[object] = ["", "", "", ""]
+    """One line below :data:`CSV_HEADINGS`; ``cells`` by heading."""
+    cells = {**cells, "run": run, "kind": kind, "id": name}
     if entry is not None:
-        place = [entry.implementation, entry.strategy, entry.backend, entry.world]
-    cells = [run, kind, name, *place, figure, reference, now, *interval, verdict, where]
-    return ["" if cell is None else str(cell) for cell in cells]
+        cells |= {key: getattr(entry, key) for key in _PLACE}
+    values = (cells.get(heading) for heading in CSV_HEADINGS)
+    return ["" if value is None else str(value) for value in values]
 
 
 def json_document(
@@ -149,10 +138,7 @@ def json_document(
 
 def _run(snapshot: Snapshot) -> JsonObject:
     return {
-        "name": snapshot.name,
-        "hardware": snapshot.hardware,
-        "machine": snapshot.machine,
-        "taken": snapshot.taken,
+        **{key: getattr(snapshot, key) for key in ("name", "hardware", "machine", "taken")},
         "versions": [asdict(version) for version in snapshot.versions],
         "cases": len(snapshot.cases),
         "timed": len(snapshot.timed),
@@ -161,23 +147,14 @@ def _run(snapshot: Snapshot) -> JsonObject:
 
 def _comparison(comparison: RunComparison, only_changed: bool) -> JsonObject:
     pairs = [pair for pair in comparison.pairs if pair.changes or not only_changed]
-    times = [
-        time
-        for time in comparison.times
-        if not only_changed or time.verdict not in ("same", "inconclusive")
-    ]
+    times = [time for time in comparison.times if time.moved or not only_changed]
     return {
         "run": _run(comparison.after),
         "unchanged": comparison.unchanged,
         "notes": comparison.notes,
         "compared": [
             {
-                "id": pair.id,
-                "implementation": pair.after.implementation,
-                "strategy": pair.after.strategy,
-                "backend": pair.after.backend,
-                "world": pair.after.world,
-                "verdict": pair.after.verdict,
+                **{key: getattr(pair.after, key) for key in ("id", *_PLACE, "verdict")},
                 "figures": pair.figures,
                 "changes": [asdict(change) for change in pair.changes],
             }
@@ -201,11 +178,8 @@ def _time(time: Timing) -> JsonObject:
         "now": _sample(time.after),
         "change": {
             "ratio": math.exp(change.mean),
-            "low": math.exp(change.low),
-            "high": math.exp(change.high),
-            "freedom": change.freedom,
-            "p": change.p,
-            "p_holm": change.p_holm,
+            **{end: math.exp(getattr(change, end)) for end in ("low", "high")},
+            **{key: getattr(change, key) for key in ("freedom", "p", "p_holm")},
         },
         "margin": math.expm1(time.margin),
         "smallest_effect": time.smallest,

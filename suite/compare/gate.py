@@ -60,10 +60,6 @@ class GateFinding:
     line: int | None = None
 
 
-_TIME: Rule = "time"
-_EXPIRED: Rule = "expired"
-
-
 @dataclass(frozen=True)
 class _JudgedTime:
     """A ratio beside a policy; ``least`` is the margin in log units."""
@@ -201,8 +197,7 @@ class _Judge:
         elif entry.verdict == "xpass" and level != "ignore":
             yield self._finding("reported", "too good", entry, message)
         elif grade == "better":
-            state_ = self._state(self.policy.figures.better)
-            yield from self._perhaps(state_, "too good", entry, message)
+            yield from self._perhaps(self.policy.figures.better, "too good", entry, message)
         elif level == "report":
             yield self._finding("reported", "verdict", entry, message)
 
@@ -215,52 +210,49 @@ class _Judge:
             for change in pair.changes:
                 level: Level = getattr(rules, change.word)
                 rule: Rule = "too good" if change.word == "better" else "figure"
-                state = self._state(level)
-                if not change.exact and state == "breaks":
-                    state = "reported"
+                if level == "break" and not change.exact:
+                    level = "report"
                 message = change.sentence()
                 allowed = self._allowed(change)
-                if allowed is not None and state == "breaks":
-                    expired = allowed.until is not None and allowed.until < self.today
-                    until = f" until {allowed.until}" if allowed.until is not None else ""
-                    message += f" (allowed{until}: {allowed.reason})"
-                    rule = "expired" if expired else rule
-                    state = "breaks" if expired else "excused"
-                yield from self._perhaps(state, rule, pair.after, message)
+                if allowed is None or level != "break":
+                    yield from self._perhaps(level, rule, pair.after, message)
+                    continue
+                until = f" until {allowed.until}" if allowed.until is not None else ""
+                message += f" (allowed{until}: {allowed.reason})"
+                if allowed.until is not None and allowed.until < self.today:
+                    yield self._finding("breaks", "expired", pair.after, message)
+                else:
+                    yield self._finding("excused", rule, pair.after, message)
 
     def times(self) -> Iterator[GateFinding]:
         """Ratios that are certainly worse by more than is allowed, or certainly better."""
         rules = self.policy.times
-        entries = self.comparison.after.timed
         for time in self.comparison.times:
             judged = self._time(time)
-            rule, least, verdict, note = judged.rule, judged.least, judged.verdict, judged.note
-            low, middle, high = (
-                math.exp(value)
-                for value in (time.difference.low, time.difference.mean, time.difference.high)
-            )
-            change = f"{time.ratio} changed by x{middle:.3f} [{low:.3f}, {high:.3f}]"
-            message = f"{verdict_of(replace(time, verdict=verdict))}: {change}, margin "
-            message += f"{math.expm1(least):.1%}{note}"
-            if verdict == "slower":
-                yield from self._perhaps(self._state(rules.slower), rule, entries[time.id], message)
-            elif verdict == "faster":
-                state = self._state(rules.faster)
-                yield from self._perhaps(state, "too good", entries[time.id], message)
-            elif verdict == "inconclusive":
-                state = self._state(rules.inconclusive)
-                yield from self._perhaps(state, "time", entries[time.id], message)
+            verdict = judged.verdict
+            changed = f"{time.ratio} changed by x{time.change}"
+            message = f"{verdict_of(replace(time, verdict=verdict))}: {changed}, margin "
+            message += f"{math.expm1(judged.least):.1%}{judged.note}"
+            by_verdict: dict[str, Rule] = {
+                "slower": judged.rule,
+                "faster": "too good",
+                "inconclusive": "time",
+            }
+            if verdict in by_verdict:
+                entry, level = self.comparison.after.timed[time.id], getattr(rules, verdict)
+                yield from self._perhaps(level, by_verdict[verdict], entry, message)
 
     def _time(self, time: Timing) -> _JudgedTime:
         """The verdict on a ratio with the slowdown that the policy allows."""
         allowed = self._slowdown(time)
         share = self.policy.times.slowdown if allowed is None else allowed.slowdown
-        note, rule = "", _TIME
+        note = ""
+        rule: Rule = "time"
         if allowed is not None:
             note = f"; {share:.0%} allowed: {allowed.reason}"
             if allowed.until is not None and allowed.until < self.today:
                 share, note = self.policy.times.slowdown, f"{note}, expired on {allowed.until}"
-                rule = _EXPIRED
+                rule = "expired"
         least = max(time.margin, math.log1p(share))
         verdict = verdict_on(time.difference, least, time.larger_is_better)
         verdict = "same" if time.before == time.after else verdict
@@ -275,27 +267,25 @@ class _Judge:
                 continue
             # Fewer cores than in the baseline are no fault of the run.
             fewer = pair.after.verdict == "oversubscribed"
-            state = self._state(rules.incomparable if fewer else rules.missing)
+            level = rules.incomparable if fewer else rules.missing
             for ratio, sample in pair.before.samples.items():
                 if sample.blocks > 1 and (pair.id, ratio) not in there:
                     why = f": {pair.after.reason}" if pair.after.reason else ""
                     message = f"{ratio} was measured in the baseline; {pair.after.verdict}{why}"
                     rule: Rule = "not comparable" if fewer else "missing"
-                    yield from self._perhaps(state, rule, pair.after, message)
+                    yield from self._perhaps(level, rule, pair.after, message)
 
     def faults(self) -> Iterator[GateFinding]:
         """Planted faults that were killed and survive now."""
         for change in self.comparison.kills:
             if change.word == "worse":
-                state = self._state(self.policy.cases.faults)
                 message = "the planted fault survives; it was killed in the baseline"
-                yield from self._perhaps(state, "fault", change.id, message)
+                yield from self._perhaps(self.policy.cases.faults, "fault", change.id, message)
 
     def presence(self) -> Iterator[GateFinding]:
         """Results of one run only, and those that cannot be compared."""
         rules, before, after = self.policy.cases, self.comparison.before, self.comparison.after
-        olds = {**before.cases, **before.timed}
-        news = {**after.cases, **after.timed}
+        olds, news = before.results, after.results
         unseen: Counter[str] = Counter()
         kinds = {kind(name) for name in after.ids}
         for name in self.comparison.missing:
@@ -303,8 +293,7 @@ class _Judge:
                 unseen[kind(name)] += 1
             elif self._in_scope(name):
                 message = "in the baseline, not in the run"
-                where = olds.get(name, name)
-                yield from self._perhaps(self._state(rules.missing), "missing", where, message)
+                yield from self._perhaps(rules.missing, "missing", olds.get(name, name), message)
         for group, number in unseen.items():
             message = f"the run has none of the {number} results of the baseline"
             if rules.missing != "ignore":
@@ -312,20 +301,17 @@ class _Judge:
         for name, why in self.comparison.left_out.items():
             if self._in_scope(name):
                 message = f"was left out by the run: {why}"
-                where = olds.get(name, name)
-                yield from self._perhaps(self._state(rules.left_out), "left out", where, message)
+                yield from self._perhaps(rules.left_out, "left out", olds.get(name, name), message)
         for name in self.comparison.new:
             message = f"{news[name].verdict}; not in the baseline"
-            yield from self._perhaps(self._state(rules.new), "new", news[name], message)
+            yield from self._perhaps(rules.new, "new", news[name], message)
         for item in self.comparison.apart:
-            yield from self._perhaps(
-                self._state(rules.incomparable), "not comparable", news[item.id], item.why
-            )
+            entry = news[item.id]
+            yield from self._perhaps(rules.incomparable, "not comparable", entry, item.why)
 
     def expected(self) -> Iterator[GateFinding]:
         """Entries of expected failures that have expired, or that nothing needs any more."""
-        after = self.comparison.after
-        results = {**after.cases, **after.timed}
+        results = self.comparison.after.results
         for index, entry in enumerate(self.policy.xfails):
             matched = [r for name, r in results.items() if old_words.glob(name, entry.cases)]
             failing = sum(result.verdict in _FAILING for result in matched)
@@ -382,17 +368,13 @@ class _Judge:
         lasting = [e for e in matching if e.until is None or e.until >= self.today]
         return max(lasting or matching, key=lambda e: e.slowdown, default=None)
 
-    @staticmethod
-    def _state(level: Level) -> State | None:
-        states: dict[Level, State] = {"break": "breaks", "report": "reported"}
-        return states.get(level)
-
     @classmethod
     def _perhaps(
-        cls, state: State | None, rule: Rule, entry: Entry | str, message: str
+        cls, level: Level, rule: Rule, entry: Entry | str, message: str
     ) -> Iterator[GateFinding]:
-        if state is not None:
-            yield cls._finding(state, rule, entry, message)
+        """What a policy's ``level`` makes of it."""
+        if level != "ignore":
+            yield cls._finding("breaks" if level == "break" else "reported", rule, entry, message)
 
     @staticmethod
     def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> GateFinding:

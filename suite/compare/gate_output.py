@@ -86,8 +86,7 @@ def junit_xml(gate: Gate) -> str:
     by_id: dict[str, list[GateFinding]] = defaultdict(list)
     for finding in gate.findings:
         by_id[finding.id].append(finding)
-    after = gate.comparison.after
-    names = dict.fromkeys([*after.cases, *after.timed, *by_id])
+    names = dict.fromkeys([*gate.comparison.after.results, *by_id])
     return junit.render("shardproof gate", [_test(name, by_id[name]) for name in names])
 
 

@@ -131,7 +131,7 @@ def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: b
                     continue
                 text, time = interval(here.samples[ratio]), compared[number].get((name, ratio))
                 if time is not None:
-                    moved = moved or time.verdict not in ("same", "inconclusive")
+                    moved = moved or time.moved
                     text += f" {verdict_of(time)}"
                 elif name in apart[number]:
                     text += " (not comparable)"

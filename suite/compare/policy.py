@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -160,11 +160,8 @@ class Policy(Model):
 
     def level(self, verdict: str) -> VerdictLevel:
         """What ``verdict`` does."""
-        for levels in (self.verdicts, VERDICTS):
-            for name, level in levels.items():
-                if name == verdict:
-                    return level
-        return "report"
+        word = cast(Verdict, verdict)
+        return self.verdicts.get(word) or VERDICTS.get(word, "report")
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: dat
     names = {
         figure
         for snapshot in (before, after)
-        for entry in (*snapshot.cases.values(), *snapshot.timed.values())
+        for entry in snapshot.results.values()
         for figure in (*entry.figures, "verdict")
     }
     problems = [*_too_long(policy_file, today)]

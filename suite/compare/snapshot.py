@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from shardproof import verdicts
 from shardproof.bench import lines as timed
@@ -116,10 +115,15 @@ class Snapshot:
     keys: Sequence[JsonObject] = ()
 
     @property
+    def results(self) -> dict[str, Entry]:
+        """Cases, then timed results."""
+        return {**self.cases, **self.timed}
+
+    @property
     def ids(self) -> set[str]:
         """Every id that it says something about."""
         faults = (FAULTS + name for name in self.kills)
-        return {*self.cases, *self.timed, *self.left_out, *faults}
+        return {*self.results, *self.left_out, *faults}
 
 
 def of_run(run: Run) -> Snapshot:
@@ -155,16 +159,12 @@ def of_run(run: Run) -> Snapshot:
     return snapshot
 
 
-def _damaged(file: Path, what: str, error: Exception) -> SelectionError:
-    why = f"cannot be compared: {type(error).__name__} {error} in {what}"
-    remedy = "it is damaged or of another version; `shardproof verify` says which"
-    return SelectionError(Problem(why, remedy, None, str(file)))
-
-
 def _version(invocation: Invocation, run: Run) -> Version:
     torch = invocation.packages.get("torch")
     if torch is None:
-        raise _damaged(run.path / "run.json", "packages", KeyError("torch"))
+        remedy = "it is damaged or of another version; `shardproof verify` says which"
+        what = "cannot be compared: KeyError 'torch' in packages"
+        raise SelectionError(Problem(what, remedy, None, str(run.path / "run.json")))
     return Version(invocation.suite, torch, invocation.python, (invocation.commit or "")[:12])
 
 

@@ -17,6 +17,7 @@ from shardproof.table import Mark, Table
 #: Ids that are named for one reason.
 EXAMPLES = 3
 _MARKS: Mapping[exact_figures.Word, Mark] = {"worse": "bad", "better": "good", "changed": "changed"}
+_TIME_MARKS: Mapping[str, Mark] = {"slower": "bad", "faster": "good"}
 BY: dict[str, tuple[tuple[str, ...], Callable[[Entry], tuple[str, ...]]]] = {
     "": (("implementation", "backend"), lambda entry: (entry.implementation, entry.backend)),
     "strategy": (("strategy",), lambda entry: (entry.strategy,)),
@@ -185,10 +186,7 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table | No
 
 
 def _verdicts(pairs: Sequence[Pairing]) -> str:
-    was, now = (
-        verdicts_of(entry for pair in pairs for entry in [getattr(pair, side)])
-        for side in ("before", "after")
-    )
+    was, now = verdicts_of(p.before for p in pairs), verdicts_of(p.after for p in pairs)
     return now if was == now else f"{was} -> {now}"
 
 
@@ -243,21 +241,17 @@ def times(timings: Sequence[Timing], only_changed: bool) -> Table | None:
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for time in timings:
-        if only_changed and time.verdict in ("same", "inconclusive"):
+        if only_changed and not time.moved:
             continue
-        marks.append(
-            "bad" if time.verdict == "slower" else "good" if time.verdict == "faster" else ""
-        )
-        change = time.difference
-        low, middle, high = (math.exp(value) for value in (change.low, change.mean, change.high))
+        marks.append(_TIME_MARKS.get(time.verdict, ""))
         rows.append(
             (
                 time.id,
                 time.ratio,
                 interval(time.before),
                 interval(time.after),
-                f"{middle:.3f} [{low:.3f}, {high:.3f}]",
-                f"{change.p_holm:.2g}",
+                time.change,
+                f"{time.difference.p_holm:.2g}",
                 f"{math.expm1(time.margin):.1%}",
                 verdict_of(time),
             )

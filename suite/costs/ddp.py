@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, flow, state_bytes
+from collections.abc import Sequence
+
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation, flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
 _ALL_REDUCE = (
@@ -23,27 +25,30 @@ class Single(CostModel):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Whole tensors; gradients of what has been used."""
-        facts = self.facts
-        narrow = {t.name for t in facts.trainable if facts.compute(t.dtype) != t.dtype}
+        facts, held = self.facts, self.held_by(rank)
+        trained = [t for t in held if t.trainable]
         return {
-            "parameters": sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters),
-            "masters": sum(t.nbytes for t in facts.trainable if t.name in narrow),
-            "gradients": self.gradient_bytes(step),
-            "optimizer_state": state_bytes(facts, self.parts(rank), updated),
+            "parameters": sum(t.numel * self.item(t) for t in held),
+            "masters": sum(t.nbytes for t in trained if facts.compute(t.dtype) != t.dtype),
+            "gradients": self.gradient_bytes(rank, step),
+            "optimizer_state": state_bytes(facts, [(t, t.numel) for t in trained], updated),
         }
 
-    def gradient_bytes(self, step: int) -> int:
-        """Gradients exist for what is used in ``step``."""
-        now = used(self.facts.parameters, step)
-        return sum(t.numel * ITEMSIZE[self.facts.compute(t.dtype)] for t in now)
+    def held_by(self, rank: int) -> Sequence[TensorFacts]:
+        """The parameters that ``rank`` holds."""
+        return self.facts.parameters
 
-    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """What the optimizer of ``rank`` works on."""
-        return [(t, t.numel) for t in self.facts.trainable]
+    def item(self, tensor: TensorFacts) -> int:
+        """Bytes of an element of ``tensor`` or its gradient."""
+        return ITEMSIZE[self.facts.compute(tensor.dtype)]
+
+    def gradient_bytes(self, rank: int, step: int) -> int:
+        """Gradients exist for what is used in ``step``."""
+        return sum(t.numel * self.item(t) for t in used(self.held_by(rank), step))
 
     def local(self, rank: int) -> Local:
-        """Everything."""
-        return Local.of(self.facts, {t.name: t.numel for t in self.facts.parameters})
+        """All elements of what ``rank`` holds."""
+        return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 
 class NaiveDDP(Single):
@@ -73,23 +78,21 @@ class DDP(Single):
     def flows(self) -> list[Flow]:
         """2 (N-1) G + (N-1) buffers, in bytes; buffers are sent together or one by one."""
         facts = self.facts
-        gradients = flow(facts, "replicate", "all_reduce", [t.nbytes for t in facts.trainable])
         copied = facts.buffers if facts.option("broadcast_buffers", True) else ()
-        buffers = [b.nbytes for b in copied if b.dtype in ITEMSIZE]
-        copies = flow(facts, "replicate", "broadcast", buffers)
-        dtypes = len({t.dtype for t in facts.trainable})
-        kinds = len({b.dtype for b in copied if b.dtype in ITEMSIZE})
-        return [
-            *(f.at_least(dtypes * facts.world) for f in gradients),
-            *(f.at_least(kinds * facts.world) for f in copies),
-        ]
+        buffers = [b for b in copied if b.dtype in ITEMSIZE]
+        return [*self.packed("all_reduce", facts.trainable), *self.packed("broadcast", buffers)]
+
+    def packed(self, operation: Operation, tensors: Sequence[TensorFacts]) -> list[Flow]:
+        """``tensors`` in a call each, or all of one dtype in one."""
+        flows = flow(self.facts, "replicate", operation, [t.nbytes for t in tensors])
+        return [f.at_least(len({t.dtype for t in tensors}) * self.facts.world) for f in flows]
 
     def why_not_measured(self) -> str:
         """A bucket with no used parameter holds no gradients; no formula says which ones."""
         idle = [t.name for t in self.facts.trainable if not t.always_used]
         return f"{idle[0]!r} goes unused: bytes of buckets are not promised" if idle else ""
 
-    def gradient_bytes(self, step: int) -> int:
+    def gradient_bytes(self, rank: int, step: int) -> int:
         """Gradients are views of the buckets, which hold every trained tensor."""
         facts = self.facts
         return sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)

@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardproof.case import AXES
@@ -151,12 +153,9 @@ def facts_of(case: Case) -> CaseFacts:
 
     workload = workloads.make(case.workload, case.dtype, case.lane)
     model = workload.model("meta")
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    buffers = [b for b in model.buffers() if b.is_floating_point()]
-    trainable_bytes = sum(p.nbytes for p in trainable)
-    frozen_bytes = sum(p.nbytes for p in frozen)
     model_facts = model_facts_of(case, workload, model)
+    trainable_bytes = sum(t.nbytes for t in model_facts.trainable)
+    frozen_bytes = sum(t.nbytes for t in model_facts.parameters if not t.trainable)
     numbers: dict[str, Number] = {
         "world": case.world,
         **{axis: case.mesh.get(axis, 1) for axis in AXES},
@@ -168,11 +167,11 @@ def facts_of(case: Case) -> CaseFacts:
         "itemsize": ITEMSIZE[case.dtype],
         "parameter_bytes": trainable_bytes + frozen_bytes,
         "trainable_bytes": trainable_bytes,
-        "trainable_elements": sum(p.numel() for p in trainable),
-        "trainable_tensors": len(trainable),
+        "trainable_elements": sum(t.numel for t in model_facts.trainable),
+        "trainable_tensors": len(model_facts.trainable),
         "frozen_bytes": frozen_bytes,
-        "float_buffer_bytes": sum(b.nbytes for b in buffers),
-        "float_buffers": len(buffers),
+        "float_buffer_bytes": model_facts.float_buffer_bytes,
+        "float_buffers": sum(b.dtype in ITEMSIZE for b in model_facts.buffers),
         "clipped": int(model_facts.clipped),
         "rounds": model_facts.rounds,
     }
@@ -193,8 +192,13 @@ _FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] =
     "max": (max, None),
     "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
 }
-_SUMS = {"+": operator.add, "-": operator.sub}
-_PRODUCTS = {"*": operator.mul, "/": operator.truediv}
+#: Sign -> how tightly it binds, and what it does.
+_SIGNS: dict[str, tuple[int, Operator]] = {
+    "+": (1, operator.add),
+    "-": (1, operator.sub),
+    "*": (2, operator.mul),
+    "/": (2, operator.truediv),
+}
 
 
 class _Parser:
@@ -202,81 +206,72 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.position = 0
-        self.depth = 0
         if len(text) > MAX_TEXT:
             raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
-        self.tokens = self._tokens()
+        self.tokens = deque(self._tokens())
 
     def parse(self) -> Term:
-        term = self._sum()
-        kind, text, column = self.tokens[self.position]
+        term = self._sum(0)
+        kind, text, column = self.tokens[0]
         if kind != "end":
             raise FormulaError(self.text, column, f"unexpected {text!r}")
         return term
 
-    def _tokens(self) -> list[tuple[str, str, int]]:
-        tokens, position = [], 0
-        end = len(self.text.rstrip())
+    def _tokens(self) -> Iterator[tuple[str, str, int]]:
+        position, end = 0, len(self.text.rstrip())
         while position < end:
             match = _TOKEN.match(self.text, position)
             if match is None:
                 column = position + len(self.text[position:]) - len(self.text[position:].lstrip())
                 raise FormulaError(self.text, column + 1, f"unexpected {self.text[column]!r}")
             kind = str(match.lastgroup)
-            tokens.append((kind, match[kind], match.start(kind) + 1))
+            yield kind, match[kind], match.start(kind) + 1
             position = match.end()
-        return [*tokens, ("end", "end of text", end + 1)]
+        yield "end", "end of text", end + 1
 
-    def _take(self, *texts: str) -> str | None:
-        kind, text, _ = self.tokens[self.position]
-        if kind == "sign" and text in texts:
-            self.position += 1
-            return text
-        return None
+    def _take(self, sign: str) -> bool:
+        """Whether ``sign`` comes next; then it is passed."""
+        if self.tokens[0][1] != sign:
+            return False
+        self.tokens.popleft()
+        return True
 
-    def _expect(self, text: str) -> None:
-        if self._take(text) is None:
-            _, given, column = self.tokens[self.position]
-            raise FormulaError(self.text, column, f"expected {text!r}, not {given!r}")
+    def _expect(self, sign: str) -> None:
+        _, given, column = self.tokens[0]
+        if not self._take(sign):
+            raise FormulaError(self.text, column, f"expected {sign!r}, not {given!r}")
 
-    def _sum(self) -> Term:
-        return self._chain(_SUMS, lambda: self._chain(_PRODUCTS, self._unary))
-
-    def _chain(self, signs: Mapping[str, Operator], operand: Callable[[], Term]) -> Term:
-        """Operands between ``signs``, put together from the left."""
-        term = operand()
-        while sign := self._take(*signs):
-            term = _combined(signs[sign], term, operand())
+    def _sum(self, depth: int, least: int = 1) -> Term:
+        """Operands between signs that bind at least so tightly, put together from the left."""
+        term = self._unary(depth)
+        while (sign := self.tokens[0][1]) in _SIGNS and _SIGNS[sign][0] >= least:
+            self.tokens.popleft()
+            binding, operation = _SIGNS[sign]
+            term = partial(_combined, operation, term, self._sum(depth, binding + 1))
         return term
 
-    def _unary(self) -> Term:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            column = self.tokens[self.position][2]
-            raise FormulaError(self.text, column, f"nested deeper than {MAX_DEPTH}")
-        try:
-            if self._take("-"):
-                inner = self._unary()
-                return lambda facts: -inner(facts)
-            return self._atom()
-        finally:
-            self.depth -= 1
+    def _unary(self, depth: int) -> Term:
+        if depth == MAX_DEPTH:
+            raise FormulaError(self.text, self.tokens[0][2], f"nested deeper than {MAX_DEPTH}")
+        if self._take("-"):
+            inner = self._unary(depth + 1)
+            return lambda facts: -inner(facts)
+        return self._atom(depth + 1)
 
-    def _atom(self) -> Term:
+    def _atom(self, depth: int) -> Term:
+        kind, text, column = self.tokens[0]
         if self._take("("):
-            inner = self._sum()
+            inner = self._sum(depth)
             self._expect(")")
             return inner
-        kind, text, column = self.tokens[self.position]
-        self.position += 1
+        self.tokens.popleft()
         if kind == "number":
             number = Fraction(text)
             return lambda facts: number
         if kind != "name":
             raise FormulaError(self.text, column, f"expected a number, name or '(', not {text!r}")
         if text in _FUNCTIONS:
-            return self._call(text, column)
+            return self._call(text, column, depth)
         if text in FORMULAS:
             return FORMULAS[text].value
         if text in FACTS:
@@ -284,17 +279,17 @@ class _Parser:
         known = [*FORMULAS, *FACTS, *_FUNCTIONS]
         raise FormulaError(self.text, column, f"unknown name {text!r}, {nearest(text, known)}")
 
-    def _call(self, name: str, column: int) -> Term:
+    def _call(self, name: str, column: int, depth: int) -> Term:
         function, arity = _FUNCTIONS[name]
         self._expect("(")
-        arguments = [self._sum()]
+        arguments = [self._sum(depth)]
         while self._take(","):
-            arguments.append(self._sum())
+            arguments.append(self._sum(depth))
         self._expect(")")
         if arity is not None and len(arguments) != arity:
             raise FormulaError(self.text, column, f"{name} takes {arity} value")
         return lambda facts: function([argument(facts) for argument in arguments])
 
 
-def _combined(operation: Operator, left: Term, right: Term) -> Term:
-    return lambda facts: operation(left(facts), right(facts))
+def _combined(operation: Operator, left: Term, right: Term, facts: Facts) -> Fraction:
+    return operation(left(facts), right(facts))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 from shardproof.costs.layout import Unit
-from shardproof.costs.model import Bound, Flow, Prefetch, flow, norm_flow
+from shardproof.costs.model import Bound, Flow, Prefetch, flow, grouped_flow, norm_flow
 from shardproof.costs.zero import Zero3
 
 
@@ -89,12 +88,8 @@ class FSDP(Zero3):
 
     def again(self, payloads: list[int], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        facts, k = self.facts, self.rests
-        sizes = [payload for payload in payloads if payload]
-        if k == 1 or not times or not sizes:
-            return []
-        total = Fraction((k - 1) * sum(sizes) * (facts.world // k) * times)
-        return [Flow("shard", "all_gather", total, len(sizes) * times * facts.world)]
+        times *= self.facts.world // self.rests
+        return grouped_flow("shard", "all_gather", payloads, self.rests, times) if times else []
 
     def prefetch(self) -> Prefetch:
         """Prefetched units in both directions; a late unit is late on its way over the replicas,

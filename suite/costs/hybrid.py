@@ -6,14 +6,16 @@ tensor that is tied over stages as another; its cost model gets the facts of tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from shardproof.case import DATA_AXES
 from shardproof.costs.ddp import DDP
 from shardproof.costs.fsdp import FSDP
-from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, flow
+from shardproof.costs.model import Bound, CostModel, Flow, Local, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline, exchanged
@@ -26,6 +28,19 @@ _DATA: dict[str, type[CostModel]] = {
 }
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
+
+
+def _added(name: str) -> Callable[..., dict[str, int]]:
+    """The method ``name`` of all models of a rank, added up key by key."""
+
+    def added(self: Hybrid, rank: int, *given: Any) -> dict[str, int]:
+        models, number = self.of(rank)
+        total = Counter[str]()
+        for model in models:
+            total.update(getattr(model, name)(number, *given))
+        return dict(total)
+
+    return added
 
 
 class Hybrid(CostModel):
@@ -178,21 +193,8 @@ class Hybrid(CostModel):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.resident(number, step, updated))
-
-    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.at_point(number, point, updated))
-
-    def host(self, rank: int, step: int, updated: int) -> Bytes:
-        """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.host(number, step, updated))
-
-    def host_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
-        """Of all models of ``rank``."""
-        return self.added(rank, lambda model, number: model.host_traffic(number, step, updated))
+    resident, at_point = _added("resident"), _added("at_point")
+    host, host_traffic = _added("host"), _added("host_traffic")
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """What the models keep there; every message has been sent and used by then."""
@@ -227,21 +229,7 @@ class Hybrid(CostModel):
         """Elements of parameters of ``rank``: of layers that the tensor axis splits, and of those
         that each of its ranks has.
         """
-        held, layers = self.local(rank).parameters, self.layers
-        split = {t.name for t in self.facts.parameters if layers.ranks > 1 and layers.is_split(t)}
-        return {
-            "split": {name: n for name, n in held.items() if name in split},
-            "replicated": {name: n for name, n in held.items() if name not in split},
-        }
-
-    def added(self, rank: int, asked: Callable[[CostModel, int], dict[str, int]]) -> dict[str, int]:
-        """The sum, key by key, of what is ``told`` of the models of ``rank``."""
-        models, number = self.of(rank)
-        total: dict[str, int] = {}
-        for model in models:
-            for key, count in asked(model, number).items():
-                total[key] = total.get(key, 0) + count
-        return total
+        return self.layers.laid_out(self.local(rank).parameters)
 
     def why_not_measured(self) -> str:
         """What any of the models says."""
@@ -254,7 +242,8 @@ class Hybrid(CostModel):
         models, number = self.of(rank)
         parts = [model.local(number) for model in models]
         return Local(
-            {name: n for one in parts for name, n in one.parameters.items()},
-            {name: n for one in parts for name, n in one.gradients.items()},
-            {name: n for one in parts for name, n in one.optimizer.items()},
+            *(
+                {name: n for part in parts for name, n in getattr(part, kind).items()}
+                for kind in ("parameters", "gradients", "optimizer")
+            )
         )

@@ -90,6 +90,12 @@ class Unit:
         return tuple(f for f in self.flats if f.members[0].trainable)
 
 
+def chunk(size: int, ranks: int, index: int) -> int:
+    """How many of ``size`` the ``index``-th of ``ranks`` has: as many as the first, or the rest."""
+    most = -(-size // ranks)
+    return max(0, min(most, size - index * most))
+
+
 def layouts(tensors: Iterable[TensorFacts], shards: int) -> tuple[Flat, ...]:
     """One layout per dtype, trained and frozen apart, in order of first appearance."""
     groups: dict[tuple[str, bool], list[TensorFacts]] = {}
@@ -151,7 +157,7 @@ def _of_size(facts: ModelFacts, names: Sequence[str], least: int) -> list[str]:
     free = {t.name: t for t in facts.parameters}
     chosen = set()
     for name in sorted(names, key=lambda n: -n.count(".")):
-        inside = [t for t in free.values() if all(_within(o, name) for o in t.owners)]
+        inside = [t for t in free.values() if all(within(o, name) for o in t.owners)]
         if sum(t.numel for t in inside) >= least:
             chosen.add(name)
             for tensor in inside:
@@ -160,8 +166,9 @@ def _of_size(facts: ModelFacts, names: Sequence[str], least: int) -> list[str]:
 
 
 def _innermost(owner: str, names: Sequence[str]) -> str:
-    return max((name for name in names if _within(owner, name)), key=len, default="")
+    return max((name for name in names if within(owner, name)), key=len, default="")
 
 
-def _within(owner: str, name: str) -> bool:
+def within(owner: str, name: str) -> bool:
+    """Whether the module ``owner`` is ``name`` or lies inside of it."""
     return owner == name or owner.startswith(f"{name}.")

@@ -232,17 +232,25 @@ class CostModel(ABC):
 def flow(
     facts: ModelFacts, axis: str, operation: Operation, payloads: Iterable[int], times: int = 1
 ) -> list[Flow]:
-    """The flow of one call per payload (bytes), made ``times`` times by every rank.
+    """The flow of one call per payload (bytes), made ``times`` times by every rank."""
+    size = facts.size(axis)
+    times *= facts.world // size
+    return grouped_flow(axis, operation, payloads, size, times) if times else []
+
+
+def grouped_flow(
+    axis: str, operation: Operation, payloads: Iterable[int], ranks: int, times: int
+) -> list[Flow]:
+    """The flow of one call per payload (bytes) in groups of ``ranks``, ``times`` in all groups.
 
     The payload is the whole output of an all-gather and the whole input of a reduce-scatter.
     """
-    size, sizes = facts.size(axis), [payload for payload in payloads if payload]
-    if size == 1 or not sizes or not times:
+    sizes = [payload for payload in payloads if payload]
+    if ranks == 1 or not sizes:
         return []
-    factor = 2 * (size - 1) if operation == "all_reduce" else size - 1
-    groups = facts.world // size
-    total = Fraction(factor * sum(sizes) * groups * times)
-    return [Flow(axis, operation, total, len(sizes) * times * facts.world)]
+    factor = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
+    total = Fraction(factor * sum(sizes) * times)
+    return [Flow(axis, operation, total, len(sizes) * times * ranks)]
 
 
 def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:

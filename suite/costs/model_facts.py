@@ -126,6 +126,10 @@ class ModelFacts(Stored):
             rank, place[axis] = divmod(rank, size)
         return place
 
+    def place(self, rank: int, axis: str) -> int:
+        """Place of global ``rank`` along ``axis`` (0 if absent)."""
+        return self.coordinate(rank).get(axis, 0)
+
     def called(self, name: str) -> int:
         """How often one forward calls the module ``name``."""
         return math.prod(n for part, n in self.calls.items() if f"{name}.".startswith(f"{part}."))

@@ -7,10 +7,11 @@ their gradients rest there too; a shard comes up whenever its unit is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
+from shardproof.costs.model import Bound, Bytes, CostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 from shardproof.costs.zero import Zero1, Zero3, votes
 
@@ -29,6 +30,10 @@ def offloaded(kind: type[CostModel], facts: ModelFacts) -> type[CostModel]:
         "rests_as_built": kind.rests_as_built,
     }
     return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
+
+
+def _of_inner(name: str) -> Callable[..., Any]:
+    return lambda self, *given: getattr(self.inner, name)(*given)
 
 
 class Offloaded(CostModel):
@@ -50,21 +55,9 @@ class Offloaded(CostModel):
         """Whether shards of parameters are on the host as well."""
         return self.facts.option(OPTION, "none") == "parameters"
 
-    def flows(self) -> list[Flow]:
-        """The same as without offload."""
-        return self.inner.flows()
-
-    def local(self, rank: int) -> Local:
-        """The same as without offload."""
-        return self.inner.local(rank)
-
-    def prefetch(self) -> Prefetch | None:
-        """The same as without offload."""
-        return self.inner.prefetch()
-
-    def unclassified_limit(self, rank: int, step: int) -> int | None:
-        """The same as without offload."""
-        return self.inner.unclassified_limit(rank, step)
+    # The same as without offload.
+    flows, local = _of_inner("flows"), _of_inner("local")
+    prefetch, unclassified_limit = _of_inner("prefetch"), _of_inner("unclassified_limit")
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""
@@ -104,11 +97,9 @@ class Offloaded(CostModel):
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """The same as without offload; if shards rest on the host, only votes are on the device."""
-        return (
-            votes(self.facts)
-            if self.shards_rest_there
-            else self.inner.communication_at_rest(rank, step)
-        )
+        if self.shards_rest_there:
+            return votes(self.facts)
+        return self.inner.communication_at_rest(rank, step)
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """The same as without offload, less the shards that are on the host."""

@@ -7,8 +7,8 @@ from fractions import Fraction
 from functools import cached_property
 
 from shardproof.costs.ddp import Single
-from shardproof.costs.model import Bytes, Flow, Local, norm_flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, shape_key, used
+from shardproof.costs.model import Flow, norm_flow
+from shardproof.costs.model_facts import TensorFacts, shape_key, used
 from shardproof.costs.stages import Stages, stages_of
 
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
@@ -46,7 +46,7 @@ class Pipeline(Single):
     def messages(self) -> Iterator[int]:
         """Bytes of every message of the step between neighbouring stages, both directions."""
         facts, place = self.facts, self.stages.place
-        item = ITEMSIZE[facts.compute(facts.trainable[0].dtype)]
+        item = self.item(facts.trainable[0])
         boundaries = [
             units.stop - 1
             for stage, units in enumerate(self.stages.units[:-1])
@@ -65,33 +65,14 @@ class Pipeline(Single):
         for tensor in used(facts.parameters, facts.step):
             ranks = len(self.stages.ranks(tensor))
             copies = facts.world // facts.size("pipe")
-            yield from (tensor.numel * self.gradient_item(tensor),) * ranks * (ranks - 1) * copies
-
-    def gradient_item(self, tensor: TensorFacts) -> int:
-        """Bytes of an element of the gradient of ``tensor``."""
-        return ITEMSIZE[self.facts.compute(tensor.dtype)]
+            yield from (tensor.numel * self.item(tensor),) * ranks * (ranks - 1) * copies
 
     # -------------------------------------------------------------------------------- memory
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
-        mine = self.facts.coordinate(rank).get("pipe", 0)
+        mine = self.facts.place(rank, "pipe")
         return [t for t in self.facts.parameters if mine in self.stages.ranks(t)]
-
-    def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """What the optimizer of ``rank`` works on."""
-        return [(t, t.numel) for t in self.held_by(rank) if t.trainable]
-
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Whole tensors of the own stages."""
-        facts, own = self.facts, self.held_by(rank)
-        narrow = [t for t in own if t.trainable and facts.compute(t.dtype) != t.dtype]
-        return {
-            "parameters": sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in own),
-            "masters": sum(t.nbytes for t in narrow),
-            "gradients": sum(t.numel * self.gradient_item(t) for t in used(own, step)),
-            "optimizer_state": state_bytes(facts, self.parts(rank), updated),
-        }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Every message has been sent and used by then."""
@@ -100,10 +81,6 @@ class Pipeline(Single):
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, no activation."""
         return _SCALARS + 8 * self.facts.rounds
-
-    def local(self, rank: int) -> Local:
-        """Elements of the own stages."""
-        return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 
 def exchanged(sizes: Sequence[int]) -> list[Flow]:

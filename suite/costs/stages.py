@@ -7,9 +7,11 @@ units     as even as possible, larger stages first, or the option ``split``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardproof.case import split
 from shardproof.contract import Options
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.schedules import Action
@@ -77,15 +79,8 @@ def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
 
 def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
     """The units of each stage."""
-    sizes = options.get("split")
-    if not sizes:
-        small, larger = divmod(units, stages)
-        sizes = [small + 1] * larger + [small] * (stages - larger)
-    stage_units, start = [], 0
-    for size in sizes:
-        stage_units.append(range(start, start + size))
-        start += size
-    return tuple(stage_units)
+    ends = [0, *itertools.accumulate(options.get("split") or split(units, stages))]
+    return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def stages_of(facts: ModelFacts) -> Stages:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from functools import cached_property, partial
 
+from shardproof.costs.layout import chunk
 from shardproof.costs.model import (
     Bytes,
     CostModel,
@@ -14,6 +14,7 @@ from shardproof.costs.model import (
     NoCostModel,
     Operation,
     flow,
+    grouped_flow,
     norm_flow,
     state_bytes,
 )
@@ -52,10 +53,6 @@ class TensorParallel(CostModel):
 
     # ------------------------------------------------------------------------------- the layout
 
-    def rank_of(self, rank: int) -> int:
-        """Place of global ``rank`` along the axis."""
-        return self.facts.coordinate(rank).get("tensor", 0)
-
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
@@ -75,9 +72,7 @@ class TensorParallel(CostModel):
             return tensor.numel
         if layer in _VOCABULARY:
             size = tensor.shape[0]
-            chunk = -(-size // self.ranks)
-            first = min(self.rank_of(rank) * chunk, size)
-            return tensor.numel // size * (min(first + chunk, size) - first)
+            return tensor.numel // size * chunk(size, self.ranks, self.facts.place(rank, "tensor"))
         if not layer.endswith("attention.qkv"):
             return tensor.numel // self.ranks
         queries, kv = self.heads(layer)
@@ -173,24 +168,29 @@ class TensorParallel(CostModel):
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""
-        factor = (2 if operation == "all_reduce" else 1) * (self.ranks - 1)
-        total = Fraction(factor * sum(payloads) * times)
-        return [Flow("tensor", operation, total, len(payloads) * times * self.ranks)]
+        return grouped_flow("tensor", operation, payloads, self.ranks, times)
 
     def outputs(self) -> list[Flow]:
         """Numbers a target in the dtype of its weight, or whole logits."""
         item = ITEMSIZE[self.table.dtype]
         if self.is_loss:
             wide = max(item, ITEMSIZE["float32"])
-            targets = [n * length * wide for n, length in self.shapes]
-            sums = 3 if self.facts.label_smoothing else 2
-            return [
-                *self.each("all_reduce", targets),
-                *self.each("all_reduce", [sums * n for n in targets]),
-            ]
+            return self.of_targets([n * length * wide for n, length in self.shapes])
         classes = -(-self.classes // self.ranks) * self.ranks
-        logits = [n * self.padded(length) * classes * item for n, length in self.shapes]
-        return self.each("all_gather", logits)
+        rows = [n * self.gathered_length(length) for n, length in self.shapes]
+        return self.each("all_gather", [n * classes * item for n in rows])
+
+    def gathered_length(self, positions: int) -> int:
+        """Positions of a sequence whose logits are gathered."""
+        return self.padded(positions)
+
+    def of_targets(self, numbers: list[int]) -> list[Flow]:
+        """A maximum, and two or three sums in one call; ``numbers``: bytes of one a target."""
+        sums = 3 if self.facts.label_smoothing else 2
+        return [
+            *self.each("all_reduce", numbers),
+            *self.each("all_reduce", [sums * n for n in numbers]),
+        ]
 
     def sums(self) -> list[Flow]:
         """Gradients that are terms: in one call a step, or each in every backward."""
@@ -223,22 +223,40 @@ class TensorParallel(CostModel):
 
     def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:
         """Elements of parameters that are split, and of those that every rank has whole."""
-        own = self.parts(rank)
+        return self.laid_out({t.name: n for t, n in self.parts(rank)})
+
+    def laid_out(self, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Name -> elements by layout."""
+        split = {t.name for t in self.facts.parameters if self.ranks > 1 and self.is_split(t)}
         return {
-            "split": {t.name: n for t, n in own if self.ranks > 1 and self.is_split(t)},
-            "replicated": {t.name: n for t, n in own if self.ranks == 1 or not self.is_split(t)},
+            "split": {name: n for name, n in held.items() if name in split},
+            "replicated": {name: n for name, n in held.items() if name not in split},
         }
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Parts of what is split, the rest whole; gradients of what is used."""
         facts, own = self.facts, self.parts(rank)
+        held = [(t, self.held_elements(t, rank)) for t, _ in own]
         now = {t.name for t in used(facts.parameters, step)}
         return {
-            "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in own),
+            "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in held),
             "masters": 0,
-            "gradients": sum(n * ITEMSIZE[t.dtype] for t, n in own if t.name in now),
+            "gradients": sum(
+                n * ITEMSIZE[t.dtype]
+                for t, n in (held if self.pads_gradients else own)
+                if t.name in now
+            ),
             "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
         }
+
+    def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements that the part of ``tensor`` on ``rank`` takes, padding included."""
+        return self.elements(tensor, rank)
+
+    @property
+    def pads_gradients(self) -> bool:
+        """Whether gradients have the padding of their parameters."""
+        return False
 
     def local(self, rank: int) -> Local:
         """Own parts of everything."""

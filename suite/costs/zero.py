@@ -69,23 +69,27 @@ class Zero1(CostModel):
         limit = int(self.facts.option("bucket_bytes", BUCKET_BYTES))
         return buckets(order, limit, self.facts.size("shard"))
 
-    def flows(self) -> list[Flow]:
-        """(N-1) (G + P) bytes: gradients are reduced once a step, parameters gathered once."""
-        return self._flows(reductions=1)
+    @property
+    def reductions(self) -> int:
+        """m, the reductions of a step: once."""
+        return 1
 
-    def _flows(self, reductions: int) -> list[Flow]:
+    def flows(self) -> list[Flow]:
+        """(N-1) (m G + P) bytes: gradients are reduced m times, parameters gathered once."""
         facts = self.facts
         gradients = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         parameters = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats]
         return [
-            *flow(facts, "shard", "reduce_scatter", gradients, reductions),  # (N-1) G each time
+            *flow(
+                facts, "shard", "reduce_scatter", gradients, self.reductions
+            ),  # (N-1) G each time
             *flow(facts, "shard", "all_gather", parameters),  # (N-1) P
             *norm_flow(facts, "shard"),
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
-        shard = self.facts.coordinate(rank).get("shard", 0)
+        shard = self.facts.place(rank, "shard")
         return [part for flat in self.flats for part in flat.parts(shard)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -173,9 +177,10 @@ class Zero2(Zero1):
     )
     divided = (False, True, True)
 
-    def flows(self) -> list[Flow]:
-        """(N-1) (m G + P) bytes: gradients are reduced in every round, parameters gathered once."""
-        return self._flows(reductions=self.facts.rounds)
+    @property
+    def reductions(self) -> int:
+        """m: every round is reduced."""
+        return self.facts.rounds
 
     def kept_bytes(self, flat: Flat) -> int:
         """The shard alone: whole gradients are freed."""
@@ -258,11 +263,10 @@ class Zero3(CostModel):
         return {
             unit.name
             for unit in self.units
-            if unit.name and self.facts.called(unit.name) and self._is_conditional(unit)
+            if unit.name
+            and self.facts.called(unit.name)
+            and all(t.trainable and not t.in_every_backward for t in unit.members)
         }
-
-    def _is_conditional(self, unit: Unit) -> bool:
-        return all(t.trainable and not t.in_every_backward for t in unit.members)
 
     def refuse_uncalled(self) -> None:
         """Raise where some unit is not called by every micro-batch."""
@@ -279,15 +283,11 @@ class Zero3(CostModel):
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
-        return [part for flat in self.flats for part in flat.parts(self.shard_of(rank))]
-
-    def shard_of(self, rank: int) -> int:
-        """Which shard ``rank`` holds."""
-        return self.facts.coordinate(rank).get("shard", 0)
+        return [part for flat in self.flats for part in flat.parts(self.facts.place(rank, "shard"))]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards as built, which are their own masters; one of padding only does not count."""
-        mine = self.shard_of(rank)
+        mine = self.facts.place(rank, "shard")
         return {
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
@@ -297,7 +297,7 @@ class Zero3(CostModel):
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
         """Shards in which ``rank`` owns a part of some of ``tensors``."""
-        mine, names = self.shard_of(rank), {t.name for t in tensors}
+        mine, names = self.facts.place(rank, "shard"), {t.name for t in tensors}
         owned = (f for f in self.trained if any(t.name in names for t, _ in f.parts(mine)))
         return sum(f.shard_bytes() for f in owned)
 
@@ -353,7 +353,7 @@ class Zero3(CostModel):
         no gradient (blocks are none of these), if a parameter of any of them may go unused.
         """
         ends = [unit for unit in self.units if unit.name not in self.facts.units]
-        return ends if any(map(_may_go_unused, ends)) else []
+        return ends if any(not t.in_every_backward for u in ends for t in u.members) else []
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters beside the shards: at least root and largest unit, with the units
@@ -464,10 +464,6 @@ def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
     return [sizes.get("", 0), *inner[:others]]
 
 
-def _may_go_unused(unit: Unit) -> bool:
-    return not all(tensor.in_every_backward for tensor in unit.members)
-
-
 def votes(facts: ModelFacts) -> int:
     """Bytes of the integers by which ranks agree on what was used."""
     return VOTE_BYTES * (1 + len(facts.parameters))
@@ -479,6 +475,6 @@ def owned(facts: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
     Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
     that owns nothing of it a buffer of gradients is one for communication.
     """
-    shard = facts.coordinate(rank).get("shard", 0)
+    shard = facts.place(rank, "shard")
     ever = {t.name for t in used_by(facts.parameters, facts.steps - 1)}
     return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]

@@ -37,6 +37,7 @@ from shardproof.evidence.records import (
 )
 from shardproof.files import from_plain, to_plain
 from shardproof.oracle.truth import Truth
+from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 
 
@@ -140,30 +141,25 @@ def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, T
     return full[index], count[index], text
 
 
+@dataclass(eq=False, repr=False)
 class Figures(ABC):
     """What a verdict is made of, as plain data: the case and everything but the tensors."""
 
-    def __init__(
-        self,
-        case: Case,
-        records: list[RankRecord],
-        oracle: OracleFacts,
-        workload: WorkloadFacts,
-        facts: Mapping[str, int | Fraction],
-        compared: dict[str, list[ComparisonRow]] | None = None,
-        schedules: Mapping[int, Schedule] | None = None,
-    ) -> None:
-        self.case = case
-        self.records = records
-        self.oracle = oracle
-        self.workload = workload
-        #: Numbers that formulas may use, from model shapes and options only.
-        self.facts = facts
-        #: Check -> what it measured, a row per comparison (see :mod:`shardproof.checks`).
-        self.compared = compared if compared is not None else {}
-        #: What a pipeline claimed before its ranks were started, by micro-batches of a window.
-        self.schedules: Mapping[int, Schedule] = schedules or {}
-        self.declaration = records[0].declaration
+    case: Case
+    records: list[RankRecord]
+    oracle: OracleFacts
+    workload: WorkloadFacts
+    #: Numbers that formulas may use, from model shapes and options only.
+    facts: Mapping[str, int | Fraction]
+    #: Check -> what it measured, a row per comparison (see :mod:`shardproof.checks`).
+    compared: dict[str, list[ComparisonRow]] = field(default_factory=dict)
+    #: What a pipeline claimed before its ranks were started, by micro-batches of a window.
+    schedules: Mapping[int, Schedule] = field(default_factory=dict)
+
+    @property
+    def declaration(self) -> Declaration:
+        """What the implementation declares, as the ranks saw it."""
+        return self.records[0].declaration
 
     @property
     def model_facts(self) -> ModelFacts | None:
@@ -255,7 +251,7 @@ class Evidence(Figures):
         schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
         oracle = OracleFacts.of(truth)
-        super().__init__(case, records, oracle, workload, facts, schedules=schedules)
+        super().__init__(case, records, oracle, workload, facts, schedules=schedules or {})
         #: The oracle with its tensors.
         self.truth = truth
         self._assembled: dict[tuple[int, str, str], Assembled] = {}

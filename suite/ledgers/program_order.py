@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
@@ -176,53 +177,33 @@ class RankLog:
                 self._stage = "update"
 
 
+#: The log of the calling rank (``None`` with ledgers off); ``install`` sets it for the calling
+#: thread, or with ``process`` for the whole process.
 _LOG: PerRank[RankLog] = PerRank()
+current, install = _LOG.get, _LOG.set
 
 
-def current() -> RankLog | None:
-    """The log of the calling rank; ``None`` with ledgers off."""
-    return _LOG.get()
+def _forward_begins(unit: str, module: nn.Module, inputs: Any) -> None:
+    log = current()
+    if log is not None:
+        log.unit("forward", unit)
 
 
-def install(log: RankLog | None, process: bool) -> None:
-    """Make ``log`` that of the calling thread, or of the whole process."""
-    _LOG.set(log, process)
-
-
-@dataclass(frozen=True)
-class _ForwardBegins:
-    unit: str
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        log = current()
-        if log is not None:
-            log.unit("forward", self.unit)
-
-
-@dataclass(frozen=True)
-class _ForwardEnded:
+def _forward_ended(unit: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
     """Leaves a hook on the outputs: their gradient arriving is the unit's backward beginning."""
-
-    unit: str
-
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if current() is None:
+    if current() is None:
+        return
+    # One hook a call: of several outputs the first that carries a gradient stands for all.
+    for tensor in nested_tensors(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_backward_begins, unit))
             return
-        # One hook a call: of several outputs the first that carries a gradient stands for all.
-        for tensor in nested_tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(_BackwardBegins(self.unit))
-                return
 
 
-@dataclass(frozen=True)
-class _BackwardBegins:
-    unit: str
-
-    def __call__(self, gradient: Tensor) -> None:
-        log = current()
-        if log is not None:
-            log.unit("backward", self.unit)
+def _backward_begins(unit: str, gradient: Tensor) -> None:
+    log = current()
+    if log is not None:
+        log.unit("backward", unit)
 
 
 def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
@@ -234,8 +215,8 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
         return
     for name in dict.fromkeys(("", *names)):
         unit = module.get_submodule(name)
-        unit.register_forward_pre_hook(_ForwardBegins(name))
-        unit.register_forward_hook(_ForwardEnded(name))
+        unit.register_forward_pre_hook(partial(_forward_begins, name))
+        unit.register_forward_hook(partial(_forward_ended, name))
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:

@@ -116,14 +116,7 @@ def share_sent(operation: str, size: int, rank: int, root: int | None, payload: 
     raise ValueError(f"no traffic model for {operation!r}")
 
 
+#: The ledger of the calling rank (``None`` with ledgers off); ``install`` sets it for the calling
+#: thread, or with ``process`` for the whole process.
 _LEDGER: PerRank[TrafficLedger] = PerRank()
-
-
-def current() -> TrafficLedger | None:
-    """The ledger of the calling rank; ``None`` with ledgers off."""
-    return _LEDGER.get()
-
-
-def install(ledger: TrafficLedger | None, process: bool) -> None:
-    """Make ``ledger`` that of the calling thread, or of the whole process."""
-    _LEDGER.set(ledger, process)
+current, install = _LEDGER.get, _LEDGER.set

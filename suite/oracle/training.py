@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
 
@@ -214,8 +214,8 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
     for name, part in module.named_modules():
         if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
             continue
-        weights = precision.get("parameters", _name(part.weight))
-        statistics = precision.get("buffers", _name(part.running_mean))
+        weights = precision.get("parameters", tensor_bytes.dtype_name(part.weight))
+        statistics = precision.get("buffers", tensor_bytes.dtype_name(part.running_mean))
         if weights != statistics:
             return (
                 f"the policy leaves {name!r} ({type(part).__name__}) with weights in {weights} and "
@@ -223,10 +223,6 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
                 f"either: there is nothing to compare with; give precision.buffers = {weights}"
             )
     return ""
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -240,13 +236,8 @@ def left_fold(parts: Sequence[Tensors]) -> Tensors:
     names = dict.fromkeys(name for part in parts for name in part)
     total: Tensors = {}
     for name in names:
-        like = next(part[name] for part in parts if name in part)
-        value = None
-        for part in parts:
-            term = part[name] if name in part else torch.zeros_like(like)
-            value = term if value is None else value + term
-        assert value is not None
-        total[name] = value
+        zeros = torch.zeros_like(next(part[name] for part in parts if name in part))
+        total[name] = reduce(torch.add, (part.get(name, zeros) for part in parts))
     return total
 
 

@@ -25,24 +25,14 @@ from shardproof.checks.results import CaseResult
 from shardproof.report.tables import Figures, name_of
 from shardproof.table import Table
 
+_ROW = ("schedule", "ranks x micro-batches")
 BUBBLE_HEADINGS = (
-    "schedule",
-    "ranks x micro-batches",
-    "T_F T_B T_W ms",
-    "closed form",
-    "simulated",
-    "at T",
-    "replayed",
-    "measured",
+    *(*_ROW, "T_F T_B T_W ms"),
+    *("closed form", "simulated", "at T", "replayed", "measured"),
 )
 HELD_HEADINGS = (
-    "schedule",
-    "ranks x micro-batches",
-    "in flight",
-    "of the schedule",
-    "activation bytes",
-    "least",
-    "most",
+    *(*_ROW, "in flight", "of the schedule"),
+    *("activation bytes", "least", "most"),
 )
 BUBBLE_TITLE = "Bubbles over the work of a rank, m (T_F + T_B + T_W), span / makespan"
 HELD_TITLE = "Micro-batches in flight by rank, and activations on the rank that holds most"

@@ -20,6 +20,8 @@ from typing import Literal, get_args
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, LeftOut
+from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
 State = Literal["fail", "open", "xfail", "working precision only", "pass", "skip", "not run"]
 #: Gravest first.  ``open`` is undecidable, inconclusive or lacks a precondition; ``xfail`` has
@@ -266,3 +268,35 @@ def columns(cells: Iterable[CapabilityCell]) -> list[str]:
     """The capabilities that some cell is about, in order of columns."""
     there = {cell.capability for cell in cells}
     return [name for name in CAPABILITIES if name in there]
+
+
+@dataclass(frozen=True)
+class CapabilityMatrix:
+    """``columns`` are capabilities with what they say; ``rows`` have a cell for each of them by
+    implementation and backend, in the order of their names (``None``: no case asked).
+    """
+
+    columns: list[tuple[str, str]]
+    rows: dict[tuple[str, str], list[CapabilityCell | None]]
+
+    def table(self) -> Table:
+        """The matrix as a table of words; notes say what each capability is."""
+        rows = [
+            (*place, *("" if cell is None else cell.text for cell in row))
+            for place, row in self.rows.items()
+        ]
+        headings = ("implementation", "backend", *(name for name, _ in self.columns))
+        notes = [f"- {name}: {about}" for name, about in self.columns]
+        return Table("Capabilities", headings, rows, notes=notes)
+
+
+def matrix(run: Run) -> CapabilityMatrix:
+    """The matrix of all cases of a run."""
+    there = cells(run.cases, run.left_out)
+    names = columns(there)
+    by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in there}
+    places = dict.fromkeys((cell.implementation, cell.backend) for cell in there)
+    return CapabilityMatrix(
+        [(name, CAPABILITIES[name]) for name in names],
+        {place: [by_place.get((*place, name)) for name in names] for place in places},
+    )

@@ -59,11 +59,10 @@ def table(kills: Sequence[Kill]) -> Table:
 
 
 def _mark(mark: str) -> Cell:
-    style = {"K": "mark mark-K", "x": "mark mark-x", "!": "mark mark-no"}.get(mark, "mark")
+    looks = {"K": ("mark mark-K", "0"), "!": ("mark mark-no", "1"), "x": ("mark mark-x", "2")}
+    style, key = looks.get(mark, ("mark", "-"))
     html = f'<span title="{MARKS[mark]}">{mark}</span>' if mark else ""
-    return Cell(
-        mark, html=html, sort_key={"K": "0", "!": "1", "x": "2"}.get(mark, "-"), style_class=style
-    )
+    return Cell(mark, html=html, sort_key=key, style_class=style)
 
 
 def kill_counts(kills: Sequence[Kill]) -> str:

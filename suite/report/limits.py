@@ -7,14 +7,14 @@ was not looked at stands here with how often it occurred.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
 from shardproof.checks.results import CaseResult
-from shardproof.report import capability_matrix, looks, matrix, summary
+from shardproof.report import capability_matrix, looks, summary
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -106,16 +106,21 @@ def _left_out(run: Run) -> Limit:
     return _limit("Left out", "Selected and not run.", ("reason",), _grouped(lines), listed=True)
 
 
+def _of_kinds(
+    results: Iterable[CaseResult],
+    kinds: Collection[str],
+    key: Callable[[CaseResult], tuple[str, ...]],
+) -> dict[tuple[str, ...], list[str]]:
+    """Ids of the cases whose verdict is one of ``kinds``, by ``key``."""
+    return _grouped((key(r), r.id) for r in results if verdicts.kind(r.verdict) in kinds)
+
+
 def _skipped(results: Iterable[CaseResult]) -> Limit:
     return _limit(
         "Skipped cases",
         "The implementation does not claim to do this, or this machine lacks something.",
         ("implementation", "reason"),
-        _grouped(
-            ((result.case.implementation, result.reason), result.id)
-            for result in results
-            if verdicts.kind(result.verdict) == "skip"
-        ),
+        _of_kinds(results, ("skip",), lambda r: (r.case.implementation, r.reason)),
         listed=True,
     )
 
@@ -125,11 +130,7 @@ def _open(results: Iterable[CaseResult]) -> Limit:
         "Not decided",
         "These ran, but their records do not suffice for a verdict.",
         ("verdict", "implementation", "reason"),
-        _grouped(
-            ((result.verdict, result.case.implementation, result.reason), result.id)
-            for result in results
-            if verdicts.kind(result.verdict) in verdicts.OPEN
-        ),
+        _of_kinds(results, verdicts.OPEN, lambda r: (r.verdict, r.case.implementation, r.reason)),
         listed=True,
     )
 
@@ -199,7 +200,7 @@ def _some(names: Sequence[str], most: int) -> str:
 
 def _never_asked(run: Run) -> Limit:
     """Capabilities that some implementation was asked about, and this one on no backend."""
-    cells = matrix.cells(run)
+    cells = capability_matrix.cells(run.cases, run.left_out)
     names = sorted({cell.implementation for cell in cells})
     asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
     rows = []
@@ -250,19 +251,13 @@ def _not_judged(results: Iterable[CaseResult]) -> Limit:
 
 
 def _working_precision_only(results: Iterable[CaseResult]) -> Limit:
+    def precision(result: CaseResult) -> tuple[str, str]:
+        case = result.case
+        return case.implementation, ", ".join(sorted({case.dtype, *case.precision.values()}))
+
     return _limit(
         "Judged in working precision only",
         "Their bound is a multiple of one device's own error, so small faults go unseen.",
         ("implementation", "precision"),
-        _grouped(
-            (
-                (case.implementation, ", ".join(sorted({case.dtype, *case.precision.values()}))),
-                case.id,
-            )
-            for case in (
-                result.case
-                for result in results
-                if verdicts.kind(result.verdict) == verdicts.WORKING_PRECISION_ONLY
-            )
-        ),
+        _of_kinds(results, (verdicts.WORKING_PRECISION_ONLY,), precision),
     )

@@ -7,6 +7,16 @@ from html import escape
 from shardproof import verdicts
 from shardproof.table import Cell
 
+#: Words that are no verdicts of cases, or look otherwise.
+_LOOKS = {
+    **dict.fromkeys(("working precision only", verdicts.WORKING_PRECISION_ONLY), "working"),
+    **dict.fromkeys(("not run", ""), "none"),
+    **dict.fromkeys(("holds", "faster", "same", "killed"), "pass"),
+    **dict.fromkeys(("slower", "below", "small difference", "open"), "open"),
+    "oversubscribed": "skip",
+    "survives": "fail",
+}
+
 
 def head(verdict: object) -> str:
     """A verdict of a comparison without its cause."""
@@ -15,23 +25,13 @@ def head(verdict: object) -> str:
 
 def look(verdict: object) -> str:
     """The style of a verdict of a case, a check, a cell of the matrix or a timing."""
+    if verdict in _LOOKS:
+        return _LOOKS[str(verdict)]
     word = head(verdict)
-    if verdict in ("working precision only", verdicts.WORKING_PRECISION_ONLY):
-        return "working"
-    if verdict in ("not run", ""):
-        return "none"
-    if word in ("holds", "faster", "same", "killed"):
-        return "pass"
-    if word in ("slower", "below", "small difference", "open"):
-        return "open"
-    if word == "oversubscribed":
-        return "skip"
-    if word == "survives":
-        return "fail"
+    if word in _LOOKS:
+        return _LOOKS[word]
     kind = verdicts.kind(str(verdict))
-    if kind in verdicts.RED:
-        return "fail"
-    return "open" if kind in verdicts.OPEN else kind
+    return "fail" if kind in verdicts.RED else "open" if kind in verdicts.OPEN else kind
 
 
 def chip(verdict: str) -> Cell:

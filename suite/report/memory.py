@@ -15,17 +15,8 @@ from shardproof.report.tables import Figures, name_of
 from shardproof.table import Mark, Table
 
 HEADINGS = (
-    "implementation",
-    "optimizer",
-    "precision",
-    "world",
-    "accounting",
-    "bytes held",
-    "whole copies",
-    "measured",
-    "promised",
-    "theory",
-    "limit",
+    *("implementation", "optimizer", "precision", "world", "accounting"),
+    *("bytes held", "whole copies", "measured", "promised", "theory", "limit"),
 )
 TITLE = "Resident bytes of model state on the rank that holds most, against whole copies"
 ALLOCATOR = "Most bytes of the last step on a GPU: torch's allocator, and the ledger"

@@ -17,15 +17,16 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.bench import lines
+from shardproof.bench import tables as times
+from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import bars, curves, forest, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
-from shardproof.report.matrix import matrix
 from shardproof.report.summary import Break, cases_by_gravity
-from shardproof.report.tables import error_is_ratio, error_text
+from shardproof.report.tables import error_of
 from shardproof.runs.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -38,21 +39,6 @@ _REASON = 300
 
 
 @dataclass(frozen=True)
-class CaseRow:
-    """One line of a table of cases; ``about`` are numbers of columns of the matrix."""
-
-    verdict: str
-    id: str
-    world: int
-    seconds: float
-    error: str
-    sent: str
-    reason: str
-    broken: str
-    about: str
-
-
-@dataclass(frozen=True)
 class CaseGroup:
     """Cases of one implementation on one backend."""
 
@@ -61,7 +47,7 @@ class CaseGroup:
     backend: str
     counts: Counter[str]
     red: bool
-    rows: tuple[CaseRow, ...]
+    rows: list[CaseResult]
 
 
 @dataclass(frozen=True)
@@ -84,13 +70,21 @@ def html(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters["look"] = look
-    jinja.filters["parts"] = parts
+    jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
+    jinja.filters |= {"sent": _sent, "brief": _brief}
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    capabilities = matrix(run)
+    capabilities = capability_matrix.matrix(run)
+    numbers = {name: str(number) for number, (name, _) in enumerate(capabilities.columns)}
+
+    def about(case: Case) -> str:
+        """Numbers of the columns that a case says something about, which the script filters by."""
+        names = capability_matrix.capabilities(case)
+        return " ".join(numbers[name] for name in names if name in numbers)
+
+    jinja.filters["about"] = about
     broken = _broken(run)
     anchors = {one.item.name: one.anchor for one in broken}
-    grouped = _groups(run.cases, [name for name, _ in capabilities.columns], anchors)
+    grouped = _groups(run.cases)
     drawn, more = timelines.timelines(run.path, run.cases)
     judged = kills.judged(run.kills)
     pairs, cells = lines.pairs(run), lines.cells(run)
@@ -126,7 +120,7 @@ def html(run: Run) -> str:
         scaling_remarks=curves.remarks(cells),
         comparisons=forest.table(pairs) if pairs else None,
         comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
-        lost=forest.lost(pairs) if pairs else "",
+        lost=times.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",
         limits=limits(run),
@@ -169,11 +163,8 @@ def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[Bro
     return sorted(groups.items())
 
 
-def _groups(
-    results: Sequence[CaseResult], columns: Sequence[str], anchors: dict[str, str]
-) -> list[CaseGroup]:
+def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
     """Cases by implementation and backend, gravest first."""
-    numbers = {name: str(number) for number, name in enumerate(columns)}
     members: dict[tuple[str, str], list[CaseResult]] = {}
     for result in cases_by_gravity(results):
         key = result.case.implementation, result.case.backend
@@ -182,26 +173,17 @@ def _groups(
     for number, (place, cases) in enumerate(sorted(members.items()), 1):
         counts = verdicts.count(cases)
         red = any(counts[verdict] for verdict in verdicts.RED)
-        rows = tuple(_case_row(result, numbers, anchors) for result in cases)
-        groups.append(CaseGroup(f"g-{number}", *place, counts, red, rows))
+        groups.append(CaseGroup(f"g-{number}", *place, counts, red, cases))
     return groups
 
 
-def _case_row(result: CaseResult, numbers: dict[str, str], anchors: dict[str, str]) -> CaseRow:
-    verdict, reason = result.verdict, result.reason
+def _sent(result: CaseResult) -> str:
     sent, expected = result.bytes_sent, result.bytes_expected
-    about = capability_matrix.capabilities(result.case)
-    return CaseRow(
-        verdict if len(verdict) < 60 else verdicts.kind(verdict),
-        result.id,
-        result.case.world,
-        result.seconds,
-        error_text(result.worst_error, result.bound, error_is_ratio(result)),
-        "-" if not sent else ("= formula" if sent == expected else f"{sent} / {expected}"),
-        reason if len(reason) <= _REASON else f"{reason[:_REASON]} ...",
-        anchors.get(result.id, ""),
-        " ".join(numbers[name] for name in about if name in numbers),
-    )
+    return "-" if not sent else ("= formula" if sent == expected else f"{sent} / {expected}")
+
+
+def _brief(reason: str) -> str:
+    return reason if len(reason) <= _REASON else f"{reason[:_REASON]} ..."
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:

@@ -31,42 +31,32 @@ class Row:
 
     implementation: str
     backend: str
-    worlds: tuple[int, ...]
-    counts: Counter[str]
-    error: float | None
-    bound: float | None
-    error_is_ratio: bool
-    sent: Fraction | None
-    expected: Fraction | None
-    textbook: tuple[float, str]
-    seconds: float
+    members: Sequence[CaseResult]
 
     @property
     def red(self) -> bool:
         """Whether a case broke."""
-        return any(self.counts[verdict] for verdict in verdicts.RED)
+        return any(verdicts.kind(result.verdict) in verdicts.RED for result in self.members)
 
     def cells(self) -> tuple[str, ...]:
         """The texts of :data:`HEADINGS`."""
+        worst = max(self.members, key=_share_of)
+        counted = [r for r in self.members if r.bytes_sent and r.bytes_expected]
+        sent, expected = bytes_of(counted) if counted else (None, None)
         return (
             self.implementation,
             self.backend,
-            _span(self.worlds),
-            counts_text(self.counts),
-            error_text(self.error, self.bound, self.error_is_ratio),
-            bytes_text(self.sent, self.expected) + _times(*self.textbook),
-            f"{self.seconds:.2f}",
+            _span(sorted({result.case.world for result in self.members})),
+            counts_text(verdicts.count(self.members)),
+            error_of(worst),
+            bytes_text(sent, expected) + _times(*textbook(counted)),
+            f"{statistics.median(result.seconds for result in self.members):.2f}",
         )
 
 
 HEADINGS = (
-    "implementation",
-    "backend",
-    "world",
-    "verdicts",
-    "worst error / bound",
-    "bytes sent / formula",
-    "median s",
+    *("implementation", "backend", "world", "verdicts"),
+    *("worst error / bound", "bytes sent / formula", "median s"),
 )
 
 
@@ -85,7 +75,7 @@ def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
         name, world = (name_of(case), case.world) if detailed else (case.implementation, 0)
         groups[name, case.backend, world].append(result)
     return [
-        _row(implementation, backend, members)
+        Row(implementation, backend, members)
         for (implementation, backend, _), members in sorted(groups.items())
     ]
 
@@ -104,31 +94,10 @@ def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
     return sent, expected
 
 
-def _row(implementation: str, backend: str, members: Sequence[CaseResult]) -> Row:
-    error = bound = None
-    is_ratio = False
-    for result in members:
-        if result.worst_error is None or result.bound is None:
-            continue
-        candidate = result.worst_error, result.bound
-        if error is None or share(*candidate) > share(error, bound or 0.0):
-            error, bound = candidate
-            is_ratio = error_is_ratio(result)
-    counted = [r for r in members if r.bytes_sent and r.bytes_expected]
-    sent, expected = bytes_of(counted) if counted else (None, None)
-    return Row(
-        implementation,
-        backend,
-        tuple(sorted({result.case.world for result in members})),
-        verdicts.count(members),
-        error,
-        bound,
-        is_ratio,
-        sent,
-        expected,
-        textbook(counted),
-        statistics.median(result.seconds for result in members),
-    )
+def _share_of(result: CaseResult) -> float:
+    """How much of its bound the worst error of a case uses; -1 where nothing was compared."""
+    error, bound = result.worst_error, result.bound
+    return -1.0 if error is None or bound is None else share(error, bound)
 
 
 def share(error: float, bound: float) -> float:
@@ -149,19 +118,15 @@ def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
-def error_is_ratio(result: CaseResult) -> bool:
-    """Whether the error of a result is a multiple of what one device alone errs by."""
-    return result.case.lane == "working_precision"
-
-
-def error_text(error: float | None, bound: float | None, is_ratio: bool = False) -> str:
-    """An error beside its bound; a bound of 0 asks for equal bits.
+def error_of(result: CaseResult) -> str:
+    """The worst error of a case beside its bound; a bound of 0 asks for equal bits.
 
     A ratio (``x1.3 of 4``) is a multiple of one device's own error, all others are relative errors.
     """
+    error, bound = result.worst_error, result.bound
     if error is None or bound is None:
         return "-"
-    if is_ratio:
+    if result.case.lane == "working_precision":
         return f"x{error:.2g} of {bound:g}"
     if bound == 0:
         return "equal bits" if error == 0 else f"{error:.2g} / equal bits"

@@ -12,21 +12,10 @@ Print = Callable[..., None]
 
 
 def show(results: Sequence[CaseResult], write: Print) -> None:
-    """The table of results."""
+    """The table of results; those of memory and pipelines, of scenarios that are named so."""
     write(tables.table(results).titled(""))
-
-
-def show_memory(results: Sequence[CaseResult], write: Print) -> None:
-    """The table of memory, of scenarios whose names begin with ``memory``."""
-    table = memory.table(r for r in results if r.case.scenario.startswith("memory"))
-    if table is not None:
-        write()
-        write(table)
-
-
-def show_bubbles(results: Sequence[CaseResult], write: Print) -> None:
-    """The tables of pipelines, of scenarios whose names begin with ``bubble``."""
-    for table in bubbles.tables(results):
+    state = memory.table(r for r in results if r.case.scenario.startswith("memory"))
+    for table in (*([] if state is None else [state]), *bubbles.tables(results)):
         write()
         write(table)
 

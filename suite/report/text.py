@@ -10,11 +10,10 @@ from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
-from shardproof.report import bubbles, kills, memory, summary, tables
+from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
-from shardproof.report.matrix import matrix
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, markdown_text
 
@@ -40,8 +39,9 @@ def document(run: Run) -> str:
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
     lines += ["", _safe(run.provenance)]
-    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits, _environment):
+    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits):
         lines += section(run)
+    lines += _section(environment(run))
     return "\n".join(lines) + "\n"
 
 
@@ -82,22 +82,19 @@ def _broken(run: Run) -> Iterator[str]:
 
 
 def _matrix(run: Run) -> Iterator[str]:
-    capabilities = matrix(run)
+    capabilities = capability_matrix.matrix(run)
     if capabilities.rows:
         table = capabilities.table()
-        yield from ("", "## Capabilities", "", table.markdown(), *table.notes)
+        yield from (*_section(table), *table.notes)
 
 
 def _results(run: Run) -> Iterator[str]:
     if not run.cases:
         return
-    table = tables.table(run.cases)
-    yield from ("", f"## {table.title}", "", table.markdown())
-    state = memory.table(run.cases)
-    if state is not None:
+    yield from _section(tables.table(run.cases))
+    if (state := memory.table(run.cases)) is not None:
         yield from ("## Memory", "", *_titled(state))
-    beside = memory.allocator(run.cases)
-    if beside is not None:
+    if (beside := memory.allocator(run.cases)) is not None:
         yield from _titled(beside)
     pipelines = bubbles.tables(run.cases)
     if pipelines:
@@ -109,13 +106,8 @@ def _results(run: Run) -> Iterator[str]:
 def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
     timed = stored.pairs(run)
-    family = stats.family(timed)
-    rows = [times.cells(line, family) for line in timed]
-    table = Table("Comparisons of times", times.HEADINGS, rows)
-    yield from ("", f"## {table.title}", "", table.markdown())
+    yield from _section(times.table(timed).titled("Comparisons of times"))
     for line in timed:
         yield from ("", *_fenced(times.details(line)))
 
@@ -123,7 +115,7 @@ def _timed(run: Run) -> Iterator[str]:
 def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         cells = stored.cells(run)
-        yield from ("", "## Scaling", "", curves.table(cells).markdown())
+        yield from _section(curves.table(cells))
         for heading, items in curves.remarks(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
@@ -133,7 +125,7 @@ def _killed(run: Run) -> Iterator[str]:
     judged = kills.judged(run.kills)
     if judged:
         table = kills.table(judged)
-        yield from ("", f"## {table.title}", "", table.markdown())
+        yield from _section(table)
         for note in table.notes:
             yield from (note, "")
 
@@ -148,12 +140,12 @@ def _limits(run: Run) -> Iterator[str]:
         yield from limit.table.notes
 
 
-def _environment(run: Run) -> Iterator[str]:
-    table = environment(run)
-    yield from ("", f"## {table.title}", "", table.markdown())
-
-
 # --------------------------------------------------------------------------------------- forms
+
+
+def _section(table: Table) -> tuple[str, ...]:
+    """A table below a heading."""
+    return ("", f"## {table.title}", "", table.markdown())
 
 
 def _titled(table: Table) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Is a run's folder what its manifest says?  Digests only: nothing is judged, nothing heavy loaded.
 
-:func:`changed` names every file and line that differs.  :func:`blamed` tells damaged evidence from
-a fault of the suite: what reads a run inside of it ends in bad input only where it was changed.
+:func:`changed` names every file and line that differs.  :func:`damage_is_bad_input` tells damaged
+evidence from a fault of the suite: what reads a run inside of it ends in bad input only where it
+was changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from shardproof.files import DAMAGE
 from shardproof.runs import records
 from shardproof.runs.records import Manifest, RecordError
 
-#: What a line that lost a part, or holds another, raises where it is read.
 #: Damages that one error names.
 _MOST = 20
 
@@ -32,26 +32,27 @@ def changed(path: Path) -> Iterator[str]:
     if not listed:
         yield f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged"
         return
-    is_there = (path / "cases.jsonl").is_file()
-    lines = (path / "cases.jsonl").read_bytes().split(b"\n") if is_there else [b""]
+    cases = path / "cases.jsonl"
+    is_there = cases.is_file()
+    lines = cases.read_bytes().split(b"\n") if is_there else [b""]
     ended = lines.pop()
     if not is_there:
-        yield f"{path / 'cases.jsonl'}: missing"
+        yield f"{cases}: missing"
     for number, line in enumerate(lines, 1):
-        known = listed.get(("cases.jsonl", number))
+        known = listed.get((cases.name, number))
         if known is None:
-            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) is not in the manifest"
+            yield f"{cases}: line {number} ({_id(line)}) is not in the manifest"
         elif known != hashlib.sha256(line).hexdigest():
-            yield f"{path / 'cases.jsonl'}: line {number} ({_id(line)}) was changed"
+            yield f"{cases}: line {number} ({_id(line)}) was changed"
     if ended:
-        yield f"{path / 'cases.jsonl'}: the last line was cut off; --resume runs its case again"
-    for file, place in listed:
+        yield f"{cases}: the last line was cut off; --resume runs its case again"
+    for (file, place), sealed in listed.items():
         if place is not None:
             if place > len(lines) and is_there:
                 yield f"{path / file}: line {place} is missing"
         elif not (path / file).is_file():
             yield f"{path / file}: missing"
-        elif records.digest(path / file) != listed[file, None]:
+        elif records.digest(path / file) != sealed:
             yield f"{path / file}: was changed"
 
 
@@ -68,10 +69,14 @@ def require_unchanged(path: Path) -> None:
 
     :raises SelectionError: the files and lines that are not what the manifest says.
     """
-    problems = list(changed(path))
-    if problems:
-        remedy = "take a whole copy, or run it again: `shardproof verify` says more"
-        raise SelectionError([Problem(text, remedy) for text in problems[:_MOST]])
+    _refuse(list(changed(path)), "`shardproof verify` says more")
+
+
+def _refuse(damages: list[str], why: str) -> None:
+    """Raise if there are any damages."""
+    if damages:
+        remedy = f"take a whole copy, or run it again: {why}"
+        raise SelectionError([Problem(text, remedy) for text in damages[:_MOST]]) from None
 
 
 @contextmanager
@@ -87,8 +92,5 @@ def damage_is_bad_input(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except DAMAGE:
-        problems = list(changed(path))
-        if not problems:
-            raise
-        remedy = "take a whole copy, or run it again: nothing is shown of a damaged run"
-        raise SelectionError([Problem(text, remedy) for text in problems[:_MOST]]) from None
+        _refuse(list(changed(path)), "nothing is shown of a damaged run")
+        raise

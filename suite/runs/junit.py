@@ -34,10 +34,8 @@ class Item:
 
 def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
-    tests = [_of_result(result) for result in run.cases]
-    for line in run.left_out:
-        tests.append(Item(line.id, "skipped", f"left out: {line.reason}"))
-    return render("shardproof", tests)
+    late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
+    return render("shardproof", [*map(_of_result, run.cases), *late])
 
 
 def _of_result(result: CaseResult) -> Item:
@@ -47,12 +45,11 @@ def _of_result(result: CaseResult) -> Item:
         return Item(name, "skipped", f"{kind}: {reason}", seconds=seconds)
     if kind in verdicts.GREEN:
         return Item(name, seconds=seconds)
-    # A verdict of the judge is a failure; what kept it from one is an error.
     message = f"{result.verdict}: {reason}".split("\n")[0]
     text = f"{reason}\nrerun: {result.rerun}"
-    if kind in ("fail", "xpass"):
-        return Item(name, "failure", message, text, seconds, kind)
-    return Item(name, "error", message, text, seconds, kind)
+    # A verdict of the judge is a failure; what kept it from one is an error.
+    tag: Literal["failure", "error"] = "failure" if kind in ("fail", "xpass") else "error"
+    return Item(name, tag, message, text, seconds, kind)
 
 
 def render(name: str, tests: Iterable[Item]) -> str:

@@ -22,7 +22,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,94 +36,34 @@ if TYPE_CHECKING:
 
 FOLDER = "records"
 _META = b"shardproof"
+#: Section -> its columns; one without a type holds text.
 _COLUMNS: dict[str, dict[str, str]] = {
-    "tensor": {
-        "step": "int32",
-        "point": "string",
-        "kind": "string",
-        "name": "string",
-        "replica": "int32",
-        "owners": "ranks",
-        "digest": "string",
-        "shape": "shape",
-        "dtype": "string",
-        "differs": "int64",
-        "norm": "float64",
-        "largest": "float64",
-    },
-    "comparison": {
-        "check": "string",
-        "step": "int32",
-        "phase": "string",
-        "name": "string",
-        "owner": "string",
-        "error": "float64",
-        "bound": "float64",
-        "tested": "bool",
-        "problem": "string",
-        "skip": "string",
-        "broke": "string",
-    },
-    "step": {
-        "rank": "int32",
-        "step": "int32",
-        "loss": "float64",
-        "norm": "float64",
-        "detail": "string",
-    },
-    "call": {
-        "rank": "int32",
-        "sequence": "int64",
-        "operation": "string",
-        "group": "ranks",
-        "axis": "string",
-        "dtype": "string",
-        "payload_bytes": "int64",
-        "logical_bytes": "string",
-        "phase": "string",
-        "inside_backward": "bool",
-        "units_before": "int64",
-        "issued": "int64",
-        "waited": "int64",
-        "floating": "bool",
-    },
-    "event": {"rank": "int32", "number": "int64", "kind": "string", "name": "string"},
-    "action": {
-        "rank": "int32",
-        "step": "int32",
-        "window": "int32",
-        "op": "string",
-        "stage": "int32",
-        "micro": "int32",
-        "begin": "int64",
-        "end": "int64",
-        "began": "float64",
-        "ended": "float64",
-        "cpu": "float64",
-    },
-    "memory": {
-        "rank": "int32",
-        "moment": "string",
-        "step": "int32",
-        "where": "string",
-        "device": "string",
-        "kind": "string",
-        "bytes": "int64",
-    },
-    "whole": {
-        "step": "int32",
-        "point": "string",
-        "kind": "string",
-        "name": "string",
-        "owner": "string",
-        "dtype": "string",
-        "shape": "shape",
-        "data": "binary",
-    },
-    "timing": {"name": "string", "seconds": "float64"},
+    section: dict(
+        (column if ":" in column else f"{column}:string").split(":") for column in columns.split()
+    )
+    for section, columns in {
+        "tensor": """step:int32 point kind name replica:int32 owners:ranks digest shape:shape
+            dtype differs:int64 norm:float64 largest:float64""",
+        "comparison": """check step:int32 phase name owner error:float64 bound:float64 tested:bool
+            problem skip broke""",
+        "step": "rank:int32 step:int32 loss:float64 norm:float64 detail",
+        "call": """rank:int32 sequence:int64 operation group:ranks axis dtype payload_bytes:int64
+            logical_bytes phase inside_backward:bool units_before:int64 issued:int64 waited:int64
+            floating:bool""",
+        "event": "rank:int32 number:int64 kind name",
+        "action": """rank:int32 step:int32 window:int32 op stage:int32 micro:int32 begin:int64
+            end:int64 began:float64 ended:float64 cpu:float64""",
+        "memory": "rank:int32 moment step:int32 where device kind bytes:int64",
+        "whole": "step:int32 point kind name owner dtype shape:shape data:binary",
+        "timing": "name seconds:float64",
+    }.items()
 }
+#: Lists of a rank's record whose entries are rows as they are -> their section.
+_ROWS_OF = {"memory": "memory", "traffic": "call", "actions": "action"}
 #: What of a rank's record becomes rows.
 _LISTS = ("steps", "traffic", "events", "actions", "memory")
+#: What of a step has a column of its own.
+_OF_STEP = ("step", "loss", "norm")
 
 
 class RecordError(ValueError):
@@ -162,32 +103,35 @@ def write(folder: Path, account: Mapping[str, Any]) -> tuple[str, str]:
 
 def read(path: Path) -> dict[str, Any]:
     """The account (JSON form) in ``path``."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(path):
         table = pq.read_table(path)
-        rest = json.loads(table.schema.metadata[_META])
-        return _join(rest, table)
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{path}: no readable record: {error}") from None
+        return _join(json.loads(table.schema.metadata[_META]), table)
 
 
 def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of the sections ``names`` of the record in ``path``; what else it holds is not read."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    by_name = {}
+    with _readable(path):
         there = set(pq.read_schema(path).names)
-        by_name = {}
         for name in names:
             columns = ["section", *(column for column in _COLUMNS[name] if column in there)]
             table = pq.read_table(path, columns=columns, filters=[("section", "==", name)])
             by_name[name] = table.drop_columns(["section"]).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise RecordError(f"{path}: no readable record: {error}") from None
     return by_name
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: no readable record: {error}") from None
 
 
 def digest(path: Path) -> str:
@@ -195,29 +139,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _types() -> dict[str, pa.DataType]:
-    import pyarrow as pa
-
-    named = {
-        "int32": pa.int32(),
-        "int64": pa.int64(),
-        "float64": pa.float64(),
-        "bool": pa.bool_(),
-        "binary": pa.binary(),
-    }
-    return named | {
-        "string": pa.string(),
-        "ranks": pa.list_(pa.int32()),
-        "shape": pa.list_(pa.int64()),
-    }
-
-
 def _table(section: str, rows: list[dict[str, Any]]) -> pa.Table:
     import pyarrow as pa
 
-    types = _types()
+    lists = {"ranks": pa.list_(pa.int32()), "shape": pa.list_(pa.int64())}
     columns = {
-        name: pa.array([row.get(name) for row in rows], types[kind])
+        name: pa.array([row.get(name) for row in rows], lists.get(kind) or pa.type_for_alias(kind))
         for name, kind in _COLUMNS[section].items()
     }
     return pa.table({"section": pa.array([section] * len(rows), pa.string())} | columns)
@@ -243,14 +170,10 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
         rank = record["rank"]
         records.append({k: v for k, v in record.items() if k not in _LISTS})
         for step in record["steps"]:
-            detail = {k: v for k, v in step.items() if k not in ("step", "loss", "norm")}
-            rows["step"].append(
-                {"rank": rank, "detail": json.dumps(detail)}
-                | {k: step[k] for k in ("step", "loss", "norm")}
-            )
-        rows["memory"] += [{"rank": rank} | row for row in record["memory"]]
-        rows["call"] += [{"rank": rank} | call for call in record["traffic"]]
-        rows["action"] += [{"rank": rank} | action for action in record["actions"]]
+            detail = json.dumps({k: v for k, v in step.items() if k not in _OF_STEP})
+            rows["step"].append({"rank": rank, "detail": detail} | {k: step[k] for k in _OF_STEP})
+        for key, section in _ROWS_OF.items():
+            rows[section] += [{"rank": rank} | row for row in record[key]]
         rows["event"] += [
             {"rank": rank, "number": number, "kind": kind, "name": name}
             for number, kind, name in record["events"]
@@ -281,17 +204,13 @@ def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
         compared[row.pop("check")].append({k: v for k, v in row.items() if v is not None})
     by_rank = {record["rank"]: record | {name: [] for name in _LISTS} for record in kept["records"]}
     for row in rows("step"):
-        step = {k: row[k] for k in ("step", "loss", "norm")}
-        by_rank[row["rank"]]["steps"].append(step | json.loads(row["detail"]))
-    for row in rows("call"):
-        by_rank[row.pop("rank")]["traffic"].append(row)
-    for row in rows("action"):
-        by_rank[row.pop("rank")]["actions"].append(row)
-    for row in rows("memory"):
-        by_rank[row.pop("rank")]["memory"].append(row)
+        step = {k: row[k] for k in _OF_STEP} | json.loads(row["detail"])
+        by_rank[row["rank"]]["steps"].append(step)
+    for key, section in _ROWS_OF.items():
+        for row in rows(section):
+            by_rank[row.pop("rank")][key].append(row)
     for row in rows("event"):
-        event = [row["number"], row["kind"], row["name"]]
-        by_rank[row["rank"]]["events"].append(event)
+        by_rank[row["rank"]]["events"].append([row["number"], row["kind"], row["name"]])
     records = list(by_rank.values())
     figures = kept | {"records": records, "compared": compared, "tensors": rows("tensor")}
     return account | {"figures": figures}

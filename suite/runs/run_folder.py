@@ -33,7 +33,7 @@ from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import DAMAGE, UNWRITABLE
 from shardproof.runs.header import FORMAT, ComparisonKey, Header, other_format, read_header
-from shardproof.runs.records import Manifest, append_line, write
+from shardproof.runs.records import Manifest, append_line, digest, write
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
@@ -148,9 +148,9 @@ class RunFolder:
 
     def keep(self, result: CaseResult, account: Line) -> None:
         """Write the record of a case, before :meth:`add` tells its result."""
-        name, sha256 = write(self.path, account)
-        self._manifest.seal(name, sha256)
-        result.record, result.data = name, account["data_digest"]
+        result.record, sha256 = write(self.path, account)
+        self._manifest.seal(result.record, sha256)
+        result.data = account["data_digest"]
         if result.data:
             self._data.add(f"{result.case.workload.name} {result.data}")
 
@@ -164,7 +164,7 @@ class RunFolder:
 
     def seal(self, file: str) -> None:
         """Note the digest of a file of this run as it is now."""
-        self._manifest.seal(file, hashlib.sha256((self.path / file).read_bytes()).hexdigest())
+        self._manifest.seal(file, digest(self.path / file))
 
     def leave_out(self, case: Case, reason: str) -> None:
         """Record a case that was selected and not run."""
@@ -197,8 +197,7 @@ class RunFolder:
         lines = self._lines.read_bytes().splitlines()
         listed = self._manifest.read()
         if lines and listed and (_LINES, len(lines)) not in listed:
-            digest = hashlib.sha256(lines[-1]).hexdigest()
-            self._manifest.seal(_LINES, digest, len(lines))
+            self._manifest.seal(_LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:

@@ -7,6 +7,7 @@ Rounds and figures: suite/bench/model/measurement.py.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -21,10 +22,10 @@ from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, measurement, step_time
 from shardproof.bench.model.records import Rounds
-from shardproof.bench.plain import to_json
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Side
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.files import to_plain
 from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
@@ -197,7 +198,7 @@ def run(
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
     if records is not None:
-        records.write_text(to_json(measured))
+        records.write_text(json.dumps(to_plain(measured)))
     try:
         scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from shardproof.cases.rank_program import run_rank
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
-    Build,
     Capabilities,
     Implementation,
     Kind,
@@ -60,14 +59,7 @@ class Null(Implementation):
         """One rank."""
         return Capabilities(max_world=1)
 
-    def setup(
-        self,
-        build: Build,
-        state: Mapping[str, Tensor] | None,
-        optimizer: OptimizerSpec,
-        mesh: Mesh,
-        options: Options,
-    ) -> None:
+    def setup(self, *_: object, **__: object) -> None:
         """Nothing to set up."""
         self.loss = torch.zeros(())
 

@@ -16,7 +16,7 @@ from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
 from shardproof.bench.model.curve import Compute
 from shardproof.bench.model.records import SeenCall
-from shardproof.bench.model.step_time import Call, predict
+from shardproof.bench.model.step_time import Call, Unmodelled, predict
 from shardproof.costs import COST_MODELS, ModelFacts
 from shardproof.costs.model import NoCostModel
 from shardproof.costs.model_facts import TensorFacts
@@ -175,8 +175,6 @@ def test_bounds_and_which_of_them_is_the_prediction() -> None:
     assert crowded.low_seconds == pytest.approx(0.35001)
     assert predict(calls, 0.3, FITS, "nccl").step_seconds == 0.3
     assert predict(calls, 0.01, FITS, "nccl").step_seconds == pytest.approx(0.10002)
-    asked = predict(calls, 0.3, FITS, "gloo", overlap="full")
-    assert asked.step_seconds == 0.3 and asked.why == "as asked"
 
 
 def test_nothing_is_sent_in_a_group_of_one_and_receivers_pay_nothing() -> None:
@@ -259,46 +257,42 @@ def test_rows_of_the_ledger_become_calls() -> None:
 # -------------------------------------------------------------------------------- modelled curves
 
 
+#: Worlds of a modelled curve.
+WORLDS = tuple(2**power for power in range(1, 11))
+
+
 def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
     compute = Compute(0.0, 0.001, 0.004)
-    base = plan("replicate", 2)
-    points = curve.modelled("ddp", base, "replicate", "weak", 16, compute, FITS, "gloo")
-    assert [p.world for p in points] == list(curve.WORLDS) and points[-1].world == 1024
-    last = points[-1]
+    args = ("ddp", plan("replicate", 2), "replicate", "weak", 16, compute, FITS, "gloo")
+    steps = [curve.step_at(world, *args) for world in WORLDS]
+    last = steps[-1]
     seconds = 2 * 1023 * 10e-6 + 2 * 1023 / 1024 * 4 * 1524 * 1e-9
-    assert last.prediction is not None
-    assert last.prediction.communication_seconds == pytest.approx(seconds)
-    assert last.efficiency == pytest.approx(0.020 / (0.020 + seconds))
-    told = [p.efficiency for p in points]
-    assert told == sorted(told, reverse=True)
+    assert last.communication_seconds == pytest.approx(seconds)
+    assert last.step_seconds == pytest.approx(0.020 + seconds)
+    assert last.exposed_share == pytest.approx(1 - 0.020 / (0.020 + seconds))
+    times = [step.step_seconds for step in steps]
+    assert times == sorted(times)
 
 
 def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     compute = Compute(0.002, 0.001, 0.004)
-    base = plan("replicate", 2)
-    points = curve.modelled("ddp", base, "replicate", "strong", 16, compute, FITS, "gloo")
-    four = points[1]
-    assert four.prediction is not None
-    assert four.prediction.compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
-    assert four.efficiency == pytest.approx(0.022 / (4 * four.prediction.step_seconds))
-    assert [p.efficiency is None for p in points] == [False] * 4 + [True] * 6
-    assert points[-1].problem == "16 samples do not go round 1024 ranks"
-    assert points[-1].efficiency is None
+    args = ("ddp", plan("replicate", 2), "replicate", "strong", 16, compute, FITS, "gloo")
+    steps = {world: curve.step_at(world, *args) for world in WORLDS[:4]}
+    assert steps[4].compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
+    assert steps[4].step_seconds > steps[4].compute_seconds
+    for world in WORLDS[4:]:
+        with pytest.raises(Unmodelled, match=f"^16 samples do not go round {world} ranks$"):
+            curve.step_at(world, *args)
     # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
-    (three,) = curve.modelled(
-        "ddp", base, "replicate", "strong", 16, compute, FITS, "gloo", worlds=[3]
-    )
-    assert three.prediction is not None
-    assert three.prediction.compute_seconds == pytest.approx(0.002 + 0.006 + 0.004)
+    three = curve.step_at(3, *args)
+    assert three.compute_seconds == pytest.approx(0.002 + 0.006 + 0.004)
 
 
 def test_sharding_divides_the_update() -> None:
     compute = Compute(0.0, 0.001, 0.064)
     base = plan("shard", 2)
-    points = curve.modelled("zero1", base, "shard", "weak", 16, compute, FITS, "gloo", worlds=[4])
-    (four,) = points
-    assert four.prediction is not None
-    assert four.prediction.compute_seconds == pytest.approx(0.016 + 0.016)
+    four = curve.step_at(4, "zero1", base, "shard", "weak", 16, compute, FITS, "gloo")
+    assert four.compute_seconds == pytest.approx(0.016 + 0.016)
     assert curve.update_share(COST_MODELS["ddp"](plan("replicate", 4))) == 1.0
 
 
@@ -306,16 +300,13 @@ def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
     """Two cores a rank, one of which computes: 100 ms of calls keep 1.9 of them busy."""
     fits = {"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)}
     compute = Compute(0.0, 0.1, 0.0)
-    (point,) = curve.modelled(
-        *("ddp", plan("replicate", 2), "replicate", "weak", 1, compute, fits, "gloo"),
-        worlds=[1024],
+    made = curve.step_at(
+        *(1024, "ddp", plan("replicate", 2), "replicate", "weak", 1, compute, fits, "gloo"),
         cores_per_rank=2,
     )
-    made = point.prediction
-    assert made is not None and made.overlap == "full"
+    assert made.overlap == "full"
     assert made.communication_seconds == pytest.approx(0.1, rel=0.01)
     assert made.step_seconds == pytest.approx((0.1 + 0.19) / 2, rel=0.01)
-    assert point.efficiency == pytest.approx(0.1 / 0.145, rel=0.01)
 
 
 def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
@@ -325,10 +316,10 @@ def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
     assert curve.facts_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
     compute = Compute(0.0, 0.001, 0.004)
     args = ("shard", "strong", 16, compute, FITS, "gloo")
-    made = curve.modelled("zero3", base, *args, worlds=[4, 8, 16])
-    for point, count in zip(made, (4, 2, 1), strict=True):
+    for world, count in ((4, 4), (8, 2), (16, 1)):
         few = plan("shard", 2, micro_batches=(count, count))
-        assert curve.modelled("zero3", few, *args, worlds=[point.world]) == [point]
+        made = curve.step_at(world, "zero3", base, *args)
+        assert made == curve.step_at(world, "zero3", few, *args)
 
 
 def test_a_pipeline_is_as_long_as_its_bubble() -> None:
@@ -353,12 +344,14 @@ def test_compute_goes_through_what_was_measured() -> None:
         Compute.through({}, 0.0)
 
 
-def test_what_cannot_be_cut_stands_in_the_curve_with_its_reason() -> None:
+def test_what_cannot_be_cut_is_not_modelled_and_says_why() -> None:
     compute = Compute(0.0, 0.001, 0.0)
-    (point,) = curve.modelled(
-        "nothing", plan("replicate", 2), "replicate", "weak", 4, compute, FITS, "gloo", worlds=[2]
-    )
-    assert (point.efficiency, point.problem) == (None, "nothing has no formulas")
+    args = ("weak", 4, compute, FITS, "gloo")
+    with pytest.raises(Unmodelled, match="nothing has no formulas"):
+        curve.step_at(2, "nothing", plan("replicate", 2), "replicate", *args)
+    # Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks.
+    with pytest.raises(Unmodelled, match=r"\w"):
+        curve.step_at(2, "torch_hybrid", plan("shard", 2), "shard", *args)
 
 
 # ---------------------------------------------------------------------------------- the scorecard
@@ -383,12 +376,3 @@ def test_probed_compute_by_hand() -> None:
     found = step_time.probed_compute(6e9, 1e6, "adamw", flop_rate=60e9, byte_rate=10e9)
     assert found == pytest.approx(0.1 + 28e6 / 10e9)
     assert step_time.probed_compute(0, 1e6, "sgd", 1.0, 10e9) == pytest.approx(20e6 / 10e9)
-
-
-def test_a_mesh_that_formulas_do_not_cover_gives_a_reason_and_no_figure() -> None:
-    """Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks."""
-    compute = Compute(0.0, 0.001, 0.004)
-    points = curve.modelled(
-        "torch_hybrid", plan("shard", 2), "shard", "weak", 4, compute, FITS, "gloo", worlds=[2]
-    )
-    assert points[0].efficiency is None and points[0].problem

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from local_ranks import succeed
 from shardproof.bench import sides
 from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
-from shardproof.bench.model import alpha_beta, curve, measurement, probes, step_time
+from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
 from shardproof.bench.model.records import (
     AloneSteps,
     ProbeRecord,
@@ -26,11 +27,11 @@ from shardproof.bench.model.records import (
     SeenCall,
     WatchedStep,
 )
-from shardproof.bench.plain import from_plain, to_json
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Side
 from shardproof.costs import cost_model_of
 from shardproof.errors import InputError
+from shardproof.files import from_plain, to_plain
 from shardproof.ledgers import traffic
 from shardproof.studies import model_check
 
@@ -158,10 +159,6 @@ def test_compute_is_measured_without_a_message_between_ranks(
         for steps, gradients in zip(record["steps"], record["gradients"], strict=True):
             assert len(steps) == 2
             assert all(0 < g < s for s, g in zip(steps, gradients, strict=True))
-    compute = curve.measured_compute(
-        [AloneSteps(record["steps"], record["gradients"]) for record in told], 4
-    )
-    assert compute.update > 0 and compute.per_sample > 0
     slow = [max(record["steps"][0][0] for record in told)]
     assert step_time.slowest([record["steps"] for record in told])[0][0] == slow[0]
 
@@ -189,7 +186,7 @@ def test_every_operation_with_a_formula_has_a_probe(world: int) -> None:
         assert each.alpha >= 0 and each.beta >= 0 and each.alpha + each.beta > 0, operation
         assert each.sizes == (64, 4096)
     assert found.flop_rate is not None and found.flop_rate > 0 and found.byte_rate > 0
-    assert json.loads(to_json(found))["times"]["all_reduce"].keys() == {"64", "4096"}
+    assert json.loads(json.dumps(to_plain(found)))["times"]["all_reduce"].keys() == {"64", "4096"}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -327,10 +324,10 @@ def test_a_score_on_real_ranks() -> None:
     """Two processes, a tiny model: figures exist, add up, and survive JSON."""
     run = run_of("reference/ddp", "replicate", 2, **SMALL_BUCKETS)
     run = dataclasses.replace(run, backend="gloo")
-    assert from_plain(SideRun, json.loads(to_json(run))) == run
+    assert pickle.loads(pickle.dumps(run)) == run
     with Session() as session:
         rounds = session.measure_rounds([run], 2)
-    (scored,), found = measurement.judge([run], rounds, memory=[(3e6, 2e6)])
+    (scored,), found = measurement.judge([run], rounds)
     made = scored.prediction
     cores = len(rounds.measured[0].cores) or None
     assert made.overlap == step_time.overlap_of("gloo", cores)[0]
@@ -338,24 +335,20 @@ def test_a_score_on_real_ranks() -> None:
     assert made.high_seconds == made.compute_seconds + made.communication_seconds
     assert made.alpha_seconds + made.beta_seconds == pytest.approx(made.communication_seconds)
     assert scored.measured_seconds > 0 and math.isfinite(scored.error)
-    assert scored.card.memory_over_formula == 1.5
+    found_probes, (step,) = scorecard.digest("gloo", rounds)
+    card = scorecard.card(found_probes, step, scored.measured_seconds, run, 3e6, 2e6)
+    assert card == dataclasses.replace(scored.card, memory_over_formula=1.5)
     assert scored.card.achieved_over_predicted == pytest.approx(
         made.step_seconds / scored.measured_seconds
     )
     assert found.flop_rate is not None
-    (point,) = curve.modelled(
-        "ddp",
-        run.facts(),
-        "replicate",
-        "weak",
-        6,
-        scored.compute,
-        found.fits,
-        "gloo",
+    compute = curve.Compute.through({6: made.compute_seconds}, 0.0)
+    grown = curve.step_at(
+        *(1024, "ddp", run.facts(), "replicate", "weak", 6, compute, found.fits, "gloo"),
         known=scored.calls,
-        worlds=[1024],
     )
-    assert point.efficiency is not None and 0 < point.efficiency < 1
+    assert grown.compute_seconds == pytest.approx(compute.seconds(6))
+    assert grown.step_seconds > grown.compute_seconds
 
 
 def test_the_study_says_what_is_wrong_with_its_input() -> None:

@@ -515,6 +515,8 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
         assert two["blocks"] == 3 and two["efficiency"]["wrapped"]["log"]["blocks"] == 3
         assert set(two["losses"]) == {"plain", "wrapped", "ranks"}
         assert two["targets_per_step"] == {"plain": 128, "wrapped": 128, "ranks": 128}
+        made, alone = two["modelled"], two["median_seconds"]["plain"]
+        assert made["efficiency"] == pytest.approx(alone / (2 * made["step_seconds"]))
     assert found[64]["verdict"] == "oversubscribed" and found[64]["efficiency"] is None
     assert found[64]["times"] == two["times"] and found[64]["measured_in"] == two["id"]
     assert "oversubscribed" in done.stdout and "reference/ddp" in done.stdout

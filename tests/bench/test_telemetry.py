@@ -23,7 +23,6 @@ import pytest
 from shardproof.bench import evidence, session, sides
 from shardproof.bench.launches import AloneRecord
 from shardproof.bench.lines import NoFigures, PairLine, Telemetry
-from shardproof.bench.plain import from_plain
 from shardproof.bench.telemetry import nvml, sampling
 
 DATA = Path(__file__).parents[1] / "data"
@@ -62,14 +61,13 @@ def seen_of(player: nvml_recording.Player, count: int) -> sampling.Seen:
     seen = sampling.Seen()
     devices = nvml.handles(player)
     for number, device in enumerate(devices):
-        values, reasons = nvml.answers(player, device, nvml.FIXED)
-        seen.fixed.append(from_plain(nvml.Fixed, values))
-        seen.missing[number] = reasons
+        fixed, seen.missing[number] = nvml.answers(player, device, nvml.Fixed)
+        seen.fixed.append(fixed)
     for clock in range(count):
         gpus = []
         for number, device in enumerate(devices):
-            values, reasons = nvml.answers(player, device, nvml.SAMPLED)
-            gpus.append(from_plain(nvml.Sampled, values))
+            sampled, reasons = nvml.answers(player, device, nvml.Sampled)
+            gpus.append(sampled)
             seen.missing[number].update(reasons)
         seen.samples.append(sampling.Sample(float(clock), 1000 + clock, gpus))
     seen.seconds, seen.cpu_seconds = float(count), 0.01 * count
@@ -186,8 +184,10 @@ def test_recording_and_playing_are_inverse(tmp_path: Path) -> None:
     assert again["samples"][0]["devices"][0] == first | {
         "energy": {"error": 3, "text": "Not Supported"}
     }
-    values, reasons = nvml.answers(nvml_recording.Player(again), 0, nvml.SAMPLED)
-    assert values == first | {"energy": None} and reasons == {"energy": "Not Supported"}
+    sampled, reasons = nvml.answers(nvml_recording.Player(again), 0, nvml.Sampled)
+    assert dataclasses.asdict(sampled) == first | {"energy": None} and reasons == {
+        "energy": "Not Supported"
+    }
 
 
 def test_work_that_fails_records_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import synthetic as made
 from shardproof.compare import baseline, formats, hardware
 from shardproof.compare.compare import compare
 from shardproof.report import insert
-from shardproof.runs import bundle, run_folder
+from shardproof.runs import run_folder
+from shardproof.runs.bundle import packing
 
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "results" / "baselines"
@@ -67,7 +68,7 @@ def test_a_bundle_may_stand_for_its_run(tmp_path: Path) -> None:
         folder.close(0)
     told = baseline.load(str(tmp_path / "run"))
     output = tmp_path / "run.tar.gz"
-    bundle.pack(tmp_path / "run", output)
+    packing.pack(tmp_path / "run", output)
     assert compare(told, baseline.load(str(output))).unchanged
 
 

@@ -26,7 +26,7 @@ from shardproof.commands import main
 from shardproof.commands import run as run_command
 from shardproof.compare import baseline, policy
 from shardproof.registry import load_mutant
-from shardproof.runs import bundle
+from shardproof.runs.bundle import packing
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.budget import fit_cases
@@ -125,7 +125,7 @@ def test_digests_that_were_made_right_again_do_not_help(
     [failing] = [line for line in read(run).cases if line.verdict == "fail"]
     with RunFolder(run, ["forged"]) as folder:
         folder.add(replace(failing, verdict="pass", reason=""))
-    bundle.pack(run, archive)
+    packing.pack(run, archive)
     assert command("gate", str(archive), "--against", str(base))[0] == 0
     for name in (str(run), str(archive)):
         code, out, _ = command("gate", name, *arguments)

@@ -42,7 +42,7 @@ class Run:
     def now(self) -> dict[str, int]:
         """Bytes by class at this moment, classes that hold nothing left out."""
         self.ledger.mark("now")
-        return {kind: size for kind, size in self.ledger.bytes("now").items() if size}
+        return {kind: size for kind, size in self.ledger.log.bytes("now").items() if size}
 
     def train(
         self,
@@ -104,9 +104,9 @@ def test_linear_with_adamw_to_the_byte(run: Run) -> None:
     # Weight, its gradient, two moments, one fp32 step counter; 64 x 256 inputs; the loss.
     expected = {"parameters": W, "gradients": W, "optimizer_state": 2 * W + 4}
     inputs, loss = {"temporary": 65_536}, {"activations": 4}
-    held = {k: v for k, v in run.ledger.bytes("after_update", 1).items() if v}
+    held = {k: v for k, v in run.ledger.log.bytes("after_update", 1).items() if v}
     assert held == {**expected, **inputs, **loss}
-    first = run.ledger.bytes("gradients_final", step=0)
+    first = run.ledger.log.bytes("gradients_final", step=0)
     assert of_states(first) == [W, W, 0]
     assert run.now() == {"parameters": W, "optimizer_state": 2 * W + 4}
 
@@ -115,7 +115,7 @@ def test_mlp_with_step_counters(run: Run) -> None:
     model = mlp()
     run.train(model, adamw(model), lambda: torch.randn(3, 16))
     n = 16 * 24 + 24 + 24 * 5 + 5
-    assert of_states(run.ledger.bytes("after_update")) == [4 * n, 4 * n, 8 * n + 4 * 4]
+    assert of_states(run.ledger.log.bytes("after_update")) == [4 * n, 4 * n, 8 * n + 4 * 4]
 
 
 def test_peaks_by_phase(run: Run) -> None:
@@ -141,8 +141,9 @@ def test_peaks_by_phase(run: Run) -> None:
 def test_who_allocated(run: Run) -> None:
     model = nn.Linear(256, 256, bias=False)
     run.train(model, adamw(model), lambda: torch.randn(64, 256))
-    gradient = next(h for h in run.ledger.log.held("after_update") if h.kind == "gradients")
-    made = gradient.storage
+    log = run.ledger.log
+    kinds = zip(log.storages, log.classes(), strict=True)
+    made = [storage for storage, kind in kinds if kind == "gradients"][-1]
     assert (made.operation, made.phase, made.step) == ("aten.mm.default", "backward", 1)
 
 
@@ -180,11 +181,11 @@ def test_a_resize_belongs_to_the_phase_it_falls_in(run: Run) -> None:
     run.ledger.claim([whole], "parameters")
     run.phase = "backward"
     whole.untyped_storage().resize_(0)
-    assert run.ledger.peak("backward", -1)["parameters"] == 400
+    assert run.ledger.log.peak("backward", -1).classes["parameters"] == 400
     run.phase = "forward"  # two gathers in a row, no operator between
     whole.untyped_storage().resize_(800)
-    assert run.ledger.peak("backward", -1)["parameters"] == 400
-    assert run.ledger.peak("forward", -1)["parameters"] == 800
+    assert run.ledger.log.peak("backward", -1).classes["parameters"] == 400
+    assert run.ledger.log.peak("forward", -1).classes["parameters"] == 800
 
 
 def test_storages_that_no_operator_made(run: Run) -> None:
@@ -222,8 +223,8 @@ def test_activations_live_from_forward_to_backward(run: Run) -> None:
     loss.backward()
     run.ledger.mark("backward_over")
     # inputs and tanh's output are saved, the loss is ours; the rest died in forward.
-    assert run.ledger.bytes("forward_over")["activations"] == 4 * (4 * 8 + 4 * 32 + 1)
-    assert run.ledger.bytes("backward_over")["activations"] == 4
+    assert run.ledger.log.bytes("forward_over")["activations"] == 4 * (4 * 8 + 4 * 32 + 1)
+    assert run.ledger.log.bytes("backward_over")["activations"] == 4
     assert run.ledger.log.peak("forward", 0, "temporary").bytes == 4 * 4 * 32 + 0
 
 
@@ -363,7 +364,7 @@ def test_communication_buffers_and_activations_that_travel(run: Run) -> None:
     del activation
     run.phase, run.ledger.step = "setup", 1
     torch.zeros(1)
-    levels = run.ledger.bytes("in_forward")
+    levels = run.ledger.log.bytes("in_forward")
     assert (levels["communication"], levels["activations"]) == (40 + 160, 80)
     assert bucket.numel()
 
@@ -376,7 +377,7 @@ def test_the_log_survives_packing(run: Run, tmp_path: Any) -> None:
     tensor_bytes.dump(tmp_path / "log", run.ledger.log.to_dict())
     again = MemoryLog.from_dict(tensor_bytes.load(tmp_path / "log"))
     assert again.peaks() == run.ledger.log.peaks()
-    assert again.bytes("after_update") == run.ledger.bytes("after_update")
+    assert again.bytes("after_update") == run.ledger.log.bytes("after_update")
     assert MemoryLog.from_dict(MemoryLog().to_dict()).peaks() == {}
 
 
@@ -408,11 +409,11 @@ def test_the_same_bytes_on_fakes() -> None:
     with FakeTensorMode(), fake.ledger:
         training(fake.ledger, fake)
     for mark in ("gradients_final", "after_update"):
-        assert fake.ledger.bytes(mark) == real.ledger.bytes(mark)
+        assert fake.ledger.log.bytes(mark) == real.ledger.log.bytes(mark)
     assert fake.ledger.log.peaks().keys() == real.ledger.log.peaks().keys()
     for key, peak in real.ledger.log.peaks().items():
         assert fake.ledger.log.peaks()[key].bytes == peak.bytes, key
-    assert real.ledger.bytes("after_update")["optimizer_state"] > 0
+    assert real.ledger.log.bytes("after_update")["optimizer_state"] > 0
 
 
 def test_shape_arithmetic_on_fakes_is_not_counted(run: Run) -> None:
@@ -495,7 +496,7 @@ def ddp_states(rank: int, bucket_view: bool) -> tuple[dict[str, int], dict[str, 
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
         data = torch.full((3, 16), float(rank))
         run.train(wrapped, adamw(model), data.clone, settle=collect)
-    return run.ledger.bytes("gradients_final"), run.ledger.bytes("after_update")
+    return run.ledger.log.bytes("gradients_final"), run.ledger.log.bytes("after_update")
 
 
 @pytest.mark.usefixtures("wired")
@@ -565,7 +566,7 @@ def test_states_of_a_flat_bucket_ddp_and_of_each_rank_alone() -> None:
             barrier.wait()
             run.ledger.mark("end")
             assert held.numel() == 1000 * rank
-        return run.ledger.bytes("end")
+        return run.ledger.log.bytes("end")
 
     psi = 4 * (16 * 24 + 24 + 24 * 5 + 5)
     for rank, levels in enumerate(succeed(body, 3)):

@@ -31,15 +31,10 @@ from shardproof.commands.verify import verify_archive
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.registry import load_mutant
-from shardproof.runs.bundle import (
-    LISTING,
-    is_archive,
-    notes,
-    open_run,
-    pack,
-    packing,
-    unpacked,
-)
+from shardproof.runs.bundle import packing
+from shardproof.runs.bundle.form import LISTING
+from shardproof.runs.bundle.packing import pack
+from shardproof.runs.bundle.unpacking import is_archive, notes, open_run, unpacked
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.budget import fit_cases
@@ -396,7 +391,8 @@ def test_runs_are_opened_by_folder_id_and_archive(
 
 def test_a_signal_leaves_nothing_behind(packed: Path, temporary: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom shardproof.runs.bundle import unpacked\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from shardproof.runs.bundle.unpacking import unpacked\n"
         "with unpacked(Path(sys.argv[1])) as found:\n"
         "    print(found.folder, flush=True)\n    time.sleep(60)\n"
     )

@@ -13,7 +13,9 @@ from archives import Part, forge, small
 
 from shardproof.commands.verify import verify_archive
 from shardproof.errors import SelectionError
-from shardproof.runs.bundle import LISTING, is_archive, unpacking
+from shardproof.runs.bundle import unpacking
+from shardproof.runs.bundle.form import LISTING
+from shardproof.runs.bundle.unpacking import is_archive
 
 pytestmark = pytest.mark.usefixtures("temporary")
 

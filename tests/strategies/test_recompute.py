@@ -92,7 +92,7 @@ def activations(every: int) -> int:
         ledger.mark("forward_over")
         phase = "backward"
         loss.backward()
-    return ledger.bytes("forward_over")["activations"] - 4
+    return ledger.log.bytes("forward_over")["activations"] - 4
 
 
 def test_only_the_inputs_of_groups_are_kept() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import VERSION
-from shardproof.runs.bundle import LISTING, Listing, Member
+from shardproof.runs.bundle.form import LISTING, Listing, Member
 
 #: A file's name, or its whole header, and its content.
 Part = tuple[str | tarfile.TarInfo, bytes]

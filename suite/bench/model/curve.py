@@ -8,30 +8,18 @@ world each have what a measured one had: as many cores, and a link of that alpha
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof.bench.model.alpha_beta import Fit
-from shardproof.bench.model.records import AloneSteps
-from shardproof.bench.model.step_time import (
-    Call,
-    Prediction,
-    Unmodelled,
-    predict,
-    promised,
-    slowest,
-)
+from shardproof.bench.model.step_time import Call, Prediction, Unmodelled, predict, promised
 from shardproof.bench.subjects import Mode
+from shardproof.case import DATA_AXES
 from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.costs.tensor import cannot_fit
-
-#: Worlds of a modelled curve.
-WORLDS = tuple(2**power for power in range(1, 11))
 
 
 @dataclass(frozen=True)
@@ -60,15 +48,6 @@ class Compute:
     def seconds(self, samples: float, split: float = 1.0, update_share: float = 1.0) -> float:
         """Of a rank that has so many samples, ``1/split`` of every layer, and updates a share."""
         return (self.fixed + self.per_sample * samples) / split + self.update * update_share
-
-
-def measured_compute(ranks: Sequence[AloneSteps], samples: int) -> Compute:
-    """Compute from steps without traffic with ``samples`` on each rank: the slowest rank of each
-    step, the median of steps.
-    """
-    gradients = statistics.median(itertools.chain(*slowest([each.gradients for each in ranks])))
-    steps = statistics.median(itertools.chain(*slowest([each.steps for each in ranks])))
-    return Compute.through({samples: gradients}, max(0.0, steps - gradients))
 
 
 def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = None) -> ModelFacts:
@@ -132,17 +111,8 @@ def pipeline_stretch(facts: ModelFacts) -> float:
     return float(1 + bubble / setting.ideal)
 
 
-@dataclass(frozen=True)
-class Modelled:
-    """A point of a modelled curve.  ``efficiency`` is ``None`` where ``problem`` says why."""
-
-    world: int
-    efficiency: float | None
-    prediction: Prediction | None
-    problem: str = ""
-
-
-def modelled(
+def step_at(
+    world: int,
     strategy: str,
     facts: ModelFacts,
     axis: str,
@@ -153,52 +123,34 @@ def modelled(
     backend: str,
     *,
     known: Sequence[Call] = (),
-    worlds: Sequence[int] = WORLDS,
     cores_per_rank: float | None = None,
     threads: int = 1,
-) -> list[Modelled]:
-    """Modelled efficiency at ``worlds``, without starting a rank.
+) -> Prediction:
+    """A step at ``world`` ranks, without starting one.
 
     ``facts`` are those of the measured world, ``axis`` the one that grows; ``samples`` the global
-    batch (strong) or the batch of a data coordinate (weak).  Every rank has what the measured ones
-    had: ``cores_per_rank`` for ``threads`` that compute (what is hidden costs core time, too),
-    and a link of the alpha and beta that were probed.
+    batch (strong) or the batch of a data coordinate (weak; on a tensor or pipe axis in both modes).
+    Every rank has what the measured ones had: ``cores_per_rank`` for ``threads`` that compute (what
+    is hidden costs core time, too), and a link of the alpha and beta that were probed.
 
-    Strong: ``T1 / (N T_N)`` at a fixed global batch; weak: ``T1 / T_N`` at a fixed batch a data
-    coordinate.  On a tensor or pipe axis the batch is that of the coordinate in both modes, and the
-    work of a step does not grow, so both are ``T1 / (N T_N)``.
+    :raises Unmodelled: no formula, or a batch or a model that so many ranks cannot share.
     """
-    points = []
-    is_data = axis in ("replicate", "shard")
-    for world in worlds:
-        try:
-            if mode == "strong" and is_data and samples < world:
-                raise NoCostModel(f"{samples} samples do not go round {world} ranks")
-            # The rank that has most samples sets the pace.
-            own = math.ceil(samples / world) if mode == "strong" and is_data else samples
-            grown = facts_at(facts, axis, world, own)
-            cost_model = cost_model_of(strategy, grown)
-            if cost_model is None:
-                raise NoCostModel(f"{strategy} has no formulas")
-            split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
-            calls = promised(cost_model, known, facts.world)
-            prediction = predict(
-                calls,
-                compute.seconds(own, split, update_share(cost_model)),
-                fits,
-                backend,
-                cores_per_rank=cores_per_rank,
-                threads=threads,
-            )
-        except (NoCostModel, Unmodelled) as error:
-            points.append(Modelled(world, None, None, str(error)))
-            continue
-        except LookupError as error:  # shapes of other meshes only
-            why = f"the formulas of {strategy} do not cover this mesh: {error}"
-            points.append(Modelled(world, None, None, why))
-            continue
-        alone = compute.seconds(samples)
-        share = 1 if mode == "weak" and is_data else world
-        efficiency = alone / (share * prediction.step_seconds)
-        points.append(Modelled(world, efficiency, prediction))
-    return points
+    shares_batch = mode == "strong" and axis in DATA_AXES
+    try:
+        if shares_batch and samples < world:
+            raise Unmodelled(f"{samples} samples do not go round {world} ranks")
+        # The rank that has most samples sets the pace.
+        own = math.ceil(samples / world) if shares_batch else samples
+        grown = facts_at(facts, axis, world, own)
+        cost_model = cost_model_of(strategy, grown)
+        if cost_model is None:
+            raise Unmodelled(f"{strategy} has no formulas")
+        split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
+        calls = promised(cost_model, known, facts.world)
+        seconds = compute.seconds(own, split, update_share(cost_model))
+    except NoCostModel as error:
+        raise Unmodelled(str(error)) from None
+    except LookupError as error:  # shapes of other meshes only
+        why = f"the formulas of {strategy} do not cover this mesh: {error}"
+        raise Unmodelled(why) from None
+    return predict(calls, seconds, fits, backend, cores_per_rank=cores_per_rank, threads=threads)

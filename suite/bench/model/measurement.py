@@ -11,21 +11,15 @@ compute of this round and the alpha and beta of the whole launch, which no step 
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from shardproof.bench import stats
 from shardproof.bench.launches import SideRun
-from shardproof.bench.model import alpha_beta, curve, step_time
-from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
-
-if TYPE_CHECKING:
-    from shardproof.bench.arm import Arm
+from shardproof.bench.model import alpha_beta, scorecard, step_time
+from shardproof.bench.model.records import RankRounds, Rounds
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
@@ -64,21 +58,20 @@ def measure(
 
     from shardproof.backends import BACKENDS
     from shardproof.bench import pinning
-    from shardproof.bench.arm import Arm, assert_nothing_is_recorded, mesh_of
+    from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
     from shardproof.bench.model import probes
 
     backend, world = runs[0].backend, runs[0].world
     assert_nothing_is_recorded(backend)
     cores = pinning.pin(rank, world, BACKENDS[backend].threads)
-    control = mesh_of({"replicate": world}, BACKENDS[backend].device).comm("replicate")
+    control = everybody(backend, world)
     alone = [probes.Alone(each, rank) for each in runs]
     together = [Arm(each, rank) for each in runs]
-    for arm in together:
+    for arm in together:  # after all groups are made
         arm.set_up()
     for single, arm in zip(alone, together, strict=True):
         single.segment(WARM)
-        for _ in range(WARM):
-            arm.step()
+        arm.seconds(WARM)
         single.forget()
     prober = probes.Probes(control, sizes, products)
     prober.sweep()
@@ -87,7 +80,8 @@ def measure(
     for _ in range(rounds):
         for number, (single, arm) in enumerate(zip(alone, together, strict=True)):
             single.segment(STEPS, control.barrier)
-            seconds[number].append(_steps(arm, 2 * STEPS))
+            arm.step()  # one that does not count
+            seconds[number].append(arm.seconds(2 * STEPS))
             single.segment(STEPS, control.barrier)
         prober.sweep()
     for arm in (*(single.arm for single in alone), *together):
@@ -103,20 +97,10 @@ def measure(
     )
 
 
-def _steps(arm: Arm, count: int) -> list[float]:
-    """Seconds of ``count`` steps back to back, after one that does not count."""
-    arm.step()
-    ends = [time.perf_counter()]
-    for _ in range(count):
-        arm.step()
-        ends.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(ends)]
-
-
 # ------------------------------------------------------------------------------- what it comes to
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Score:
     """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
     interval over rounds (paired t on logs).
@@ -125,74 +109,34 @@ class Score:
     calls: list[step_time.Call]
     measured_seconds: float
     prediction: step_time.Prediction
-    compute: curve.Compute
     error: float
     low: float
     high: float
     card: step_time.Scorecard
 
 
-def judge(
-    runs: Sequence[SideRun],
-    rounds: Rounds,
-    memory: Sequence[tuple[float, float] | None] | None = None,
-) -> tuple[list[Score], alpha_beta.Machine]:
-    """Scores of ``runs`` and the machine.  Pure.
-
-    ``memory``: by run, most bytes that a rank holds in a step, and the formula's.
-    """
-    records, backend = rounds.measured, runs[0].backend
-    machine = alpha_beta.machine(backend, [record.probes for record in records])
-    cores = len(records[0].cores) or None
+def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
+    """Scores of ``runs`` and the machine.  Pure."""
+    probes, steps = scorecard.digest(runs[0].backend, rounds)
     scores = []
-    for number, run in enumerate(runs):
-        watched = rounds.watched[number]
-        calls = step_time.seen(watched.calls)
-        alone = step_time.slowest([r.alone[number].steps for r in records])
+    for number, (run, step) in enumerate(zip(runs, steps, strict=True)):
+        alone = step_time.slowest([r.alone[number].steps for r in rounds.measured])
+        together = step_time.slowest([r.together[number] for r in rounds.measured])
+        logs = []
         # Two segments alone around the one together: a round.
-        by_round = [[*a, *b] for a, b in zip(alone[::2], alone[1::2], strict=True)]
-        together = step_time.slowest([r.together[number] for r in records])
-
-        def predicted(
-            seconds: Sequence[float], calls: Sequence[step_time.Call] = calls
-        ) -> step_time.Prediction:
-            compute = statistics.median(seconds)
-            return step_time.predict(calls, compute, machine.fits, backend, cores_per_rank=cores)
-
-        whole = predicted(list(itertools.chain(*by_round)))
-        measured = statistics.median(itertools.chain(*together))
-        logs = [
-            math.log(statistics.median(steps) / predicted(each).step_seconds)
-            for steps, each in zip(together, by_round, strict=True)
-        ]
+        for before, after, measured in zip(alone[::2], alone[1::2], together, strict=True):
+            of_round = step.model_copy(update={"alone": statistics.median([*before, *after])})
+            predicted = scorecard.predicted(probes, of_round).step_seconds
+            logs.append(math.log(statistics.median(measured) / predicted))
         estimate = stats.estimate(logs)
         error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
-        held = memory[number] if memory else None
-        card = step_time.scorecard(
-            measured,
-            whole,
-            peak_bytes=held[0] if held else None,
-            formula_bytes=held[1] if held else None,
-            probed_seconds=_probed(run, watched, machine),
+        scores.append(
+            Score(
+                step.calls,
+                step.together,
+                scorecard.predicted(probes, step),
+                *(error, low, high),
+                card=scorecard.card(probes, step, step.together, run),
+            )
         )
-        compute = curve.measured_compute([r.alone[number] for r in records], _samples(run))
-        scores.append(Score(calls, measured, whole, compute, error, low, high, card))
-    return scores, machine
-
-
-def _samples(run: SideRun) -> int:
-    """Samples of a data coordinate, the largest one."""
-    return -(
-        -run.workload.global_batch // (run.axes.get("replicate", 1) * run.axes.get("shard", 1))
-    )
-
-
-def _probed(run: SideRun, watched: WatchedStep, machine: alpha_beta.Machine) -> float | None:
-    """Compute at probed rates, split as the layers are; every rank updates everything."""
-    if not machine.flop_rate:
-        return None
-    split = run.axes.get("tensor", 1) * run.axes.get("pipe", 1)
-    flops, elements = watched.flops / split, watched.elements / split
-    return step_time.probed_compute(
-        *(flops, elements, run.optimizer.name, machine.flop_rate, machine.byte_rate)
-    )
+    return scores, probes.machine

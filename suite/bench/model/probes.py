@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.arm import Arm, mesh_of
+from shardproof.bench.arm import Arm, finish, mesh_of
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model.records import AloneSteps, ProbeRecord, SeenCall, WatchedStep
 from shardproof.case import data_shares
@@ -61,8 +61,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
         raise RuntimeError("a step is watched with ledgers on: run_ranks(..., ledgers=True)")
-    arm = Arm(run, rank)
-    arm.set_up()
+    arm = Arm(run, rank).set_up()
     begin = 0
     for step in range(BEFORE + 1):
         begin = len(ledger.calls)
@@ -176,12 +175,12 @@ class Probes:
         call = self._call_of(operation, payload)
         calls = max(2, min(CALLS, CALL_BYTES // max(1, payload)))
         call()  # connections and scratch memory are there from the first call on
-        self._done()
+        finish(self.device)
         self.comm.barrier()
         cpu, began = time.process_time(), time.perf_counter()
         for _ in range(calls):
             call()
-        self._done()
+        finish(self.device)
         ended, used = time.perf_counter() - began, time.process_time() - cpu
         self.seconds.setdefault((operation, payload), []).append(ended / calls)
         wall, busy = self.used.setdefault(operation, [0.0, 0.0])
@@ -190,28 +189,24 @@ class Probes:
     def _call_of(self, operation: str, payload: int) -> Callable[[], object]:
         comm, count = self.comm, max(1, -(-payload // 4))
         shard = -(-count // comm.size)
-        if operation == "all_reduce":
-            return lambda: comm.all_reduce(self._part(count))
-        if operation == "broadcast":
-            return lambda: comm.broadcast(self._part(count))
-        if operation == "reduce":
-            return lambda: comm.reduce(self._part(count))
-        if operation == "all_gather":
-            return lambda: comm.all_gather(self._part(shard * comm.size), self._own(shard))
-        if operation == "reduce_scatter":
-            return lambda: comm.reduce_scatter(self._own(shard), self._part(shard * comm.size))
-        if operation == "all_to_all":  # a rank keeps a chunk: the payload is that of the others
-            whole = -(-count // max(1, comm.size - 1)) * comm.size
-            return lambda: comm.all_to_all(self._own(whole), self._part(whole))
-        if operation == "gather":
-            return lambda: comm.gather(self._own(count), self._shards(count))
-        if operation == "scatter":
-            return lambda: comm.scatter(self._own(count), self._shards(count))
-        if operation == "barrier":
-            return comm.barrier
-        if operation == "send":
-            return lambda: self._message(self._part(count))
-        raise ValueError(f"no probe for {operation!r}")
+        whole = shard * comm.size
+        others = -(-count // max(1, comm.size - 1)) * comm.size
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(self._part(count)),
+            "broadcast": lambda: comm.broadcast(self._part(count)),
+            "reduce": lambda: comm.reduce(self._part(count)),
+            "all_gather": lambda: comm.all_gather(self._part(whole), self._own(shard)),
+            "reduce_scatter": lambda: comm.reduce_scatter(self._own(shard), self._part(whole)),
+            # A rank keeps a chunk: the payload is that of the others.
+            "all_to_all": lambda: comm.all_to_all(self._own(others), self._part(others)),
+            "gather": lambda: comm.gather(self._own(count), self._shards(count)),
+            "scatter": lambda: comm.scatter(self._own(count), self._shards(count)),
+            "barrier": lambda: comm.barrier(),
+            "send": lambda: self._message(self._part(count)),
+        }
+        if operation not in calls:
+            raise ValueError(f"no probe for {operation!r}")
+        return calls[operation]
 
     def _message(self, tensor: torch.Tensor) -> None:
         """One message from each even rank to its odd neighbour or, the next time, back."""
@@ -268,19 +263,15 @@ class Probes:
         action()
         count = 1
         while True:
-            self._done()
+            finish(self.device)
             began = time.perf_counter()
             for _ in range(count):
                 action()
-            self._done()
+            finish(self.device)
             seconds = time.perf_counter() - began
             if seconds >= RATE_SECONDS:
                 return seconds / count
             count *= 2
-
-    def _done(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -331,7 +322,7 @@ class Alone:
 
         def observe(point: Point) -> None:
             if point == "gradients_final":
-                self._done()
+                finish(self.arm.device)
                 marks.append(time.perf_counter())
 
         gradients, steps = [], []
@@ -346,7 +337,3 @@ class Alone:
             gradients.append((marks[-1] if marks else ended) - began)
         self.gradients.append(gradients)
         self.steps.append(steps)
-
-    def _done(self) -> None:
-        if self.arm.device == "cuda":
-            torch.cuda.synchronize()

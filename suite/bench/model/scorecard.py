@@ -9,51 +9,59 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from shardproof.bench.launches import side_run
+from shardproof.bench.launches import SideRun, side_run
 from shardproof.bench.lines import (
     MeasuredPair,
     Memory,
     NoFigures,
-    PairProbes,
     ProbedStep,
     Probes,
     SideProbes,
 )
 from shardproof.bench.model import alpha_beta, step_time
 from shardproof.bench.model.records import Rounds
-from shardproof.bench.model.step_time import Scorecard
-from shardproof.bench.subjects import LETTERS, Subject
+from shardproof.bench.model.step_time import Prediction, Scorecard
+from shardproof.bench.subjects import LETTERS
+
+
+def predicted(probes: Probes, step: ProbedStep) -> Prediction:
+    """What ``step`` should take on the machine that was probed.
+
+    :raises Unmodelled: there is no prediction for its calls.
+    """
+    machine = probes.machine
+    return step_time.predict(
+        *(step.calls, step.alone, machine.fits, machine.backend),
+        cores_per_rank=probes.cores_per_rank,
+        threads=probes.threads,
+    )
 
 
 def card(
     probes: Probes,
     step: ProbedStep,
     seconds: float,
-    subject: Subject,
-    peak_bytes: float | None,
-    formula_bytes: float | None,
+    run: SideRun,
+    peak_bytes: float | None = None,
+    formula_bytes: float | None = None,
 ) -> Scorecard:
-    """The scorecard of a step that took ``seconds``.
+    """The scorecard of a step of ``run`` that took ``seconds``.
 
     :raises Unmodelled: there is no prediction for its calls.
     """
-    machine = probes.machine
-    prediction = step_time.predict(
-        *(step.calls, step.alone, machine.fits, subject.backend),
-        cores_per_rank=probes.cores_per_rank,
-        threads=probes.threads,
-    )
-    best = None
+    machine, best = probes.machine, None
     if machine.flop_rate:
+        # Layers are split over ranks; every rank updates everything.
+        split = run.axes.get("tensor", 1) * run.axes.get("pipe", 1)
         best = step_time.probed_compute(
-            *(step.flops, step.elements, subject.optimizer.name),
+            *(step.flops / split, step.elements / split, run.optimizer.name),
             *(machine.flop_rate, machine.byte_rate),
         )
     return step_time.scorecard(
         seconds,
-        prediction,
+        predicted(probes, step),
         peak_bytes=peak_bytes,
         formula_bytes=formula_bytes,
         probed_seconds=best,
@@ -73,31 +81,28 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     return ""
 
 
-def digest(
-    backend: str, letters: Sequence[str], rounds: Rounds, others: Mapping[str, NoFigures]
-) -> PairProbes:
-    """What ranks measured of the sides ``letters``: medians over steps of the slowest rank; and
-    why ``others`` cannot be scored.
-    """
+def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
+    """What ranks measured: the machine, and each run by medians over steps of the slowest rank."""
     records = rounds.measured
-    sides: dict[str, SideProbes | NoFigures] = {}
-    for number, letter in enumerate(letters):
-        watched = rounds.watched[number]
+    steps = []
+    for number, watched in enumerate(rounds.watched):
         alone = step_time.slowest([record.alone[number].steps for record in records])
         together = step_time.slowest([record.together[number] for record in records])
-        sides[letter] = SideProbes(
-            alone=statistics.median(itertools.chain(*alone)),
-            together=statistics.median(itertools.chain(*together)),
-            calls=step_time.seen(watched.calls),
-            flops=watched.flops,
-            elements=watched.elements,
+        steps.append(
+            SideProbes(
+                alone=statistics.median(itertools.chain(*alone)),
+                together=statistics.median(itertools.chain(*together)),
+                calls=step_time.seen(watched.calls),
+                flops=watched.flops,
+                elements=watched.elements,
+            )
         )
-    return PairProbes(
+    probes = Probes(
         machine=alpha_beta.machine(backend, [record.probes for record in records]),
         cores_per_rank=min(len(record.cores) for record in records) or None,
         threads=records[0].threads,
-        sides={**sides, **others},
     )
+    return probes, steps
 
 
 def cards(line: MeasuredPair) -> dict[str, Scorecard | NoFigures] | None:
@@ -116,12 +121,12 @@ def cards(line: MeasuredPair) -> dict[str, Scorecard | NoFigures] | None:
             scores[letter] = side
             continue
         peak = formula = None
+        run = side_run(pair, letter, line.meshes[letter])
         if exact is not None:
-            run = side_run(pair, letter, line.meshes[letter])
             peak = exact.a if letter == "a" else exact.b
             formula = run.formula_bytes(line.strategies[letter])
         try:
-            scores[letter] = card(probed.probes, side, side.together, pair, peak, formula)
+            scores[letter] = card(probed.probes, side, side.together, run, peak, formula)
         except step_time.Unmodelled as error:
             scores[letter] = NoFigures(problem=str(error))
     return scores

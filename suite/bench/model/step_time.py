@@ -197,12 +197,11 @@ def predict(
     *,
     cores_per_rank: float | None = None,
     threads: int = 1,
-    overlap: Overlap | None = None,
 ) -> Prediction:
     """A step of ``compute_seconds`` in which a rank makes ``calls``; ``fits`` by operation.
 
     ``cores_per_rank`` and ``threads`` (that compute) bound what can be hidden and choose the
-    prediction, unless ``overlap`` does.
+    prediction.
 
     :raises Unmodelled: an operation without a fit, or a backend without cost formulas.
     """
@@ -224,15 +223,13 @@ def predict(
     low = max(compute_seconds, seconds)
     if cores_per_rank:
         low = max(low, (compute_seconds * threads + busy) / cores_per_rank)
-    chosen, why = overlap_of(backend, cores_per_rank, threads)
     return Prediction(
         compute_seconds,
         seconds,
         alpha,
         beta,
         min(low, compute_seconds + seconds),
-        overlap or chosen,
-        why if overlap in (None, chosen) else "as asked",
+        *overlap_of(backend, cores_per_rank, threads),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from shardproof.bench.launches import RankTimes, cell_run
+from shardproof.bench.launches import Launch, RankTimes, side_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.records import WatchedStep
@@ -20,21 +20,20 @@ from shardproof.bench.subjects import Cell
 
 
 def digest(
-    cell: Cell, world: int, watched: WatchedStep, records: Sequence[RankTimes]
+    cell: Cell, launch: Launch, watched: WatchedStep, records: Sequence[RankTimes]
 ) -> CellProbes:
-    """What the ``world`` ranks of a launch of ``cell`` probed: the slowest rank's, all at once."""
+    """What the ranks of a ``launch`` of ``cell`` probed: the slowest rank's, all at once."""
     probes = [record.probes for record in records if record.probes is not None]
     gradients = {
-        samples: _median([record.alone[samples].gradients for record in records])
-        for samples in records[0].alone
+        samples: _median([record.alone[number].gradients for record in records])
+        for number, samples in enumerate(launch.probed)
     }
-    own = cell.samples(world)
-    alone = _median([record.alone[own].steps for record in records])
+    alone = _median([record.alone[0].steps for record in records])  # with its share of the batch
     return CellProbes(
-        world=world,
+        world=launch.first.world,
         machine=alpha_beta.machine(cell.backend, probes),
         gradients=gradients,
-        update=alone - gradients[own],
+        update=alone - gradients[cell.samples(launch.first.world)],
         alone=alone,
         calls=step_time.seen(watched.calls),
         flops=watched.flops,
@@ -59,26 +58,22 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     if probed is None or alone is None:
         return None
     (axis,) = line.mesh
-    (point,) = curve.modelled(
-        line.strategy,
-        cell_run(cell.at(probed.world), axis).facts(),
-        axis,
-        cell.mode,
-        cell.base.global_batch,
-        curve.Compute.through(probed.gradients, probed.update),
-        probed.machine.fits,
-        cell.backend,
-        known=probed.calls,
-        worlds=[cell.world],
-        cores_per_rank=probed.cores_per_rank,
-        threads=probed.threads,
-    )
-    figures: dict[str, object] = {"world": point.world, "efficiency": None, "from": probed.world}
-    if point.prediction is None:
-        return Modelled.model_validate({**figures, "problem": point.problem})
+    there = side_run(cell.at(probed.world), "ranks", {axis: probed.world})
+    figures: dict[str, object] = {"world": cell.world, "efficiency": None, "from": probed.world}
+    try:
+        prediction = curve.step_at(
+            *(cell.world, line.strategy, there.facts(), axis, cell.mode, cell.base.global_batch),
+            curve.Compute.through(probed.gradients, probed.update),
+            *(probed.machine.fits, cell.backend),
+            known=probed.calls,
+            cores_per_rank=probed.cores_per_rank,
+            threads=probed.threads,
+        )
+    except step_time.Unmodelled as error:
+        return Modelled.model_validate({**figures, "problem": str(error)})
     share = cell.world if cell.mode == "strong" else 1
-    figures["efficiency"] = alone / (share * point.prediction.step_seconds)
-    return Modelled.model_validate({**figures, **point.prediction.to_dict()})
+    figures["efficiency"] = alone / (share * prediction.step_seconds)
+    return Modelled.model_validate({**figures, **prediction.to_dict()})
 
 
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
@@ -87,9 +82,9 @@ def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
     """
     if line.probed is None:
         return None
-    (axis,) = line.mesh
-    formula = cell_run(line.cell, axis).formula_bytes(line.strategy)
+    run = side_run(line.cell, "ranks", line.mesh)
     try:
-        return card(line.probed, line.probed, seconds, line.cell, line.peak_bytes, formula)
+        formula = run.formula_bytes(line.strategy)
+        return card(line.probed, line.probed, seconds, run, line.peak_bytes, formula)
     except step_time.Unmodelled:
         return None

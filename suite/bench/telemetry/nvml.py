@@ -9,11 +9,10 @@ Source: NVML API reference, NVIDIA, chapter 5 "Device Queries" and "NvmlClocksEv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from shardproof.bench.telemetry.deadline import within
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 _FUNCTION_NOT_FOUND = 13
@@ -39,57 +38,54 @@ class Refusal:
     text: str
 
 
-#: An answer as JSON has it; ``None``: there is none.
-Value = str | int | dict[str, int] | None
-
-
 @dataclass(frozen=True)
 class Fixed:
-    """What does not change while a run lasts: milliwatts and MHz."""
+    """What does not change while a run lasts."""
 
-    name: str | None
-    pci: dict[str, int] | None
-    power_limit: int | None
-    sm_clock_limit: int | None
-    memory_clock_limit: int | None
+    name: Annotated[str | None, Call("nvmlDeviceGetName")]
+    pci: Annotated[
+        dict[str, int] | None, Call("nvmlDeviceGetPciInfo", fields=("domain", "bus", "device"))
+    ]
+    power_limit: Annotated[int | None, Call("nvmlDeviceGetEnforcedPowerLimit")]  # mW
+    sm_clock_limit: Annotated[int | None, Call("nvmlDeviceGetMaxClockInfo", (_CLOCK_SM,))]  # MHz
+    memory_clock_limit: Annotated[int | None, Call("nvmlDeviceGetMaxClockInfo", (_CLOCK_MEMORY,))]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A GPU at one moment; units stand at :data:`SAMPLED`."""
+    """A GPU at one moment; energy is counted since the driver was loaded."""
 
-    utilisation: dict[str, int] | None
-    memory: dict[str, int] | None
-    power: int | None
-    sm_clock: int | None
-    memory_clock: int | None
-    temperature: int | None
-    energy: int | None
-    throttle: int | None
+    utilisation: Annotated[  # per cent
+        dict[str, int] | None, Call("nvmlDeviceGetUtilizationRates", fields=("gpu", "memory"))
+    ]
+    memory: Annotated[  # bytes
+        dict[str, int] | None, Call("nvmlDeviceGetMemoryInfo", fields=("total", "used"))
+    ]
+    power: Annotated[int | None, Call("nvmlDeviceGetPowerUsage")]  # mW
+    sm_clock: Annotated[int | None, Call("nvmlDeviceGetClockInfo", (_CLOCK_SM,))]  # MHz
+    memory_clock: Annotated[int | None, Call("nvmlDeviceGetClockInfo", (_CLOCK_MEMORY,))]
+    temperature: Annotated[  # degrees Celsius
+        int | None, Call("nvmlDeviceGetTemperature", (_TEMPERATURE_GPU,))
+    ]
+    energy: Annotated[int | None, Call("nvmlDeviceGetTotalEnergyConsumption")]  # mJ
+    throttle: Annotated[
+        int | None,
+        Call(
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            older="nvmlDeviceGetCurrentClocksThrottleReasons",
+        ),
+    ]
 
 
-#: What does not change while a run lasts.
-FIXED: dict[str, Call] = {
-    "name": Call("nvmlDeviceGetName"),
-    "pci": Call("nvmlDeviceGetPciInfo", fields=("domain", "bus", "device")),
-    "power_limit": Call("nvmlDeviceGetEnforcedPowerLimit"),  # mW
-    "sm_clock_limit": Call("nvmlDeviceGetMaxClockInfo", (_CLOCK_SM,)),  # MHz
-    "memory_clock_limit": Call("nvmlDeviceGetMaxClockInfo", (_CLOCK_MEMORY,)),
-}
-#: What a sample holds.
-SAMPLED: dict[str, Call] = {
-    "utilisation": Call("nvmlDeviceGetUtilizationRates", fields=("gpu", "memory")),  # per cent
-    "memory": Call("nvmlDeviceGetMemoryInfo", fields=("total", "used")),  # bytes
-    "power": Call("nvmlDeviceGetPowerUsage"),  # mW
-    "sm_clock": Call("nvmlDeviceGetClockInfo", (_CLOCK_SM,)),  # MHz
-    "memory_clock": Call("nvmlDeviceGetClockInfo", (_CLOCK_MEMORY,)),
-    "temperature": Call("nvmlDeviceGetTemperature", (_TEMPERATURE_GPU,)),  # degrees Celsius
-    "energy": Call("nvmlDeviceGetTotalEnergyConsumption"),  # mJ since the driver was loaded
-    "throttle": Call(
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        older="nvmlDeviceGetCurrentClocksThrottleReasons",
-    ),
-}
+F = TypeVar("F", Fixed, Sampled)
+#: Figure -> its call.
+FIXED, SAMPLED = (
+    {
+        figure: hint.__metadata__[0]
+        for figure, hint in get_type_hints(kind, include_extras=True).items()
+    }
+    for kind in (Fixed, Sampled)
+)
 #: Bits of ``throttle``.  The first two and the last say how clocks are set, not that they suffer.
 THROTTLE: dict[int, str] = {
     0x1: "idle",
@@ -104,6 +100,30 @@ THROTTLE: dict[int, str] = {
 }
 #: Those that make a GPU slower than it could be.
 SLOWS = frozenset(THROTTLE[bit] for bit in (0x4, 0x8, 0x20, 0x40, 0x80))
+
+
+def within(seconds: float, action: Callable[[], Any]) -> Any:
+    """What ``action`` returns, or raises; after ``seconds`` its thread is left to itself.
+
+    :raises TimeoutError: it had not ended by then.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((action(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="with a deadline", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer in {seconds:g} s: it was given up")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def start(api: Any = None) -> tuple[Any, str]:
@@ -146,7 +166,7 @@ def handles(api: Any) -> list[Any]:
     return [api.nvmlDeviceGetHandleByIndex(index) for index in range(api.nvmlDeviceGetCount())]
 
 
-def ask(api: Any, handle: Any, call: Call) -> tuple[Value, Refusal | None]:
+def ask(api: Any, handle: Any, call: Call) -> tuple[Any, Refusal | None]:
     """The answer as JSON has it, or ``None`` and why there is none."""
     answer, refusal = None, None
     for name in filter(None, (call.function, call.older)):
@@ -167,17 +187,12 @@ def ask(api: Any, handle: Any, call: Call) -> tuple[Value, Refusal | None]:
     return answer.decode() if isinstance(answer, bytes) else answer, None
 
 
-def answers(
-    api: Any, handle: Any, calls: Mapping[str, Call]
-) -> tuple[dict[str, Value], dict[str, str]]:
-    """Figure -> value (``None`` where there is none), and figure -> why there is none."""
-    values: dict[str, Value] = {}
-    reasons: dict[str, str] = {}
-    for figure, call in calls.items():
-        values[figure], refusal = ask(api, handle, call)
-        if refusal is not None:
-            reasons[figure] = refusal.text
-    return values, reasons
+def answers(api: Any, handle: Any, kind: type[F]) -> tuple[F, dict[str, str]]:
+    """Figures (``None`` where there is no answer), and figure -> why there is none."""
+    calls = FIXED if kind is Fixed else SAMPLED
+    asked = {figure: ask(api, handle, call) for figure, call in calls.items()}
+    reasons = {figure: refusal.text for figure, (_, refusal) in asked.items() if refusal}
+    return kind(**{figure: value for figure, (value, _) in asked.items()}), reasons
 
 
 def pci_of(properties: Any) -> dict[str, int] | None:

@@ -21,7 +21,6 @@ from typing import Any
 
 from shardproof.bench.launches import AloneRecord
 from shardproof.bench.lines import GpuFigures, LookCost, NoFigures, SideSummary, Summary, Telemetry
-from shardproof.bench.plain import from_plain
 from shardproof.bench.telemetry import nvml
 
 #: From and to, by ``time.monotonic``.
@@ -110,9 +109,8 @@ class Sampler:
             if self._api is not None:
                 devices = nvml.handles(self._api)
                 for number, device in enumerate(devices):
-                    values, reasons = nvml.answers(self._api, device, nvml.FIXED)
-                    seen.fixed.append(from_plain(nvml.Fixed, values))
-                    seen.missing[number] = reasons
+                    fixed, seen.missing[number] = nvml.answers(self._api, device, nvml.Fixed)
+                    seen.fixed.append(fixed)
             while True:
                 seen.samples.append(self._sample(devices))
                 if self._over.wait(self._every):
@@ -127,8 +125,8 @@ class Sampler:
         gpus = []
         clock = time.monotonic()
         for number, device in enumerate(devices):
-            values, reasons = nvml.answers(self._api, device, nvml.SAMPLED)
-            gpus.append(from_plain(nvml.Sampled, values))
+            sampled, reasons = nvml.answers(self._api, device, nvml.Sampled)
+            gpus.append(sampled)
             self.seen.missing[number].update(reasons)
         return Sample(clock, self._resident(), gpus)
 

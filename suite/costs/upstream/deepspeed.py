@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from shardproof.contract import Options
 from shardproof.costs.ddp import Single
+from shardproof.costs.layout import chunk
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
 
@@ -89,6 +90,11 @@ class _Sharded(_DeepSpeed):
         return {"optimizer_state": sum(self.states[:-1])} if early else {}
 
     @property
+    def groups(self) -> list[list[TensorFacts]]:
+        """The parameter groups that have any."""
+        return [group for group in self.facts.grouped if group]
+
+    @property
     def zero(self) -> Options:
         """The section ``zero_optimization``."""
         section: Options = self.facts.option("zero_optimization", {})
@@ -129,11 +135,7 @@ class DeepSpeedZero1(_Sharded):
     def padded(self) -> list[int]:
         """Elements of each group's flat buffer."""
         block = 2 * self.ranks
-        return [
-            _ceil(sum(t.numel for t in group), block) * block
-            for group in self.facts.grouped
-            if group
-        ]
+        return [_ceil(sum(t.numel for t in group), block) * block for group in self.groups]
 
     @property
     def states(self) -> list[int]:
@@ -162,7 +164,7 @@ class DeepSpeedZero1(_Sharded):
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
         fragments = []
-        for group, padded in zip(filter(None, self.facts.grouped), self.padded, strict=True):
+        for group, padded in zip(self.groups, self.padded, strict=True):
             low = padded // self.ranks * rank
             high, at = low + padded // self.ranks, 0
             for tensor in group:
@@ -266,8 +268,7 @@ class DeepSpeedZero3(_Sharded):
     def states(self) -> list[int]:
         """Slots over the shards, and one step counter."""
         each, counter = slots(self.facts) * FP32, counter_bytes(self.facts)
-        groups = [sum(self.shard(t) for t in group) for group in self.facts.grouped if group]
-        return [each * elements + counter for elements in groups]
+        return [each * sum(map(self.shard, group)) + counter for group in self.groups]
 
     def flows(self) -> list[Flow]:
         """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
@@ -281,7 +282,7 @@ class DeepSpeedZero3(_Sharded):
             )
         gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]
         reduced = [FP32 * self.ranks * self.shard(t) for t in facts.trainable]
-        norms = [FP32 if self.offloaded else 8] * sum(1 for group in facts.grouped if group)
+        norms = [FP32 if self.offloaded else 8] * len(self.groups)
         moved = [
             *flow(facts, "shard", "all_gather", gathered, 2 * facts.rounds),
             *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
@@ -320,8 +321,7 @@ class DeepSpeedZero3(_Sharded):
             reasons["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
         if self.zero.get("sub_group_size") is not None:
             reasons["optimizer_state"] = reasons["masters"] = "sub-groups: one flat buffer for each"
-        groups = sum(1 for group in self.facts.grouped if group)
-        if not self.facts.clipped or groups > 1:
+        if not self.facts.clipped or len(self.groups) > 1:
             reasons["masters"] = (
                 "the optimizer has a group's master during its update only, where it is seen "
                 "if gradients are clipped and there is one group"
@@ -330,12 +330,7 @@ class DeepSpeedZero3(_Sharded):
 
     def local(self, rank: int) -> Local:
         """Shards, padding left out."""
-        held = {}
-        for tensor in self.facts.parameters:
-            each = self.shard(tensor)
-            count = min(each, tensor.numel - min(each * rank, tensor.numel))
-            if count > 0:
-                held[tensor.name] = count
-        names = {t.name for t in self.facts.trainable}
-        own = {name: count for name, count in held.items() if name in names}
+        parts = {t.name: chunk(t.numel, self.ranks, rank) for t in self.facts.parameters}
+        held = {name: count for name, count in parts.items() if count}
+        own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}
         return Local(held, own, own if slots(self.facts) else {})

@@ -7,10 +7,9 @@ integers, in the first step or before each message: they stand in the rows of co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import pairwise
 
-from shardproof.costs.model import Bytes, Flow, flow
+from shardproof.costs.model import Bytes, Flow, flow, grouped_flow
 from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
 from shardproof.costs.pipeline import Pipeline
 
@@ -69,7 +68,7 @@ class TorchPipelining(Pipeline):
         total = 0
         for micro_batches, shape in seen:
             hidden = facts.hidden[shape_key(shape)]
-            for stage in self.stages.of(facts.coordinate(rank).get("pipe", 0)):
+            for stage in self.stages.of(facts.place(rank, "pipe")):
                 units = self.stages.units[stage]
                 elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
                 if stage < len(wanted) and wanted[stage]:
@@ -100,9 +99,10 @@ class DeepSpeedPipeline(Pipeline):
             *flow(facts, "pipe", "broadcast", [2 * FP32]),
             *flow(facts, "pipe", "all_reduce", norm),
             *(
-                Flow("pipe", "all_reduce", Fraction(2 * t.nbytes), 2)
+                tied
                 for t in used(facts.parameters, facts.step)
                 if len(self.stages.ranks(t)) > 1
+                for tied in grouped_flow("pipe", "all_reduce", [t.nbytes], ranks=2, times=1)
             ),
         ]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from fractions import Fraction
 
-from shardproof.costs.model import Bytes, Flow, NoCostModel, Operation, norm_flow, state_bytes
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
+from shardproof.costs.layout import chunk, within
+from shardproof.costs.model import Flow, NoCostModel, grouped_flow, norm_flow
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
 from shardproof.costs.tensor import ROWS
@@ -55,9 +55,7 @@ class TorchHybrid(TorchTensorParallel):
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
-        chunk = -(-rows // self.shards)
-        first = min(self.facts.coordinate(rank)["shard"] * chunk, rows)
-        return (min(first + chunk, rows) - first) * rest
+        return chunk(rows, self.shards, self.facts.place(rank, "shard")) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
         """With the padding that makes shards equal."""
@@ -66,22 +64,18 @@ class TorchHybrid(TorchTensorParallel):
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """Of the own stages."""
-        mine = self.facts.coordinate(rank).get("pipe", 0)
+        mine = self.facts.place(rank, "pipe")
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
 
     def units(self) -> Iterator[list[TensorFacts]]:
         """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
         for units in self.stages.units:
-            names = [f"{self.facts.units[unit]}." for unit in units]
-            homes = [t for t in self.facts.parameters if any(u in units for u in t.units)]
-            for name in names:
-                yield [t for t in homes if all(f"{o}.".startswith(name) for o in t.owners)]
-            yield [
-                t
-                for t in homes
-                if not any(all(f"{o}.".startswith(name) for o in t.owners) for name in names)
-            ]
+            rest = [t for t in self.facts.parameters if any(u in units for u in t.units)]
+            for name in (self.facts.units[unit] for unit in units):
+                yield [t for t in rest if all(within(owner, name) for owner in t.owners)]
+                rest = [t for t in rest if not all(within(owner, name) for owner in t.owners)]
+            yield rest
 
     # ---------------------------------------------------------------------------------- traffic
 
@@ -117,17 +111,11 @@ class TorchHybrid(TorchTensorParallel):
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
             reduced = self.payload_of((t for t in members if self.is_reduced(t)), rank)
-            groups = self.replicas * self.windows
-            calls: tuple[tuple[Operation, int], ...]
-            calls = (("all_gather", whole), ("reduce_scatter", reduced))
-            for operation, payload in calls:
-                if payload and self.shards > 1:
-                    total = Fraction((self.shards - 1) * payload * groups)
-                    yield Flow("shard", operation, total, self.shards * groups)
-            if reduced and self.replicas > 1:
-                total = Fraction(2 * (self.replicas - 1) * reduced * self.windows)
-                times = self.replicas * self.shards * self.windows
-                yield Flow("replicate", "all_reduce", total, times)
+            groups, crossing = self.replicas * self.windows, self.shards * self.windows
+            yield from grouped_flow("shard", "all_gather", [whole], self.shards, groups)
+            yield from grouped_flow("shard", "reduce_scatter", [reduced], self.shards, groups)
+            parts = [reduced // self.shards]
+            yield from grouped_flow("replicate", "all_reduce", parts, self.replicas, crossing)
 
     def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
         """Bytes of all shards, padding included."""
@@ -156,38 +144,23 @@ class TorchHybrid(TorchTensorParallel):
             mine = [t for t in facts.trainable if pipe in self.stages.ranks(t)]
             mine = [t for t in mine if t.first_use is not None]
             split = [t for t in mine if self.is_styled(t)] if "tensor" in facts.axes else []
-            for members, axes in (
-                (split, ("tensor", "shard")),
-                ([t for t in mine if t not in split], ("shard",)),
-            ):
-                payload = len(members) * item
-                if payload and "tensor" in axes and self.ranks > 1:
-                    flows += self.each("all_reduce", [payload] * (self.replicas * self.shards))
-                if payload and self.shards > 1:
-                    total = Fraction(2 * (self.shards - 1) * payload * copies)
-                    flows.append(Flow("shard", "all_reduce", total, self.shards * copies))
+            stacked = [len(split) * item, (len(mine) - len(split)) * item]
+            flows += self.each("all_reduce", stacked[:1] * (self.replicas * self.shards))
+            flows += grouped_flow("shard", "all_reduce", stacked, self.shards, copies)
         return flows
 
     # ----------------------------------------------------------------------------------- memory
 
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards with padding; state of what they really hold."""
-        facts, own = self.facts, self.parts(rank)
-        now = {t.name for t in used(facts.parameters, step)}
-        sizes = {t.name: self.held_elements(t, rank) * ITEMSIZE[t.dtype] for t, _ in own}
-        gradients = sizes if self.is_sharded else {t.name: n * ITEMSIZE[t.dtype] for t, n in own}
-        return {
-            "parameters": sum(sizes.values()),
-            "masters": 0,
-            "gradients": sum(n for name, n in gradients.items() if name in now),
-            "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
-        }
-
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Elements that the rank's part of ``tensor`` takes, padding included."""
+        """Shards with padding."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
-        return self.chunk(tensor) if self.is_split(tensor) else tensor.numel
+        return super().held_elements(tensor, rank)
+
+    @property
+    def pads_gradients(self) -> bool:
+        """Where they are sharded."""
+        return self.is_sharded
 
     def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
         """Buffers of received activations stay, and shards that reductions gave."""

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 
 from shardproof.costs.ddp import DDP
-from shardproof.costs.layout import unit_names, units
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, state_bytes
+from shardproof.costs.layout import chunk, unit_names, units, within
+from shardproof.costs.model import (
+    Bytes,
+    CostModel,
+    Flow,
+    Local,
+    NoCostModel,
+    flow,
+    grouped_flow,
+    state_bytes,
+)
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 
 
@@ -29,7 +38,7 @@ def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
         name
         for tensor in facts.parameters
         for name in unit_names(facts)
-        if 0 < sum(_within(owner, name) for owner in tensor.owners) < len(tensor.owners)
+        if 0 < sum(within(owner, name) for owner in tensor.owners) < len(tensor.owners)
     }
     kept = [name for name in unit_names(facts) if name not in torn]
     chosen = units(replace(facts, options={**facts.options, "wrap": {"units": kept}}), 1)
@@ -38,10 +47,6 @@ def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
         (unit.name, tuple(sorted(unit.members, key=lambda tensor: order[tensor.name])))
         for unit in chosen
     ]
-
-
-def _within(owner: str, name: str) -> bool:
-    return owner == name or owner.startswith(f"{name}.")
 
 
 #: At most this for a norm, or a part of one.
@@ -126,9 +131,7 @@ class FSDP2(_Upstream):
     def rows(self, tensor: TensorFacts, rank: int) -> int:
         """Elements of the chunk of ``rank``, without padding."""
         rows, *rest = tensor.shape
-        chunk = -(-rows // self.ranks)
-        first = min(self.facts.coordinate(rank).get("shard", 0) * chunk, rows)
-        return (min(first + chunk, rows) - first) * math.prod(rest)
+        return chunk(rows, self.ranks, self.facts.place(rank, "shard")) * math.prod(rest)
 
     def reduced(self, tensor: TensorFacts) -> bool:
         """Whether ``tensor`` takes part in reduce-scatters."""
@@ -192,11 +195,8 @@ class FSDP2(_Upstream):
     def second(self, name: str, payload: int) -> list[Flow]:
         """The gathers of unit ``name`` before its first backward and its further forwards."""
         facts, k = self.facts, self.regathered(name)
-        if k == 1:
-            return []
-        times = facts.rounds * self.called(name)
-        total = Fraction((k - 1) * payload * (facts.world // k) * times)
-        return [Flow("shard", "all_gather", total, times * facts.world)]
+        times = facts.world // k * facts.rounds * self.called(name)
+        return grouped_flow("shard", "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
         """How often a forward calls unit ``name``."""
@@ -356,7 +356,7 @@ class FSDP1(_Upstream):
 
     def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
-        shard = self.facts.coordinate(rank).get("shard", 0) if self.shards > 1 else 0
+        shard = self.facts.place(rank, "shard") if self.shards > 1 else 0
         counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
         return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
 
@@ -430,17 +430,15 @@ class ZeroRedundancyOptimizer(CostModel):
         facts = self.facts
         sent = [t.nbytes for t in facts.trainable]
         if facts.option("parameters_as_bucket_view", False):
-            owned = [[t for t in facts.trainable if self.owner[t.name] == r] for r in self._ranks]
-            sent = [sum(t.nbytes for t in mine) or 4 for mine in owned]
+            owned = Counter[int]()
+            for tensor in facts.trainable:
+                owned[self.owner[tensor.name]] += tensor.nbytes
+            sent = [owned[rank] or 4 for rank in range(facts.world)]
         moved = [replace(one, axis="shard") for one in self.ddp.flows()]
         if facts.skipped:
             return moved
         copies = flow(facts, "shard", "broadcast", sent)  # empty parameters are sent, too
         return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.facts.world)
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """DDP's, but state of own parameters only."""

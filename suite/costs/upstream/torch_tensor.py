@@ -6,7 +6,7 @@ confirmed call by call with the traffic ledger.
 
 from __future__ import annotations
 
-from shardproof.costs.model import Bytes, Flow, flow
+from shardproof.costs.model import Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.tensor import ROWS, TensorParallel
 
@@ -78,15 +78,13 @@ class TorchTensorParallel(TensorParallel):
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
         return 0
 
-    def outputs(self) -> list[Flow]:
-        """Whole logits, or three numbers a target in the dtype of its weight."""
-        item = ITEMSIZE[self.table.dtype]
-        if self.is_loss:
-            wide = max(item, ITEMSIZE["float32"])
-            return self.each("all_reduce", [n * length * wide for n, length in self.shapes], 3)
-        classes = -(-self.classes // self.ranks) * self.ranks
-        logits = [n * length * classes * item for n, length in self.shapes]
-        return self.each("all_gather", logits)
+    def gathered_length(self, positions: int) -> int:
+        """Without padding."""
+        return positions
+
+    def of_targets(self, numbers: list[int]) -> list[Flow]:
+        """Three numbers a target."""
+        return self.each("all_reduce", numbers, 3)
 
     def sums(self) -> list[Flow]:
         """Each term in a call of its own, once a step."""
@@ -102,17 +100,11 @@ class TorchTensorParallel(TensorParallel):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """As the textbook; parameters with the padding of short shards."""
-        padded = sum(
-            (self.chunk(t) if self.is_split(t) else t.numel) * ITEMSIZE[t.dtype]
-            for t in self.facts.parameters
-        )
-        return super().resident(rank, step, updated) | {"parameters": padded}
-
-    def chunk(self, tensor: TensorFacts) -> int:
-        """Elements of the longest shard of ``tensor``."""
-        return max(self.elements(tensor, rank) for rank in range(self.ranks))
+    def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Of the longest shard of ``tensor``."""
+        if not self.is_split(tensor):
+            return tensor.numel
+        return max(self.elements(tensor, other) for other in range(self.ranks))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Nothing is in flight."""

@@ -5,12 +5,11 @@ process meanwhile, ``log`` is the written log: plain data that is classed and re
 """
 
 from shardproof.ledgers.memory.installed import communicated, watch
-from shardproof.ledgers.memory.log import CLASSES, MemoryLog, Peak
+from shardproof.ledgers.memory.log import MemoryLog, Peak
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import memory_is_measurable, summary
 
 __all__ = [
-    "CLASSES",
     "MemoryLedger",
     "MemoryLog",
     "Peak",

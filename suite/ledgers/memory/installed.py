@@ -12,7 +12,6 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,14 +71,12 @@ def watch(module: nn.Module) -> None:
     """
     for child in module.modules():
         if child._parameters:
-            child.register_forward_pre_hook(_Gathered())
+            child.register_forward_pre_hook(_computes)
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        for ledger in _active:
-            ledger.in_use(module._parameters.values(), "parameters")
+def _computes(module: nn.Module, inputs: Any) -> None:
+    for ledger in _active:
+        ledger.in_use(module._parameters.values(), "parameters")
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

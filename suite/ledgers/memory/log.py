@@ -16,8 +16,9 @@ inside an observation) count only where they carry a label.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from shardproof.files import Stored
@@ -62,13 +63,8 @@ class Peak:
     event: int
 
 
-@dataclass(frozen=True)
-class Held:
-    """A live storage of ``bytes`` bytes and the class that it counts in."""
-
-    bytes: int
-    kind: str
-    storage: Storage
+#: Device and class (or ``all``) -> bytes.
+Levels = dict[tuple[str, str], int]
 
 
 @dataclass
@@ -86,72 +82,54 @@ class MemoryLog(Stored):
     marks: list[tuple[str, int, int]] = field(default_factory=list)
     moved: dict[tuple[int, str, str], int] = field(default_factory=dict)
 
-    def bytes(self, at: str, step: int | None = None, device: str | None = None) -> dict[str, int]:
+    def bytes(self, at: str, step: int | None = None) -> dict[str, int]:
         """Bytes by class at the mark ``at`` (of ``step``; otherwise the last one of that name).
 
         :raises KeyError: no such mark.
         """
-        levels = dict.fromkeys(CLASSES, 0)
-        for held in self.held(at, step, device):
-            levels[held.kind] += held.bytes
-        return levels
+        levels: Levels = {}
+        for _, after, _ in islice(self.replay(), self._position(at, step)):
+            levels = after
+        return _by_class(levels)
 
-    def held(self, at: str, step: int | None = None, device: str | None = None) -> list[Held]:
-        """The storages that were live and counted at a mark, largest first.
-
-        :raises KeyError: no such mark.
-        """
-        sizes: dict[int, int] = {}
-        for index, size, _, _ in self.events[: self._position(at, step)]:
-            sizes[index] = size
-        kinds = self.classes()
-        live = [
-            Held(size, kind, self.storages[index])
-            for index, size in sizes.items()
-            if size and index >= 0 and (kind := kinds[index]) is not None
-            if device is None or self.storages[index].device == device
-        ]
-        return sorted(live, key=lambda held: -held.bytes)
-
-    def peak(
-        self, phase: str, step: int, kind: str | None = None, device: str | None = None
-    ) -> Peak:
+    def peak(self, phase: str, step: int, kind: str | None = None) -> Peak:
         """The most that was held in ``phase`` of ``step``, in all or of class ``kind``.
 
         What is live when the phase begins belongs to it.  Set-up has step -1.
 
         :raises KeyError: the log has no such phase.
         """
-        peaks = self.peaks(kind, device)
+        peaks = self.peaks(kind)
         if (step, phase) not in peaks:
             raise KeyError(f"no {phase} in step {step}; the log has {sorted(peaks)}")
         return peaks[step, phase]
 
-    def peaks(
-        self, kind: str | None = None, device: str | None = None
-    ) -> dict[tuple[int, str], Peak]:
+    def peaks(self, kind: str | None = None) -> dict[tuple[int, str], Peak]:
         """:meth:`peak` of every ``(step, phase)`` in the log, in order of their beginning."""
         best: dict[tuple[int, str], Peak] = {}
-        before, now = dict.fromkeys(CLASSES, 0), (-1, "")
-        for event, step, phase, levels in self.timeline(device):
-            if (step, phase) != now:
-                now = (step, phase)
-                _raise(best, now, event, before, kind)
-            _raise(best, now, event + 1, levels, kind)
-            before = levels
+        for event, (moment, levels, _) in enumerate(self.replay(), 1):
+            classes = _by_class(levels)
+            held = sum(classes.values()) if kind is None else classes[kind]
+            if moment not in best or held > best[moment].bytes:
+                best[moment] = Peak(held, classes, event)
         return best
 
-    def timeline(self, device: str | None = None) -> Iterator[tuple[int, int, str, dict[str, int]]]:
-        """``(event, step, phase, bytes by class after it)`` of every event."""
-        kinds = self.classes()
-        sizes: dict[int, int] = {}
-        levels = dict.fromkeys(CLASSES, 0)
-        for event, (index, size, phase, step) in enumerate(self.events):
+    def replay(self) -> Iterator[tuple[tuple[int, str], Levels, Sequence[tuple[str, str]]]]:
+        """``((step, phase), bytes after it, which of them changed)`` of every event.
+
+        The bytes are one mapping, which goes on changing.
+        """
+        kinds, sizes, levels = self.classes(), dict[int, int](), Levels()
+        for index, size, phase, step in self.events:
             kind = kinds[index] if index >= 0 else None
-            if kind is not None and device in (None, self.storages[index].device):
-                levels = {**levels, kind: levels[kind] + size - sizes.get(index, 0)}
+            changed: Sequence[tuple[str, str]] = ()
+            if kind is not None:
+                device = self.storages[index].device
+                changed = (device, kind), (device, "all")
+                for key in changed:
+                    levels[key] = levels.get(key, 0) + size - sizes.get(index, 0)
                 sizes[index] = size
-            yield event, step, phase, levels
+            yield (step, phase), levels, changed
 
     def classes(self) -> list[str | None]:
         """The class of every storage (``None``: not the implementation's, so not counted)."""
@@ -195,13 +173,10 @@ class MemoryLog(Stored):
         return outlived, lasting
 
 
-def _raise(
-    best: dict[tuple[int, str], Peak],
-    now: tuple[int, str],
-    event: int,
-    levels: dict[str, int],
-    kind: str | None,
-) -> None:
-    held = sum(levels.values()) if kind is None else levels[kind]
-    if now not in best or held > best[now].bytes:
-        best[now] = Peak(held, dict(levels), event)
+def _by_class(levels: Levels) -> dict[str, int]:
+    """Bytes of every class on all devices."""
+    classes = dict.fromkeys((*CLASSES, "all"), 0)
+    for (_, kind), size in levels.items():
+        classes[kind] += size
+    del classes["all"]
+    return classes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from shardproof.ledgers.memory.log import CLASSES, MemoryLog
+from shardproof.ledgers.memory.log import Levels, MemoryLog
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -58,75 +59,31 @@ def summary(log: MemoryLog) -> list[MemoryRow]:
 
 
 def _marks(log: MemoryLog) -> list[MemoryRow]:
-    kinds = log.classes()
-    sizes: dict[int, int] = {}
-    levels: dict[tuple[str, str], int] = {}
     rows: list[MemoryRow] = []
-    event = 0
+    events, levels, event = log.replay(), Levels(), 0
     for name, step, position in log.marks:
-        for index, size, _, _ in log.events[event:position]:
-            _apply(log, kinds, sizes, levels, index, size)
+        for _, after, _ in islice(events, position - event):
+            levels = after
         event = position
-        rows += [
-            _row("mark", step, name, device, kind, held)
-            for (device, kind), held in sorted(levels.items())
-            if held
-        ]
+        rows += _rows("mark", step, name, levels)
     return rows
 
 
 def _peaks(log: MemoryLog) -> list[MemoryRow]:
-    kinds = log.classes()
-    sizes: dict[int, int] = {}
-    levels: dict[tuple[str, str], int] = {}
-    best: dict[tuple[int, str], dict[tuple[str, str], int]] = {}
-    now: tuple[int, str] | None = None
-    for index, size, phase, step in log.events:
-        if phase not in PHASES:
-            now = None
-        elif now != (step, phase):
-            now = (step, phase)
-            _raise(best.setdefault(now, {}), levels, levels)
-        changed = _apply(log, kinds, sizes, levels, index, size)
-        if now is not None and changed:
-            _raise(best[now], levels, (changed, (changed[0], "all")))
+    best: dict[tuple[int, str], Levels] = {}
+    now = None
+    for moment, levels, changed in log.replay():
+        if moment[1] in PHASES:
+            most = best.setdefault(moment, {})
+            for key in changed if moment == now else levels:
+                most[key] = max(most.get(key, 0), levels[key])
+        now = moment
+    return [row for (step, phase), most in best.items() for row in _rows("peak", step, phase, most)]
+
+
+def _rows(moment: str, step: int, where: str, levels: Levels) -> list[MemoryRow]:
     return [
-        _row("peak", step, phase, device, kind, held)
-        for (step, phase), levels_then in best.items()
-        for (device, kind), held in sorted(levels_then.items())
+        MemoryRow(moment, step, where, device, kind, held)
+        for (device, kind), held in sorted(levels.items())
         if held
     ]
-
-
-def _apply(
-    log: MemoryLog,
-    kinds: list[str | None],
-    sizes: dict[int, int],
-    levels: dict[tuple[str, str], int],
-    index: int,
-    size: int,
-) -> tuple[str, str] | None:
-    """Bring ``levels`` (bytes by device and class, and ``all``) up to date with one event."""
-    kind = kinds[index] if index >= 0 else None
-    if kind is None:
-        return None
-    device = log.storages[index].device
-    grown = size - sizes.get(index, 0)
-    sizes[index] = size
-    for key in ((device, kind), (device, "all")):
-        levels[key] = levels.get(key, 0) + grown
-    return device, kind
-
-
-def _raise(
-    best: dict[tuple[str, str], int],
-    levels: dict[tuple[str, str], int],
-    keys: Any,
-) -> None:
-    for key in keys:
-        best[key] = max(best.get(key, 0), levels[key])
-
-
-def _row(moment: str, step: int, where: str, device: str, kind: str, held: int) -> MemoryRow:
-    assert kind in CLASSES or kind == "all"
-    return MemoryRow(moment, step, where, device, kind, held)

@@ -38,17 +38,15 @@ class ForestRow:
 
 def rows(lines: Sequence[PairLine]) -> list[ForestRow]:
     """Every comparison in the order in which they were timed."""
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
-    scale, family = _scale(lines), stats.family(lines)
+    scale = _scale(lines)
     return [
         ForestRow(
             None if line.figures is None else _draw(line, line.figures, scale),
-            times.cells(line, family),
+            texts,
             tuple(text.strip() for text in times.details(line)),
             line.verdict,
         )
-        for line in lines
+        for line, texts in zip(lines, times.rows(lines), strict=True)
     ]
 
 
@@ -70,13 +68,6 @@ def table(lines: Sequence[PairLine]) -> Table:
         for row in rows(lines)
     ]
     return Table("Comparisons of times", (*HEADINGS[:2], drawn, *HEADINGS[2:]), body)
-
-
-def lost(lines: Sequence[PairLine]) -> str:
-    """A sentence if a difference does not stand beside all others of the run."""
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
-    return times.lost(lines, stats.family(lines)) or ""
 
 
 def axis(lines: Sequence[PairLine]) -> Markup | None:

@@ -41,11 +41,6 @@ def number(value: object) -> object:
     return value
 
 
-def join(parts: Iterable[Markup]) -> Markup:
-    """Elements one after the other."""
-    return Markup("").join(parts)
-
-
 def drawing(
     title: str,
     description: str,
@@ -67,7 +62,7 @@ def drawing(
         *parts,
         role="img",
         aria_label=title,
-        viewBox=f"0 0 {number(float(width))} {number(float(height))}",
+        viewBox=f"0 0 {number(width)} {number(height)}",
         class_=class_ or None,
         preserveAspectRatio="none" if stretch else None,
         width=width if fixed else None,
@@ -77,19 +72,13 @@ def drawing(
 
 def text(x: float, y: float, label: object, class_: str = "", anchor: str = "start") -> Markup:
     """A label; ``anchor`` is start, middle or end."""
-    return element(
-        "text",
-        label,
-        x=float(x),
-        y=float(y),
-        class_=class_ or None,
-        text_anchor=None if anchor == "start" else anchor,
-    )
+    text_anchor = None if anchor == "start" else anchor
+    return element("text", label, x=x, y=y, class_=class_ or None, text_anchor=text_anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     """A straight line."""
-    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def rect(
@@ -97,27 +86,20 @@ def rect(
 ) -> Markup:
     """A rectangle, with a hint that shows under the pointer."""
     content = () if hint is None else (element("title", hint),)
-    return element(
-        "rect",
-        *content,
-        x=float(x),
-        y=float(y),
-        width=float(max(width, 0.0)),
-        height=float(height),
-        class_=class_,
-    )
+    width = max(width, 0.0)
+    return element("rect", *content, x=x, y=y, width=width, height=height, class_=class_)
 
 
 def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
     """Straight lines through ``points``."""
-    points_text = " L".join(f"{number(float(x))} {number(float(y))}" for x, y in points)
+    points_text = " L".join(f"{number(x)} {number(y)}" for x, y in points)
     return element("path", d=f"M{points_text}", class_=class_)
 
 
 def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Markup:
     """A ``circle``, ``square`` or ``diamond`` around a point."""
     if kind == "circle":
-        return element("circle", cx=float(x), cy=float(y), r=size, class_=class_)
+        return element("circle", cx=x, cy=y, r=size, class_=class_)
     if kind == "square":
         return rect(x - size * 0.9, y - size * 0.9, size * 1.8, size * 1.8, class_)
     corners = [(x, y - size * 1.25), (x + size * 1.25, y), (x, y + size * 1.25)]

@@ -104,13 +104,13 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
         sections = records.sections(folder / (result.record or ""), "action", "call")
     except records.RecordError as error:
         return Timeline(heading, result.id, None, (), "", str(error))
-    actions = sections["action"]
-    last = max((row["step"] for row in actions), default=None)
+    last = max((row["step"] for row in sections["action"]), default=None)
     if last is None:
         problem = "its record holds no computation of a stage: the ranks did not come that far"
         return Timeline(heading, result.id, None, (), "", problem)
-    clocked = all(row.get("began") is not None for row in actions)
-    keys = ("began", "ended") if clocked else ("begin", "end")
+    clocked = all(row.get("began") is not None for row in sections["action"])
+    begin, end = ("began", "ended") if clocked else ("begin", "end")
+    actions = [{**row, "from": row[begin], "to": row[end]} for row in sections["action"]]
     lanes: dict[int, list[Action]] = defaultdict(list)
     for row in actions:
         if row["step"] == last:
@@ -126,15 +126,14 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
     if sum(map(len, shown.values())) > BLOCKS:
         problem = f"more than {BLOCKS} computations in a step: its record holds them"
         return Timeline(heading, result.id, None, (), "", problem)
-    image = _draw(heading, shown, actions, sections["call"], keys)
-    rows = tuple(_row(rank, lane, keys) for rank, lane in shown.items()) if clocked else ()
+    image = _draw(heading, shown, actions, sections["call"], clocked)
+    rows = tuple(_row(rank, lane) for rank, lane in shown.items()) if clocked else ()
     return Timeline(heading, result.id, image, rows, " ".join(notes))
 
 
-def _row(rank: int, lane: Sequence[Action], keys: tuple[str, str]) -> tuple[str, ...]:
-    begin, end = keys
-    busy = sum(row[end] - row[begin] for row in lane)
-    span = lane[-1][end] - lane[0][begin]
+def _row(rank: int, lane: Sequence[Action]) -> tuple[str, ...]:
+    busy = sum(row["to"] - row["from"] for row in lane)
+    span = lane[-1]["to"] - lane[0]["from"]
     ops = Counter(row["op"] for row in lane)
     counts = ", ".join(f"{ops[op]} {op}" for op in _WORDS if ops[op])
     idle = f"{max(0.0, 1 - busy / span):.1%}" if span > 0 else "-"
@@ -146,26 +145,26 @@ def _draw(
     lanes: Mapping[int, Sequence[Action]],
     actions: Iterable[Action],
     calls: Sequence[Mapping[str, Any]],
-    keys: tuple[str, str],
+    clocked: bool,
 ) -> Markup:
-    begin, end = keys
-    first = min(lane[0][begin] for lane in lanes.values())
-    final = max(row[end] for lane in lanes.values() for row in lane)
+    first = min(lane[0]["from"] for lane in lanes.values())
+    final = max(row["to"] for lane in lanes.values() for row in lane)
     x = svg.Scale(first, max(final, first + 1e-9), _LEFT, _WIDTH - _RIGHT)
     stages = max(row["stage"] for lane in lanes.values() for row in lane) + 1
     every: dict[int, list[Action]] = defaultdict(list)
     for row in actions:
         every[row["rank"]].append(row)
     bottom = _TOP + _LANE * len(lanes)
-    clocked = begin == "began"
     parts = _ticks(x, final - first, bottom) if clocked else []
     for number, (rank, lane) in enumerate(lanes.items()):
         top = _TOP + _LANE * number
         parts.append(svg.text(_LEFT - 8, top + 13, f"rank {rank}", "lane-label", "end"))
         parts.append(svg.line(_LEFT, top + 28, _WIDTH - _RIGHT, top + 28, "grid"))
         for row in lane:
-            parts += _block(row, x, top, keys, len(lanes), stages, clocked)
-        parts += _strip(rank, lane, every[rank], calls, x, top, keys)
+            # Where stages outnumber ranks, every other chunk of a rank is framed.
+            chunk = " odd" if stages > len(lanes) and row["stage"] // len(lanes) % 2 else ""
+            parts += _block(row, x, top, chunk, clocked)
+        parts += _strip(lane, every[rank], [c for c in calls if c["rank"] == rank], x, top)
     count = sum(map(len, lanes.values()))
     took = f" in {1e3 * (final - first):.1f} ms" if clocked else ""
     order = "; ".join(
@@ -184,19 +183,10 @@ def _draw(
     )
 
 
-def _block(
-    row: Action,
-    x: svg.Scale,
-    top: float,
-    keys: tuple[str, str],
-    ranks: int,
-    stages: int,
-    clocked: bool,
-) -> list[Markup]:
-    start, stop = x(row[keys[0]]), x(row[keys[1]])
+def _block(row: Action, x: svg.Scale, top: float, chunk: str, clocked: bool) -> list[Markup]:
+    start, stop = x(row["from"]), x(row["to"])
     width = max(stop - start - 0.6, 0.8)
-    chunk = " odd" if stages > ranks and row["stage"] // ranks % 2 else ""
-    took = f", {1e3 * (row[keys[1]] - row[keys[0]]):.2f} ms" if clocked else ""
+    took = f", {1e3 * (row['to'] - row['from']):.2f} ms" if clocked else ""
     hint = f"{_WORDS[row['op']]} of micro-batch {row['micro']}, stage {row['stage']}{took}"
     parts = [svg.rect(start, top, width, _BLOCK, f"a-{row['op']}{chunk}", hint)]
     if width >= 7 * len(str(row["micro"])) + 4:
@@ -206,18 +196,15 @@ def _block(
 
 
 def _strip(
-    rank: int,
     lane: Sequence[Action],
     every: list[Action],
     calls: Iterable[Mapping[str, Any]],
     x: svg.Scale,
     top: float,
-    keys: tuple[str, str],
 ) -> list[Markup]:
-    """Calls of ``rank`` while it went through ``lane``, from issue to wait."""
-    begin, end = keys
+    """``calls`` of a rank while it went through ``lane``, from issue to wait."""
     known = sorted(
-        point for row in every for point in ((row["begin"], row[begin]), (row["end"], row[end]))
+        point for row in every for point in ((row["begin"], row["from"]), (row["end"], row["to"]))
     )
     numbers = [number for number, _ in known]
 
@@ -234,7 +221,7 @@ def _strip(
     beyond = min((row["begin"] for row in every if row["begin"] > high), default=None)
     for call in calls:
         number = call["issued"]
-        if call["rank"] != rank or number < low or (beyond is not None and number >= beyond):
+        if number < low or (beyond is not None and number >= beyond):
             continue
         if not call["floating"] or call["phase"] not in ("forward", "backward"):
             continue

@@ -16,29 +16,3 @@ Judging again needs the archive and this suite: no scenario, data set, implement
 any torch that the suite runs with.  Another version of the suite may judge otherwise, so the list
 says by which versions the run was judged.
 """
-
-from shardproof.runs.bundle.form import LISTING, REPORTS, Listing, Member
-from shardproof.runs.bundle.packing import Packed, pack
-from shardproof.runs.bundle.unpacking import (
-    Unpacked,
-    is_archive,
-    notes,
-    open_run,
-    printable,
-    unpacked,
-)
-
-__all__ = [
-    "LISTING",
-    "REPORTS",
-    "Listing",
-    "Member",
-    "Packed",
-    "Unpacked",
-    "is_archive",
-    "notes",
-    "open_run",
-    "pack",
-    "printable",
-    "unpacked",
-]

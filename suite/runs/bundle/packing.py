@@ -18,7 +18,6 @@ from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.bundle.form import (
     ALWAYS,
-    CHUNK,
     LISTING,
     MAX_BYTES,
     MAX_FILE,
@@ -65,7 +64,7 @@ def pack(
         raise _exists(output)
     require_unchanged(folder)
     sources: dict[str, Path | bytes] = {}
-    for file in sorted({*_in_manifest(folder), *ALWAYS, *REPORTS}):
+    for file in sorted({*(file for file, _ in Manifest(folder).read()), *ALWAYS, *REPORTS}):
         if (folder / file).exists():
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
@@ -98,11 +97,6 @@ def _plain_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
 
 
-def _in_manifest(folder: Path) -> set[str]:
-    """Files that the manifest names."""
-    return {file for file, _ in Manifest(folder).read()}
-
-
 def _plain(folder: Path, name: str) -> Path:
     """The file ``name`` of the run, if it is one, under a name that any machine can have."""
     path = folder / name
@@ -127,11 +121,9 @@ def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
 
 def _size_and_digest(source: Path | bytes) -> tuple[int, str]:
     """Bytes and SHA-256."""
-    reader = _Hashing(_open(source))
-    with reader.stream:
-        while reader.read(CHUNK):
-            pass
-    return reader.bytes, reader.digest.hexdigest()
+    with _open(source) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        return stream.tell(), digest
 
 
 def _open(source: Path | bytes) -> BinaryIO:
@@ -139,17 +131,15 @@ def _open(source: Path | bytes) -> BinaryIO:
 
 
 class _Hashing:
-    """Reads a stream and keeps count."""
+    """Reads a stream and keeps its digest."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
         self.digest = hashlib.sha256()
-        self.bytes = 0
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
         self.digest.update(data)
-        self.bytes += len(data)
         return data
 
 

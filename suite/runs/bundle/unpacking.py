@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import DAMAGE
 from shardproof.runs.bundle.form import (
     CHUNK,
     FORMAT,
@@ -295,7 +296,7 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
         )
     except SelectionError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGE as error:
         reader.refuse(f"has a damaged {LISTING}: {type(error).__name__}", str(error))
     if listing.run != run or len({member.name for member in listing.members}) != len(
         listing.members
