@@ -223,6 +223,12 @@ def markdown_text(text: str) -> str:
     return line.replace("<", "&lt;").replace("](", "]\\(")
 
 
+def some(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def _markdown_cell(cell: str | Cell) -> str:
     text = markdown_text(str(cell)) or " "
     return f"[{text}]({cell.link})" if isinstance(cell, Cell) and cell.link else text

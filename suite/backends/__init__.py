@@ -78,7 +78,9 @@ def join(
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if chosen.threads and (hub is None or hub.world != world):
         raise ValueError(f"{chosen.name} needs the hub that its {world} ranks share")
-    _ledgers(chosen, ledgers)
+    log, is_process = program_order.RankLog() if ledgers else None, not chosen.threads
+    program_order.install(log, process=is_process)
+    traffic.install(traffic.TrafficLedger(log) if log else None, process=is_process)
     if chosen.threads and hub is not None:
         in_memory.join(rank, hub, disturbances)
     else:
@@ -96,9 +98,3 @@ def leave() -> None:
         nccl.LoggedNccl.leave()
     else:
         gloo.LoggedGloo.leave()
-
-
-def _ledgers(backend: Backend, on: bool) -> None:
-    log = program_order.RankLog() if on else None
-    program_order.install(log, process=not backend.threads)
-    traffic.install(traffic.TrafficLedger(log) if log else None, process=not backend.threads)

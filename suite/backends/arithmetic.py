@@ -89,9 +89,7 @@ def _all_reduce(requests: list[Request]) -> Result:
 
 def _reduce(requests: list[Request]) -> Result:
     root = requests[0].root or 0
-    for index in range(len(requests[0].inputs)):
-        total = fold([r.inputs[index][0] for r in requests], requests[0].reduce or "sum")
-        yield root, requests[root].outputs[index][0], total
+    return (result for result in _all_reduce(requests) if result[0] == root)
 
 
 def _broadcast(requests: list[Request]) -> Result:

@@ -82,8 +82,7 @@ def poison(request: Request, rank: int, keep_inputs: bool) -> None:
         request.inputs = [[arithmetic.copy(t) for t in item] for item in request.inputs]
     taken = {t.untyped_storage().data_ptr() for item in request.inputs for t in item}
     with torch.no_grad():
-        for item in request.outputs:
-            for tensor in item:
-                fillable = tensor.is_floating_point() or tensor.is_complex()
-                if fillable and tensor.untyped_storage().data_ptr() not in taken:
-                    tensor.data.fill_(float("nan"))
+        for tensor in (t for item in request.outputs for t in item):
+            fillable = tensor.is_floating_point() or tensor.is_complex()
+            if fillable and tensor.untyped_storage().data_ptr() not in taken:
+                tensor.data.fill_(float("nan"))

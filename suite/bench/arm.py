@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -81,12 +82,13 @@ class Arm:
         self.implementation = cls()
         self.steps = 0
 
-    def set_up(self) -> None:
-        """The implementation's own set-up."""
+    def set_up(self) -> Self:
+        """The implementation's own set-up; this arm, ready to step."""
         self.implementation.setup(
             self.build, self.state, self.run.optimizer, self.mesh, self.run.side.options
         )
         self.state = None
+        return self
 
     def step(self, observe: Observe = _ignore) -> StepResult:
         """The next optimizer step; over when the device has done it."""

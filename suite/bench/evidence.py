@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardproof.bench.lines import (
     CellLine,
     JudgedCell,
     JudgedPair,
+    Line,
     MeasuredCell,
     MeasuredPair,
     PairLine,
@@ -25,22 +26,14 @@ from shardproof.bench.model import scorecard
 from shardproof.bench.same_training import alike, losses_of, targets_of
 from shardproof.bench.scaling import judge
 from shardproof.bench.session import Measured
-from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair
+from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair, Subject
 from shardproof.bench.telemetry import sampling
 from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FOLDER = "times"
-_COLUMNS = {
-    "launch": "int32",
-    "pair": "string",
-    "block": "int32",
-    "segment": "int32",
-    "side": "string",
-    "step": "int32",
-    "rank": "int32",
-    "seconds": "float64",
-}
+#: Types of columns by those of :class:`stats.TimedStep`.
+_COLUMNS = {"int": "int32", "str": "string", "float": "float64"}
 
 #: Figures that runs of earlier versions do not have.
 _LATER = ("samples_per_second", "trained_alike", "scorecard")
@@ -58,30 +51,17 @@ def result(measured: Measured) -> PairLine | CellLine:
 
 
 def _of_pair(pair: Pair, measured: Measured) -> MeasuredPair:
-    line = MeasuredPair(
-        id=pair.id,
-        seconds=round(measured.seconds, 3),
-        problem=measured.problem,
-        pair=pair,
-        meshes=measured.meshes,
-        losses=losses(measured, LETTERS),
-        memory=measured.memory,
-        strategies=measured.strategies,
-        profile=measured.profile,
-        telemetry=_telemetry(measured),
-        probed=measured.probed,
-    )
-    if not measured.records:
-        return line
-    first = measured.records[0]
-    return line.model_copy(
-        update={
+    line = _by_name(MeasuredPair, pair, measured)
+    line |= {"pair": pair, "losses": losses(measured, LETTERS), "telemetry": _telemetry(measured)}
+    if measured.records:
+        first = measured.records[0]
+        line |= {
             "threads": first[0].threads,
             "cores": [record.cores for record in first],
             "segment_steps": [ranks[0].segment_steps["a"] for ranks in measured.records],
             "targets_per_step": {side: targets_of(first, side) for side in LETTERS},
         }
-    )
+    return MeasuredPair.model_validate(line)
 
 
 def _of_cell(cell: Cell, measured: Measured) -> MeasuredCell:
@@ -89,25 +69,23 @@ def _of_cell(cell: Cell, measured: Measured) -> MeasuredCell:
     records = source.records
     sides = (*BASES, *([] if measured.refused else ["ranks"]))
     return MeasuredCell(
-        id=cell.id,
-        seconds=round(measured.seconds, 3),
-        problem=measured.problem,
-        probed=source.cell_probes,
-        mode=cell.mode,
+        **_by_name(MeasuredCell, cell, measured) | {"probed": source.probed},
         implementation=cell.system.implementation,
-        backend=cell.backend,
-        world=cell.world,
-        target=cell.target,
         cell=cell,
         mesh=measured.meshes.get("ranks", {}),
         strategy=measured.strategies.get("ranks", ""),
-        room=measured.room,
         measured_in=None if source is measured else source.subject.id,
-        peak_bytes=measured.peak_bytes,
         losses=losses(source, sides),
         targets_per_step={side: targets_of(records[0], side) for side in sides} if records else {},
         segment_steps=[ranks[0].segment_steps for ranks in records],
     )
+
+
+def _by_name(kind: type[Line], subject: Subject, measured: Measured) -> dict[str, Any]:
+    """The fields of a line that the subject or what was measured has under the same name."""
+    names = [(place, name) for place in (subject, measured) for name in kind.model_fields]
+    shared = {name: getattr(place, name) for place, name in names if hasattr(place, name)}
+    return shared | {"seconds": round(measured.seconds, 3)}
 
 
 def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
@@ -173,8 +151,8 @@ def write_times(run: Path, name: str, rows: Sequence[stats.TimedStep]) -> str:
     from shardproof.runs.records import file_name
 
     (run / FOLDER).mkdir(exist_ok=True)
-    schema = pa.schema([(key, getattr(pa, kind)()) for key, kind in _COLUMNS.items()])
-    table = pa.Table.from_pylist([asdict(row) for row in rows], schema)
+    columns = [(f.name, getattr(pa, _COLUMNS[str(f.type)])()) for f in fields(stats.TimedStep)]
+    table = pa.Table.from_pylist([asdict(row) for row in rows], pa.schema(columns))
     path = run / FOLDER / f"{file_name(name)}.parquet"
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
@@ -206,10 +184,10 @@ def keep(folder: run_folder.RunFolder, measured: Measured) -> PairLine | CellLin
     line = result(measured)
     source = measured.source or measured
     if source is measured and source.rows:
-        source.times = write_times(folder.path, measured.subject.id, source.rows)
-        folder.seal(source.times)
-    if source.times:
-        line = line.model_copy(update={"times": source.times})
+        source.times_file = write_times(folder.path, measured.subject.id, source.rows)
+        folder.seal(source.times_file)
+    if source.times_file:
+        line = line.model_copy(update={"times": source.times_file})
     folder.add(line.to_dict(), line.kind)
     return line
 

@@ -35,8 +35,7 @@ def profile(run: SideRun, rank: int) -> dict[str, float]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    arm = Arm(run, rank)
-    arm.set_up()
+    arm = Arm(run, rank).set_up()
     arm.seconds(WARM)
     began = time.perf_counter(), time.thread_time(), time.process_time()
     arm.seconds(STEPS)

@@ -15,8 +15,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,12 +61,12 @@ class Measured:
     ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
     counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
     (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone,
-    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` (of a cell ``cell_probes``) is what
-    the model of a step needs.
+    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` is what the model of a step
+    needs.
 
     Of a cell only: ``peak_bytes`` of a step on its worst rank; ``room``, how many ranks fit here;
     ``source``, the cell in whose launches a refused cell's single rank was timed (its own, where
-    none fits); ``times``, the file of raw times, once it is kept.
+    none fits); ``times_file``, that of raw times, once they are kept.
     """
 
     subject: Subject
@@ -82,12 +82,11 @@ class Measured:
     no_gpu: str = ""
     memory: Memory | NoFigures | None = None
     profile: dict[str, dict[str, float]] | NoFigures | None = None
-    probed: PairProbes | NoFigures | None = None
-    cell_probes: CellProbes | None = None
+    probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
     room: Room | None = None
     source: Measured | None = None
-    times: str = ""
+    times_file: str = ""
 
     @property
     def timed(self) -> bool:
@@ -183,7 +182,7 @@ class Session:
             launch, workdir = measured.launch(number, range(done, done + count)), self._folder()
             sampler = self._sampler(measured, workdir)
             try:
-                with Watch(workdir, on_blocks, done), sampler:
+                with watching(workdir, on_blocks, done), sampler:
                     timed = self._lead(
                         *(leader_tasks.time_launch, Timed, subject.id),
                         *((launch, workdir), subject.deadline),
@@ -197,7 +196,7 @@ class Session:
                 measured.seconds = time.monotonic() - began
             measured.records.append(timed.ranks)
             if timed.watched is not None and isinstance(subject, Cell):
-                measured.cell_probes = modelled.digest(subject, launch, timed.watched, timed.ranks)
+                measured.probed = modelled.digest(subject, launch, timed.watched, timed.ranks)
             done += count
             on_blocks(done)
 
@@ -405,28 +404,25 @@ def _resident(measured: Measured) -> Memory | NoFigures:
     return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
 
 
-class Watch:
-    """Reports now and then how many blocks the first rank of a launch has ended."""
+@contextmanager
+def watching(workdir: Path, report: OnBlocks, before: int) -> Iterator[None]:
+    """Report now and then how many blocks the first rank of a launch has ended."""
+    path, over = workdir / "times0.jsonl", threading.Event()
 
-    def __init__(self, workdir: Path, report: OnBlocks, before: int) -> None:
-        self._path, self._report, self._before = workdir / "times0.jsonl", report, before
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="bench progress", daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(_PATIENCE_SECONDS)
-
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            if self._path.exists():
-                lines = self._path.read_text().splitlines()
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            if path.exists():
+                lines = path.read_text().splitlines()
                 blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
-                self._report(self._before + len(blocks - {-1}))
+                report(before + len(blocks - {-1}))
+
+    thread = threading.Thread(target=look, name="bench progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_PATIENCE_SECONDS)
 
 
 def read_times(workdir: Path) -> list[TimedStep]:

@@ -79,11 +79,8 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         why_not = f"its parent is {parent.verdict}: {parent.reason}"
     else:
         silent = [name for name in pair.mutant.killed_by if name not in failing]
-        skipped = [
-            name
-            for name in pair.mutant.killed_by
-            if name not in VERDICT_KILLERS and _status(parent, name) != "pass"
-        ]
+        passed = (*VERDICT_KILLERS, *(o.check for o in parent.checks if o.status == "pass"))
+        skipped = [name for name in pair.mutant.killed_by if name not in passed]
         if skipped:
             why_not = f"{', '.join(skipped)} does not judge the parent here"
         elif silent:
@@ -112,11 +109,6 @@ def _failing(result: CaseResult) -> tuple[str, ...]:
     if result.verdict in VERDICT_KILLERS:
         names.append(result.verdict)
     return tuple(names)
-
-
-def _status(result: CaseResult, check: str) -> str:
-    outcome = result.check(check)
-    return "absent" if outcome is None else outcome.status
 
 
 def _margin(result: CaseResult) -> float | None:

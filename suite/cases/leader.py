@@ -116,18 +116,9 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
         return None
     began = time.monotonic()
     twice = "relations" in case.checks
-    # Calls run_rank on every rank, in a process or thread of its own; what each returned lies in a
-    # file, and how each ended is an outcome.  A rank that breaks or hangs is an outcome as well.
-    outcomes = run(
-        case.backend,
-        case.world,
-        lambda rank, world: run_rank(case, workload, rank).to_dict(),
-        workdir,
-        case.deadline / 2 if twice else case.deadline,
-        case.ledgers,
-        disturbances=backends.disturbances_of(case.workload.traits),
-        memory_bytes=int(case.memory_gib * 2**30),
-    )
+    deadline_s = case.deadline / 2 if twice else case.deadline
+    memory_bytes = int(case.memory_gib * 2**30)
+    outcomes = _train(case, workload, workdir, deadline_s, run, memory_bytes=memory_bytes)
     account.timings["ranks"] = time.monotonic() - began
     account.outcomes = outcomes
     if "refuses" in case.expect or root_cause(outcomes) is not None:
@@ -147,6 +138,23 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
         _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
+
+
+def _train(
+    case: Case, workload: Workload, folder: Path, deadline_s: float, run: Run, **limits: int
+) -> list[RankOutcome]:
+    """How each rank ended, with the file of what it returned; one that hangs is an outcome, too."""
+    # Calls run_rank on every rank, in a process or thread of its own.
+    return run(
+        case.backend,
+        case.world,
+        lambda rank, world: run_rank(case, workload, rank).to_dict(),
+        folder,
+        deadline_s,
+        case.ledgers,
+        disturbances=backends.disturbances_of(case.workload.traits),
+        **limits,
+    )
 
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
@@ -202,15 +210,7 @@ def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
     workload = workloads.for_case(case)
     folder = workdir / "derived"
     folder.mkdir()
-    outcomes = run_ranks(
-        case.backend,
-        case.world,
-        lambda rank, world: run_rank(case, workload, rank).to_dict(),
-        folder,
-        case.deadline / 2,
-        case.ledgers,
-        disturbances=backends.disturbances_of(case.workload.traits),
-    )
+    outcomes = _train(case, workload, folder, case.deadline / 2, run)
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "CannotReload":
         evidence.no_derived_run_because = f"{case.implementation} {cause.message}"

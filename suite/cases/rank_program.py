@@ -28,7 +28,6 @@ from shardproof.contract import (
     POINTS,
     Batch,
     Build,
-    Capabilities,
     Implementation,
     Kind,
     MicroBatch,
@@ -54,14 +53,14 @@ from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry.declaration import Declaration
 from shardproof.workloads import Workload
 
+#: What training goes on with after a step, in the order in which another instance loads it.
+LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 #: What is looked at, and when.
 KINDS_AT: dict[Point, tuple[Kind, ...]] = {
     "gradients_final": ("gradients",),
     "after_clip": ("gradients",),
-    "after_update": ("parameters", "optimizer", "buffers"),
+    "after_update": LOADED,
 }
-#: What makes an instance go on as another one, in the order in which it is loaded.
-LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 
 
 class BrokenContract(RuntimeError):
@@ -86,8 +85,10 @@ class _Rank:
         self.cls = registry.load(case.implementation)
         self.declaration = Declaration.of(self.cls, case.options)
         self.implementation: Implementation | None = None
-        self.log = program_order.current()
-        self.memory = open_memory(case, self.declaration)
+        log = self.log = program_order.current()
+        self.memory: MemoryLedger | None = None
+        if log is not None and memory_is_measurable(case, self.declaration.backends):
+            self.memory = MemoryLedger(lambda: log.phase)
         #: The GPU allocator's peak of each step, beside the ledger's.
         self.allocator: list[MemoryRow] = []
         self.built: list[weakref.ref[nn.Module]] = []
@@ -145,10 +146,12 @@ class _Rank:
 
     def _begin(self) -> None:
         """Set the implementation up; ranks that expect a broadcast get no state."""
-        lends = self.declaration.initial_state == "everywhere" or self.members.is_first
         with self._aside():
-            state = self.workload.state() if lends else None
+            state = self.workload.state() if self._gets_state() else None
         self._set_up(self.members.mesh, state)
+
+    def _gets_state(self) -> bool:
+        return self.declaration.initial_state == "everywhere" or self.members.is_first
 
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None = None) -> Implementation:
         self.implementation = self.cls()
@@ -168,7 +171,7 @@ class _Rank:
         held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
         self.implementation.close()
         state = None
-        if self.members.is_first or self.declaration.initial_state == "everywhere":
+        if self._gets_state():
             other = self.workload.build_for(self.members.mesh.ranks[0], 0)()
             named = itertools.chain(other.named_parameters(), other.named_buffers())
             state = {name: tensor.detach() for name, tensor in named}
@@ -223,16 +226,15 @@ class _Rank:
         """Two evaluations of the batch of ``step``, and what they changed (``None``: refused)."""
         assert self.implementation is not None
         batch, share = self._batch(step)
-        kinds: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
         with self.log.observe("evaluation") if self.log else nullcontext():
-            before = self._holds(kinds)
+            before = self._holds(LOADED)
             try:
                 reported = [self.implementation.evaluate(batch) for _ in range(2)]
             except Refused:
                 return None
-            after = self._holds(kinds)
+            after = self._holds(LOADED)
         losses = [None if loss is None else _number(loss) for loss in reported]
-        changed: list[str] = [kind for kind in kinds if _differ(before[kind], after[kind])]
+        changed: list[str] = [kind for kind in LOADED if _differ(before[kind], after[kind])]
         return Evaluation(step, share, losses, changed)
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
@@ -297,14 +299,6 @@ class _Rank:
             calls=[first_call, len(ledger.calls) if ledger else 0],
             events=[first_event, log.now if log else 0],
         )
-
-
-def open_memory(case: Case, capabilities: Capabilities) -> MemoryLedger | None:
-    """The rank's memory ledger, if ``case`` asks for it and memory can be measured."""
-    log = program_order.current()
-    if log is None or not memory_is_measurable(case, capabilities.backends):
-        return None
-    return MemoryLedger(lambda: log.phase)
 
 
 def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:

@@ -63,12 +63,12 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("active", "pass", "", None, figures)
 
 
-#: Kind of state -> the point at which its sizes are compared, and the cost model's field.
-_SIZES = (
-    ("parameters", "after_update", "parameters"),
-    ("gradients", "gradients_final", "gradients"),
-    ("optimizer", "after_update", "optimizer"),
-)
+#: Kind of state -> the point at which its sizes are compared.
+_SIZES = {
+    "parameters": "after_update",
+    "gradients": "gradients_final",
+    "optimizer": "after_update",
+}
 
 
 def _sizes(evidence: Figures) -> str:
@@ -85,11 +85,11 @@ def _sizes(evidence: Figures) -> str:
         if any(step.skipped for step in record.steps):
             return ""
         local = cost_model.local(record.rank)
-        for kind, point, field in _SIZES:
+        for kind, point in _SIZES.items():
             held = record.steps[-1].held.get(point, {}).get(kind)
             if held is None:
                 continue
-            wanted: Mapping[str, int] = getattr(local, field)
+            wanted: Mapping[str, int] = getattr(local, kind)
             # No strategy promises which rank holds a piece without elements.
             own = {name: count for name, count in wanted.items() if count}
             odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)

@@ -84,7 +84,9 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         return []
     rows: Rows = []
     try:
-        _initial(evidence, rows)
+        # After ``setup`` every replica holds the initial parameters, bit for bit.
+        state, initial = evidence.initial("parameters"), evidence.truth.initial
+        _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
         elif judged_lane(evidence) == "working_precision":
@@ -328,12 +330,6 @@ def _declared(regions: Mapping[str, Sequence[Region]], name: str) -> Sequence[Re
 def _is_silent(truth: Tensor, region: Region, floor: float) -> bool:
     """Whether ``region`` is noise: momentum with weight decay, for one, is not."""
     return bool(floor) and root_mean_square([take(truth, region)]) <= floor
-
-
-def _initial(evidence: Evidence, rows: Rows) -> None:
-    """After ``setup`` every replica holds the initial parameters, bit for bit."""
-    state = evidence.initial("parameters")
-    _compare_all(evidence, state, evidence.truth.initial, bitwise, rows, -1, "initial parameters")
 
 
 def _loss(evidence: Evidence, step: int, rows: Rows) -> None:

@@ -68,7 +68,8 @@ def decide(evidence: Figures) -> Outcome:
             # A bucket with a parameter that this rank did not use can only leave after backward.
             allowed, waits, problem = int(evidence.workload.unused_possible), False, ""
             if ahead is not None and cost_model is not None:
-                rounds = _forwards(record, step)
+                begun = [(kind, unit) for _, kind, unit in record.events_of(step)]
+                rounds = begun.count(("forward", ""))  # passes of the whole model
                 idle = cost_model.facts.rounds - rounds
                 allowed, waits = ahead.after_backward(rounds, idle), idle > 0
                 gathers.append(_gathers_ahead(record, step))
@@ -127,11 +128,6 @@ def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[st
                 f"{wanted} promised"
             )
     return ""
-
-
-def _forwards(record: RankRecord, step: int) -> int:
-    """Forward passes of the whole model in ``step``."""
-    return sum((kind, unit) == ("forward", "") for _, kind, unit in record.events_of(step))
 
 
 def _gathers_ahead(record: RankRecord, step: int) -> int:

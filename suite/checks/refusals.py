@@ -35,4 +35,4 @@ def decide(evidence: Any) -> Outcome:
     expected = evidence.case.expect.get("refuses")
     if expected is None:
         return Outcome("refusals", "skip", "the scenario expects no refusal")
-    return Outcome("refusals", "fail", f"nothing was refused; expected {expected!r}")
+    return judge_errors(expected, ())

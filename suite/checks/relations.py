@@ -34,10 +34,10 @@ or a branch by micro-batch under *split*, a generator that no piece holds under 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,47 +91,30 @@ def derive(evidence: Figures) -> tuple[Case | None, str]:
     if why:
         return None, why
     return _DERIVE[relation](
-        dataclasses.replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False), evidence
+        replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False), evidence
     ), ""
-
-
-def _split(case: Case, _: Figures) -> Case:
-    twice = dataclasses.replace(case.workload, micro_batches=2 * case.workload.micro_batches)
-    return dataclasses.replace(case, workload=twice)
-
-
-def _permute(case: Case, evidence: Figures) -> Case:
-    return dataclasses.replace(case, shares=tuple(reversed(range(_shares(evidence)))))
-
-
-def _world1(case: Case, _: Figures) -> Case:
-    return dataclasses.replace(case, implementation="plain", options={}, mesh={"replicate": 1})
 
 
 def _scale(case: Case, _: Figures) -> Case:
     spec = case.optimizer
     if spec.name == "adamw":
-        spec = dataclasses.replace(spec, eps=2 * spec.eps)
+        spec = replace(spec, eps=2 * spec.eps)
     else:
         groups = tuple(
-            g if g.weight_decay is None else dataclasses.replace(g, weight_decay=2 * g.weight_decay)
+            g if g.weight_decay is None else replace(g, weight_decay=2 * g.weight_decay)
             for g in spec.groups
         )
         decay = 2 * spec.weight_decay
-        spec = dataclasses.replace(spec, lr=spec.lr / 2, weight_decay=decay, groups=groups)
-    return dataclasses.replace(case, optimizer=spec, loss_scale=2.0)
+        spec = replace(spec, lr=spec.lr / 2, weight_decay=decay, groups=groups)
+    return replace(case, optimizer=spec, loss_scale=2.0)
 
 
 def _recompute(case: Case, evidence: Figures) -> Case:
     """Without recomputation; its memory is measured where this run's is, to compare them."""
     options = {**case.options, "recompute_every": 0}
     if not memory_is_measurable(evidence.case, evidence.declaration.backends):
-        return dataclasses.replace(case, options=options)
-    return dataclasses.replace(case, options=options, checks=("memory",), ledgers=True)
-
-
-def _reload(case: Case, _: Figures) -> Case:
-    return dataclasses.replace(case, reload_at=case.steps // 2)
+        return replace(case, options=options)
+    return replace(case, options=options, checks=("memory",), ledgers=True)
 
 
 def _same_as(case: Case, _: Figures) -> Case:
@@ -144,16 +127,20 @@ def _same_as(case: Case, _: Figures) -> Case:
     axes = registry.load(name).capabilities(options).axes
     usual = case.mesh if set(case.mesh) <= set(axes) else {axes[0]: case.world}
     mesh = other.get("mesh", usual)
-    return dataclasses.replace(case, implementation=name, options=options, mesh=mesh)
+    return replace(case, implementation=name, options=options, mesh=mesh)
 
 
 _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
-    "split": _split,
-    "permute": _permute,
-    "world1": _world1,
+    "split": lambda case, _: replace(
+        case, workload=replace(case.workload, micro_batches=2 * case.workload.micro_batches)
+    ),
+    "permute": lambda case, run: replace(case, shares=tuple(reversed(range(_shares(run))))),
+    "world1": lambda case, _: replace(
+        case, implementation="plain", options={}, mesh={"replicate": 1}
+    ),
     "scale": _scale,
     "recompute": _recompute,
-    "reload": _reload,
+    "reload": lambda case, _: replace(case, reload_at=case.steps // 2),
     "same_as": _same_as,
 }
 
@@ -199,7 +186,7 @@ def _not_splittable(evidence: Figures) -> str:
 
 def _not_movable(case: Case) -> str:
     moved = case.expect["relation"]["same_as"].get("mesh", case.mesh)
-    if dataclasses.replace(case, mesh=moved).data_coordinates == case.data_coordinates:
+    if replace(case, mesh=moved).data_coordinates == case.data_coordinates:
         return ""
     if workloads.make(case.workload, case.dtype, case.lane).depends_on_cut:
         return "gradients depend, by definition, on how the batch is cut"
@@ -314,13 +301,13 @@ def _observed(run: Evidence, step: int, point: str, kind: str) -> Assembled:
     """What ``run`` held, without masters: a system may keep them where another needs none."""
     state = run.observed(step, point, kind)
     kept = {n: t for n, t in state.tensors.items() if n.rpartition(".")[2] != "master"}
-    return dataclasses.replace(state, tensors=kept if kind == "optimizer" else state.tensors)
+    return replace(state, tensors=kept if kind == "optimizer" else state.tensors)
 
 
 def _of_rank_0(state: Assembled) -> Assembled:
     """Only rank 0's copies: they are the same whether other ranks keep buffers or receive its."""
     kept = {name: {0: copies[0]} for name, copies in state.tensors.items() if 0 in copies}
-    return dataclasses.replace(state, tensors=kept)
+    return replace(state, tensors=kept)
 
 
 def _pairs(

@@ -40,7 +40,7 @@ def decide(figures: Figures) -> Outcome:
                         "replicas",
                         "fail",
                         f"replicas {first} and {replica} differ in {row.differs} of "
-                        f"{_elements(row)} elements of {name!r} at step {step} ({phase})",
+                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase})",
                         worst,
                         {"compared": compared},
                     )
@@ -64,10 +64,6 @@ def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int,
         moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row
     return moments
-
-
-def _elements(row: TensorRow) -> int:
-    return math.prod(row.shape)
 
 
 def _lone(state: Copies, initial: Copies) -> str:

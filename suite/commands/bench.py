@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -25,18 +24,6 @@ _OF_PAIR = (
     *("option_a", "option_b", "mesh_a", "mesh_b", "param", "size"),
     *("workload", "batch", "micro_batches", "optimizer", "dtype"),
 )
-
-
-class OptimizerChoice(StrEnum):
-    """Optimizers as options."""
-
-    adamw = "adamw"
-    sgd = "sgd"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench)
 
 
 def bench(
@@ -73,8 +60,9 @@ def bench(
         int, typer.Option("--micro-batches", metavar="M", min=1, max=64, help="per rank and step")
     ] = 1,
     optimizer: Annotated[
-        OptimizerChoice, typer.Option("--optimizer", help="the same kernel on both sides")
-    ] = OptimizerChoice.adamw,
+        Literal["adamw", "sgd"],
+        typer.Option("--optimizer", help="the same kernel on both sides"),
+    ] = "adamw",
     dtype: Annotated[str, typer.Option("--dtype", help="dtype of the model")] = "float32",
     option_a: Annotated[
         list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A; a.b=V nests")
@@ -206,7 +194,7 @@ def bench(
                 backend=backend or "gloo",
                 world=world or 2,
                 workload=sides.spec_of(workload, size, params, batch, micro_batches, 0),
-                optimizer=sides.default_optimizer(optimizer.value),
+                optimizer=sides.default_optimizer(optimizer),
                 dtype=dtype,
                 size=size,
             )

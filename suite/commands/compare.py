@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,34 +16,11 @@ if TYPE_CHECKING:
     from shardproof.compare.snapshot import Snapshot
 
 
-class Form(StrEnum):
-    """Forms of a comparison."""
-
-    table = "table"
-    markdown = "markdown"
-    csv = "csv"
-    json = "json"
-    html = "html"
-
-
-class By(StrEnum):
-    """What rows (``hardware``: columns) stand for."""
-
-    strategy = "strategy"
-    backend = "backend"
-    hardware = "hardware"
-
-
-class Host(StrEnum):
-    """Whose annotations."""
-
-    github = "github"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command(short_help="Say what differs between runs.")(compare)
-    app.command(short_help="Judge a run beside a baseline, by a policy.")(gate)
+Form = Literal["table", "markdown", "csv", "json", "html"]
+#: What rows (``hardware``: columns) stand for.
+By = Literal["strategy", "backend", "hardware"]
+#: Whose annotations.
+Host = Literal["github"]
 
 
 def compare(
@@ -55,7 +31,7 @@ def compare(
             help="run folders, ids, baselines or bundles; the first is the reference",
         ),
     ],
-    form: Annotated[Form, typer.Option("--format", help="form of the output")] = Form.table,
+    form: Annotated[Form, typer.Option("--format", help="form of the output")] = "table",
     by: Annotated[
         By | None,
         typer.Option("--by", help="rows by strategy or backend; hardware: a column a machine"),
@@ -95,7 +71,7 @@ def compare(
     from shardproof.compare import baseline
 
     if save is not None:
-        given = {"--format": form is not Form.table, "--by": by, "--only-changed": only_changed}
+        given = {"--format": form != "table", "--by": by, "--only-changed": only_changed}
         clash = next((name for name, value in {**given, "--into": into}.items() if value), None)
         if clash:
             what = "--save writes a baseline and compares nothing"
@@ -107,9 +83,9 @@ def compare(
         return
     if force:
         raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
-    if into is not None and form not in (Form.table, Form.markdown):
-        raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
-    if len(runs) < 2 and by is not By.hardware:
+    if into is not None and form not in ("table", "markdown"):
+        raise SelectionError(Problem("--into takes Markdown", "leave out --format", form))
+    if len(runs) < 2 and by != "hardware":
         remedy = "name two runs, or --save FILE, or --by hardware"
         raise SelectionError(Problem("one run has nothing beside it", remedy, runs[0]))
     snapshots = [baseline.load(name) for name in runs]
@@ -141,28 +117,28 @@ def _compare(
 
     reference, *others = snapshots
     comparisons = [compared(reference, other) for other in others]
-    if form is Form.csv:
+    if form == "csv":
         typer.echo(formats.csv(comparisons, only_changed), nl=False)
-    elif form is Form.json:
+    elif form == "json":
         typer.echo(formats.json_document(reference, comparisons, only_changed), nl=False)
     else:
-        if by is By.hardware:
+        if by == "hardware":
             report = hardware.report(reference, comparisons, only_changed)
         else:
-            report = tables.report(comparisons, by.value if by is not None else "", only_changed)
+            report = tables.report(comparisons, by or "", only_changed)
         if into is not None:
             from shardproof.report import insert
 
             insert(formats.markdown(report), into, formats.BEGIN, formats.END)
             typer.echo(f"{into}: {report.heading}")
-        elif form is Form.markdown:
+        elif form == "markdown":
             typer.echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)
-        elif form is Form.html:
+        elif form == "html":
             typer.echo(formats.html(report), nl=False)
         else:
             formats.terminal(report, make_console())
     if comparisons and not any(comparison.comparable for comparison in comparisons):
-        if form in (Form.csv, Form.json) or by is By.hardware or into is not None:
+        if form in ("csv", "json") or by == "hardware" or into is not None:
             for comparison in comparisons:
                 name = comparison.after.name
                 typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
@@ -281,7 +257,7 @@ def _tell(
 
     for line in gate_output.lines(gated):
         typer.echo(line)
-    if annotations is Host.github:
+    if annotations:
         for line in gate_output.github(gated):
             typer.echo(line)
     if summary is not None:

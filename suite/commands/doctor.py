@@ -37,7 +37,7 @@ class Finding:
 
 def examine(results: Path) -> Iterator[Finding]:
     """All findings, quick ones first; ``results`` is where runs are to be written."""
-    yield _python()
+    yield Finding("python", "good", sys.version.split()[0])
     yield _torch()
     yield _gpus()
     yield _cores()
@@ -50,11 +50,6 @@ def examine(results: Path) -> Iterator[Finding]:
     yield _name()
     yield _gloo()
     yield _engine()
-
-
-def _python() -> Finding:
-    version = sys.version.split()[0]
-    return Finding("python", "good", version)
 
 
 def _torch() -> Finding:
@@ -191,13 +186,8 @@ def _gloo() -> Finding:
         script = Path(folder) / "pair.py"
         script.write_text(_PAIR, encoding="utf-8")
         try:
-            done = subprocess.run(
-                [sys.executable, str(script)],
-                capture_output=True,
-                text=True,
-                timeout=90,
-                check=False,
-            )
+            command = [sys.executable, str(script)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         except subprocess.TimeoutExpired:
             text, code = "no answer within 90 s", 1
         else:

@@ -11,14 +11,6 @@ from shardproof import verdicts
 from shardproof.commands import options
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command(short_help="Judge a run again from its records.")(verify)
-    app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(bundle)
-    app.command(short_help="Draw a run's verdicts as SVG badges.")(badges)
-    app.command(short_help="Look for what would make runs fail here.")(doctor)
-
-
 def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 

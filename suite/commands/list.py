@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,21 +14,7 @@ from shardproof.errors import Problem, SelectionError
 Entries = list[tuple[str, str]]
 
 
-class What(StrEnum):
-    """What ``list`` can list."""
-
-    impls = "impls"
-    backends = "backends"
-    scenarios = "scenarios"
-    cases = "cases"
-    mutants = "mutants"
-    checks = "checks"
-    traits = "traits"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("list")(list_)
+What = Literal["impls", "backends", "scenarios", "cases", "mutants", "checks", "traits"]
 
 
 def implementations() -> Entries:
@@ -108,7 +93,7 @@ def list_(
     backend: options.BackendOption = None,
     world: options.World = None,
     expression: options.Expression = "",
-    tier: options.Tier = options.TierChoice.full,
+    tier: options.Tier = "full",
     seed: options.Seed = None,
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
@@ -118,17 +103,15 @@ def list_(
     shardproof list cases --tier quick -k 'tied and gloo'
     shardproof list traits
     """
-    if what is What.cases:
+    if what == "cases":
         from shardproof.scenarios.vocabulary import installed
 
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
         rows = [(case.id, "") for case in selection.cases(installed())]
     elif scenarios or impl or backend or world or expression or seed is not None:
-        raise SelectionError(
-            Problem("filters belong to `list cases`", "leave them out", what.value)
-        )
+        raise SelectionError(Problem("filters belong to `list cases`", "leave them out", what))
     else:
-        rows = LISTS[what.value]()
+        rows = LISTS[what]()
     width = max((len(name) for name, about in rows if about), default=0)
     for name, about in rows:
         typer.echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)

@@ -60,8 +60,21 @@ app = typer.Typer(
     """,
 )
 
-for group in (run, list, scenario_files, mutants, report, evidence, compare, bench, study):
-    group.register(app)
+app.command()(run.run)
+app.command("list")(list.list_)
+app.command(short_help="Check scenario files.")(scenario_files.check_scenario)
+app.command()(scenario_files.schema)
+app.command(short_help="Plant every fault and see its check catch it.")(mutants.mutants)
+app.command()(report.report)
+app.command(short_help="Judge a run again from its records.")(evidence.verify)
+app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(evidence.bundle)
+app.command(short_help="Draw a run's verdicts as SVG badges.")(evidence.badges)
+app.command(short_help="Look for what would make runs fail here.")(evidence.doctor)
+app.command(short_help="Say what differs between runs.")(compare.compare)
+app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
+app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
+app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
+app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
 
 
 @app.command(

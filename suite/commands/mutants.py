@@ -19,20 +19,15 @@ if TYPE_CHECKING:
     from shardproof.runs.run_folder import RunFolder
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(short_help="Plant every fault and see its check catch it.")(mutants)
-
-
 def mutants(
     impl: Annotated[
         list[str] | None,
         typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
     ] = None,
     tier: Annotated[
-        options.TierChoice,
+        options.TierName,
         typer.Option("--tier", help="quick: what the budget leaves out is no failure"),
-    ] = options.TierChoice.full,
+    ] = "full",
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
@@ -50,7 +45,7 @@ def mutants(
 
     chosen = choose_mutants(impl or ["*"])
     with open_folder(results) as folder:
-        workers, all_must_run = jobs or cores(), tier is options.TierChoice.full
+        workers, all_must_run = jobs or cores(), tier == "full"
         raise typer.Exit(execute_mutants(folder, chosen, workers, budget, all_must_run))
 
 

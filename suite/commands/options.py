@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,13 +12,7 @@ if TYPE_CHECKING:
     from shardproof.scenarios.selection import Selection
 
 
-class TierChoice(StrEnum):
-    """Tiers as options."""
-
-    quick = "quick"
-    full = "full"
-
-
+TierName = Literal["quick", "full"]
 Scenarios = Annotated[
     list[str] | None,
     typer.Argument(
@@ -40,7 +34,7 @@ Expression = Annotated[
         "-k", metavar="EXPR", help="words of case ids with and, or, not, ( ): pytest's -k"
     ),
 ]
-Tier = Annotated[TierChoice, typer.Option("--tier", help="the quick subset, or all cases")]
+Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -73,7 +67,7 @@ def selection(
     backend: list[str] | None,
     world: list[int] | None,
     expression: str,
-    tier: TierChoice,
+    tier: TierName,
     seed: int | None,
 ) -> Selection:
     """The cases that the options of a command line mean."""
@@ -85,13 +79,13 @@ def selection(
         backends=backend or (),
         worlds=world or (),
         expression=expression,
-        tier=tier.value,
+        tier=tier,
         seed=seed,
     )
 
 
 class FailOn(StrEnum):
-    """What is a failure beside a crash."""
+    """What is a failure beside a crash; typer has no lists of literals."""
 
     slower = "slower"
     goal = "goal"

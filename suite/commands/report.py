@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,22 +14,12 @@ if TYPE_CHECKING:
     from shardproof.runs.run_folder import Run
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(report)
-
-
-class Format(StrEnum):
-    """Forms of a report."""
-
-    table = "table"
-    markdown = "markdown"
-    html = "html"
+Format = Literal["table", "markdown", "html"]
 
 
 def report(
     run: options.Run = None,
-    form: Annotated[Format, typer.Option("--format", help="form of the report")] = Format.table,
+    form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
     into: Annotated[
         Path | None,
         typer.Option("--into", metavar="FILE", help="put the Markdown between FILE's markers"),
@@ -66,8 +55,8 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof.commands.console import make_console, print_line
 
     if into is not None:
-        if form is Format.html:
-            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form.value))
+        if form == "html":
+            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form))
         beside = bool(peers.lines_of(run))
         missing = peers.missing(run) if beside else []
         if not run.cases and (missing or not beside):
@@ -82,14 +71,14 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         elif beside:
             reports.insert(peers.section(run), into, peers.BEGIN, peers.END)
             typer.echo(f"{into}: reference beside upstream systems, run {run.path.name}")
-    elif form is Format.markdown:
+    elif form == "markdown":
         timed = [
             *([tables.table(lines.pairs(run)).markdown()] if run.benches else []),
             *([scaling_tables.markdown(lines.cells(run))] if run.scalings else []),
         ]
         judged = [reports.markdown(run)] if run.cases or not timed else []
         typer.echo("\n".join([*judged, *timed]), nl=False)
-    elif form is Format.html:
+    elif form == "html":
         typer.echo(reports.html(run), nl=False)
     else:
         console = make_console()

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from shardproof.scenarios.budget import CaseSchedule
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command()(run)
-
-
 def run(
     context: typer.Context,
     scenarios: options.Scenarios = None,
@@ -38,7 +33,7 @@ def run(
     backend: options.BackendOption = None,
     world: options.World = None,
     expression: options.Expression = "",
-    tier: options.Tier = options.TierChoice.quick,
+    tier: options.Tier = "quick",
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
@@ -158,7 +153,8 @@ def run_and_exit(
     from shardproof.runs.durations import Durations
     from shardproof.scenarios.budget import fit_cases
 
-    preflight.check_cases(cases)
+    sources = {case.implementation: case.source for case in cases}
+    preflight.check(sources, sources=sources)
     root = results.parent if results is not None else RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()

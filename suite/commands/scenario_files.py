@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from shardproof.errors import InputError, Problem
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``."""
-    app.command("check-scenario", short_help="Check scenario files.")(check_scenario)
-    app.command()(schema)
 
 
 def check_scenario(
@@ -66,18 +59,11 @@ def _timed(path: Path, kind: str) -> str:
     return f"{path}: {cells[0].name}, {len(cells)} cells, for `shardproof bench`"
 
 
-class Shape(StrEnum):
-    """Shapes of scenario files."""
-
-    scenario = "scenario"
-    speed = "speed"
-    scaling = "scaling"
-
-
 def schema(
     shape: Annotated[
-        Shape, typer.Argument(metavar="SHAPE", help="scenario, or one for `bench`: speed, scaling")
-    ] = Shape.scenario,
+        Literal["scenario", "speed", "scaling"],
+        typer.Argument(metavar="SHAPE", help="scenario, or one for `bench`: speed, scaling"),
+    ] = "scenario",
 ) -> None:
     """Print the JSON Schema of scenario files, for editors.
 
@@ -88,12 +74,12 @@ def schema(
     from shardproof.scenarios.schema import Model, Scenario, json_schema
 
     model: type[Model] = Scenario
-    if shape is Shape.speed:
+    if shape == "speed":
         from shardproof.bench.sides import SpeedScenario
 
         model = SpeedScenario
-    elif shape is Shape.scaling:
+    elif shape == "scaling":
         from shardproof.bench.scaling.matrix import ScalingScenario
 
         model = ScalingScenario
-    typer.echo(json.dumps(json_schema(model, shape.value), indent=2))
+    typer.echo(json.dumps(json_schema(model, shape), indent=2))

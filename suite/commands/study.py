@@ -26,12 +26,6 @@ studies = typer.Typer(
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``; ``calibrate`` was one of its own until 0.2."""
-    app.add_typer(studies, name="study", short_help="Measure the suite itself.")
-    app.command("calibrate", hidden=True)(calibrate_by_its_old_name)
-
-
 @studies.command()
 def campaign(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.snapshot import FAULTS, Entry, Sample, Snapshot, Version
+from shardproof.table import some
 
 if TYPE_CHECKING:
     from shardproof.compare.welch import Difference
@@ -319,9 +320,7 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
     )
     for names, when in ((seen - known, "only now"), (known - seen, "no longer")):
         if names:
-            named = ", ".join(sorted(names)[:NAMED])
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            yield f"figures that are recorded {when}: {named}{more}"
+            yield f"figures that are recorded {when}: {some(sorted(names), NAMED)}"
 
 
 def _versions(snapshot: Snapshot, name: str) -> str:

@@ -59,6 +59,16 @@ class GateFinding:
     file: str = ""
     line: int | None = None
 
+    @property
+    def headline(self) -> str:
+        """The message's first line."""
+        return next(iter(self.message.splitlines()), "")
+
+    @property
+    def place(self) -> str:
+        """``file:line``."""
+        return self.file + (f":{self.line}" if self.line is not None else "")
+
 
 @dataclass(frozen=True)
 class _JudgedTime:

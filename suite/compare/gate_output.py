@@ -9,7 +9,7 @@ from pathlib import Path
 from shardproof.compare import formats, tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.runs import junit
-from shardproof.table import Table, markdown_text
+from shardproof.table import Table, markdown_text, some
 
 #: Findings that a summary lists; the JUnit file has all.
 SUMMARY_ROWS = 100
@@ -24,11 +24,11 @@ def lines(gate: Gate) -> Iterator[str]:
     """One line a finding, or for many that say the same; what breaks first, the outcome last."""
     groups: dict[tuple[str, str, str], list[GateFinding]] = defaultdict(list)
     for finding in ordered(gate.findings):
-        groups[finding.state, finding.rule, _first(finding.message)].append(finding)
+        groups[finding.state, finding.rule, finding.headline].append(finding)
     for (state, rule, message), members in groups.items():
         head = f"{state:8}  {rule}: "
         if len(members) > SINGLE_LINES:
-            ids = tables.examples([finding.id for finding in members])
+            ids = some([finding.id for finding in members], tables.EXAMPLES)
             yield f"{head}{_many(gate, members)}: {message}: {ids}"
             if rule == "missing":
                 yield f"          {NARROW}"
@@ -36,7 +36,7 @@ def lines(gate: Gate) -> Iterator[str]:
         for finding in members:
             yield f"{head}{finding.id}: {message}"
             if finding.file:
-                yield f"          {_place(finding)}"
+                yield f"          {finding.place}"
     yield from gate.comparison.notes
     yield gate.sentence()
 
@@ -51,14 +51,6 @@ def _many(gate: Gate, members: Sequence[GateFinding]) -> str:
     return f"{len(members):,} of {known:,} results"
 
 
-def _place(finding: GateFinding) -> str:
-    return finding.file + (f":{finding.line}" if finding.line is not None else "")
-
-
-def _first(message: str) -> str:
-    return message.splitlines()[0] if message else ""
-
-
 def summary(gate: Gate) -> str:
     """For a pull request: the outcome, the findings, and what changed."""
     comparison = gate.comparison
@@ -68,7 +60,7 @@ def summary(gate: Gate) -> str:
     findings = ordered(gate.findings)
     if findings:
         headings = ("state", "rule", "result", "what", "where")
-        rows = [(f.state, f.rule, f.id, _first(f.message), _place(f)) for f in findings]
+        rows = [(f.state, f.rule, f.id, f.headline, f.place) for f in findings]
         table = Table("Findings", headings, rows).first(SUMMARY_ROWS, "the JUnit file has all")
         parts += [table.markdown(), *(f"{note}\n" for note in table.notes)]
     for part in (
@@ -76,7 +68,7 @@ def summary(gate: Gate) -> str:
         tables.groups(comparison, "", only_changed=True),
         tables.times(comparison.times, only_changed=True),
     ):
-        if part is not None:
+        if part.rows:
             parts.append(formats.section(part, 3))
     return "\n".join(parts)
 
@@ -96,7 +88,7 @@ def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
     if not findings or findings[0].state == "reported":
         return junit.Item(name, text=text)
     first = findings[0]
-    message = f"{first.rule}: {_first(first.message)}"
+    message = f"{first.rule}: {first.headline}"
     if first.state == "breaks":
         return junit.Item(name, "failure", message, text, kind=first.rule)
     return junit.Item(name, "skipped", message, text, kind=first.rule)
@@ -117,7 +109,7 @@ def github(gate: Gate) -> Iterator[str]:
         places = [("file", file), ("line", str(line or ""))] if file else []
         properties = [*places, ("title", f"shardproof gate: {rule}")]
         shown = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties if value)
-        messages = [f"{f.id}: {_first(f.message)}" for f in members[:ANNOTATED_IDS]]
+        messages = [f"{f.id}: {f.headline}" for f in members[:ANNOTATED_IDS]]
         if len(members) > ANNOTATED_IDS:
             messages.append(f"and {len(members) - ANNOTATED_IDS:,} more")
         yield f"::{level} {shown}::" + _escaped("\n".join(messages))

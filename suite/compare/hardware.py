@@ -30,8 +30,7 @@ def report(
     made.tables.append(machines(reference, others))
     for comparison in others:
         made.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
-    exact = strategies(reference, others)
-    if exact is not None:
+    if (exact := strategies(reference, others)).rows:
         made.tables.append(exact)
     made.tables += ratios(reference, others, only_changed)
     return made
@@ -41,19 +40,13 @@ def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
     """A row a machine."""
     rows = []
     for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
-        last = snapshot.versions[-1]
+        last, kills = snapshot.versions[-1], snapshot.kills
         rows.append(
             (
-                snapshot.hardware,
-                snapshot.name,
-                snapshot.taken,
-                last.suite,
-                last.torch,
-                last.python,
+                *(snapshot.hardware, snapshot.name, snapshot.taken),
+                *(last.suite, last.torch, last.python),
                 verdicts_of(snapshot.cases.values()) or "-",
-                f"{sum(snapshot.kills.values())} of {len(snapshot.kills)}"
-                if snapshot.kills
-                else "-",
+                f"{sum(kills.values())} of {len(kills)}" if kills else "-",
                 "reference" if comparison is None else _equal(comparison),
             )
         )
@@ -65,21 +58,17 @@ def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
 
 
 def _equal(comparison: RunComparison) -> str:
-    total = sum(pair.figures for pair in comparison.pairs if pair.id in comparison.after.cases)
+    pairs = [pair for pair in comparison.pairs if pair.id in comparison.after.cases]
+    apart = comparison.apart
+    total = sum(pair.figures for pair in pairs)
     if not total:
-        return (
-            f"not comparable: {comparison.apart[0].why}"
-            if comparison.apart
-            else "no case in common"
-        )
-    differ = sum(
-        len(pair.changes) for pair in comparison.pairs if pair.id in comparison.after.cases
-    )
-    more = f", {len(comparison.apart):,} results not comparable" if comparison.apart else ""
+        return f"not comparable: {apart[0].why}" if apart else "no case in common"
+    differ = sum(len(pair.changes) for pair in pairs)
+    more = f", {len(apart):,} results not comparable" if apart else ""
     return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more
 
 
-def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table | None:
+def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
     """A row a strategy and backend: verdicts on each machine, and whether figures are equal."""
     columns = [reference, *(c.after for c in others)]
     cells: dict[tuple[str, str], list[str]] = defaultdict(lambda: ["-"] * len(columns))
@@ -98,8 +87,6 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table | 
             differ = sum(changed)
             equal = f"{differ} figures differ" if differ else "figures equal"
             cells[key][number] += f" ({len(changed)} compared, {equal})"
-    if not cells:
-        return None
     rows = [(*key, *texts) for key, texts in sorted(cells.items())]
     return Table("Verdicts by strategy", ("strategy", "backend", *_names(columns)), rows)
 
@@ -145,10 +132,10 @@ def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: b
             headings = ("what", "backend", "world", *kind, *_names(columns))
             tables.append(Table(title, headings, rows, notes=[NOTE]))
     beside = _beside(columns)
-    return tables + ([beside] if beside is not None else [])
+    return tables + ([beside] if beside.rows else [])
 
 
-def _beside(columns: Sequence[Snapshot]) -> Table | None:
+def _beside(columns: Sequence[Snapshot]) -> Table:
     """Modelled efficiencies and the dimensionless scorecard, machine by machine."""
     rows = []
     names = dict.fromkeys(
@@ -167,8 +154,6 @@ def _beside(columns: Sequence[Snapshot]) -> Table | None:
         ]
         what = (_what(name, first), first.backend, str(first.world))
         rows.append((*what, figure.replace("_", " "), *texts))
-    if not rows:
-        return None
     headings = ("what", "backend", "world", "figure", *_names(columns))
     return Table("Modelled, and the dimensionless scorecard", headings, rows)
 

@@ -194,11 +194,11 @@ def _bench(line: PairLine, version: Version) -> Entry:
     beside: dict[str, float] = {}
     exact: dict[str, exact_figures.Scalar] = {}
     if isinstance(line.memory, Memory):
-        for letter, peak in (("a", line.memory.a), ("b", line.memory.b)):
-            if line.memory.kind == "ledger":
-                exact[f"memory.ledger_bytes_{letter}"] = peak
-            else:
-                beside[f"resident_bytes_{letter}"] = float(peak)
+        peaks = {"a": line.memory.a, "b": line.memory.b}
+        if line.memory.kind == "ledger":
+            exact = {f"memory.ledger_bytes_{letter}": peak for letter, peak in peaks.items()}
+        else:
+            beside = {f"resident_bytes_{letter}": float(peak) for letter, peak in peaks.items()}
     for letter, card in (line.scorecard or {}).items():
         if isinstance(card, Scorecard):
             scores = _numbers(asdict(card))

@@ -12,7 +12,7 @@ from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons, words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, some
 
 #: Ids that are named for one reason.
 EXAMPLES = 3
@@ -58,22 +58,15 @@ def report(
             changes(comparison.changes),
             times(comparison.times, only_changed),
         )
-        made.tables += [t.titled(prefix + t.title) for t in parts if t is not None]
+        made.tables += [t.titled(prefix + t.title) for t in parts if t.rows]
     return made
 
 
 def sentence(comparison: RunComparison) -> str:
     """The comparison in one sentence."""
     counts = words(comparison.changes)
-    clauses = [
-        f"{counts[word]} exact figures {shown}"
-        for word, shown in (
-            ("worse", "worse"),
-            ("better", "better"),
-            ("changed", "changed otherwise"),
-        )
-        if counts.get(word)
-    ]
+    shown = {"worse": "worse", "better": "better", "changed": "changed otherwise"}
+    clauses = [f"{counts[w]} exact figures {shown[w]}" for w in shown if counts.get(w)]
     moved = Counter(time.verdict for time in comparison.times)
     if comparison.times:
         clauses.append("ratios of times: " + ", ".join(f"{n} {word}" for word, n in moved.items()))
@@ -103,16 +96,11 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
         last = snapshot.versions[-1]
         rows.append(
             (
-                snapshot.name,
-                "reference" if not number else "compared",
-                snapshot.hardware,
-                ", ".join(dict.fromkeys(v.suite for v in snapshot.versions)),
-                ", ".join(dict.fromkeys(v.torch for v in snapshot.versions)),
-                last.python,
-                last.commit or "-",
-                snapshot.taken,
-                f"{len(snapshot.cases):,}",
-                f"{len(snapshot.timed):,}",
+                *(snapshot.name, "compared" if number else "reference", snapshot.hardware),
+                ", ".join(dict.fromkeys(version.suite for version in snapshot.versions)),
+                ", ".join(dict.fromkeys(version.torch for version in snapshot.versions)),
+                *(last.python, last.commit or "-", snapshot.taken),
+                *(f"{len(snapshot.cases):,}", f"{len(snapshot.timed):,}"),
             )
         )
     headings = (
@@ -122,15 +110,13 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
     return Table("Runs", headings, rows)
 
 
-def incomparable(comparison: RunComparison) -> Table | None:
+def incomparable(comparison: RunComparison) -> Table:
     """What cannot be compared, by reason."""
-    if not comparison.apart:
-        return None
-    rows = [(why, f"{len(ids):,}", examples(ids)) for why, ids in reasons(comparison.apart)]
+    rows = [(why, f"{len(ids):,}", some(ids, EXAMPLES)) for why, ids in reasons(comparison.apart)]
     return Table("Not comparable", ("why", "results", "which"), rows, align="lr")
 
 
-def presence(comparison: RunComparison) -> Table | None:
+def presence(comparison: RunComparison) -> Table:
     """What only one run has."""
     left_out = comparison.left_out
     parts = (
@@ -138,20 +124,12 @@ def presence(comparison: RunComparison) -> Table | None:
         ("left out", "; ".join(dict.fromkeys(left_out.values())), list(left_out)),
         ("new", "not in the reference", comparison.new),
     )
-    rows = [(what, why, f"{len(ids):,}", examples(ids)) for what, why, ids in parts if ids]
-    if not rows:
-        return None
+    rows = [(what, why, f"{len(ids):,}", some(ids, EXAMPLES)) for what, why, ids in parts if ids]
     headings = ("what", "why", "results", "which")
     return Table("Only in one run", headings, rows, align="llr")
 
 
-def examples(ids: Sequence[str]) -> str:
-    """The first ids, and how many more."""
-    more = f" and {len(ids) - EXAMPLES:,} more" if len(ids) > EXAMPLES else ""
-    return ", ".join(ids[:EXAMPLES]) + more
-
-
-def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table | None:
+def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
     """Exact figures by implementation and backend, by strategy or by backend."""
     names, key = BY[by]
     members: dict[tuple[str, ...], list[Pairing]] = defaultdict(list)
@@ -175,8 +153,6 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table | No
                 *(_moved(pairs, name) for name in ("traffic.bytes_sent", "memory.bytes_held")),
             )
         )
-    if not rows:
-        return None
     headings = (
         *names, "compared", "equal", "worse", "better", "changed", "verdicts",
         "bytes sent a step", "bytes held",
@@ -216,10 +192,8 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
     return f"{exact_figures.show(str(was))} -> {exact_figures.show(str(now))}{share}"
 
 
-def changes(differences: Sequence[Change]) -> Table | None:
+def changes(differences: Sequence[Change]) -> Table:
     """Every exact figure that differs, worse ones first."""
-    if not differences:
-        return None
     rows = [
         (
             change.word,
@@ -236,7 +210,7 @@ def changes(differences: Sequence[Change]) -> Table | None:
     return Table("Changes", headings, rows, marks, row_header=1)
 
 
-def times(timings: Sequence[Timing], only_changed: bool) -> Table | None:
+def times(timings: Sequence[Timing], only_changed: bool) -> Table:
     """Ratios of both runs and the interval of their difference."""
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
@@ -256,8 +230,6 @@ def times(timings: Sequence[Timing], only_changed: bool) -> Table | None:
                 verdict_of(time),
             )
         )
-    if not rows:
-        return None
     headings = (
         *("pair", "ratio", "reference [95 %]", "now [95 %]", "change [95 %]", "p", "margin"),
         "verdict",

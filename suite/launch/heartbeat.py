@@ -25,7 +25,7 @@ from pathlib import Path
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 
 _SLOT = 2048
-_HEAD = struct.Struct("<Qd")
+_HEAD = struct.Struct("<QdQI")
 _THREAD, _STATE, _NOTICE, _RING = 16, 24, 28, 256
 _ENTRIES, _ENTRY = 8, 224
 
@@ -66,7 +66,7 @@ class Writer:
         self._text(_RING + count % _ENTRIES * _ENTRY, text, _ENTRY)
         self._count = count + 1
         # Last, so that a reader never sees a count whose text is missing.
-        _HEAD.pack_into(self._map, self._base, count + 1, time.monotonic())
+        struct.pack_into("<Qd", self._map, self._base, count + 1, time.monotonic())
 
     def state(self, state: int) -> None:
         """Set the rank's state."""
@@ -124,19 +124,11 @@ def read(path: Path) -> list[Heartbeat]:
 
 def _heartbeat(data: bytes, rank: int) -> Heartbeat:
     base = rank * _SLOT
-    count, noted = _HEAD.unpack_from(data, base)
-    (thread,) = struct.unpack_from("<Q", data, base + _THREAD)
-    (state,) = struct.unpack_from("<I", data, base + _STATE)
+    count, noted, thread, state = _HEAD.unpack_from(data, base)
     last = range(max(0, count - _ENTRIES), count)
-    return Heartbeat(
-        rank=rank,
-        sequence=count,
-        noted=noted,
-        thread=thread,
-        state=state,
-        exit_notice=_read_text(data, base + _NOTICE),
-        calls=tuple(_read_text(data, base + _RING + n % _ENTRIES * _ENTRY) for n in last),
-    )
+    calls = tuple(_read_text(data, base + _RING + n % _ENTRIES * _ENTRY) for n in last)
+    notice = _read_text(data, base + _NOTICE)
+    return Heartbeat(rank, count, noted, thread, state, notice, calls)
 
 
 def _read_text(data: bytes, start: int) -> str:

@@ -166,18 +166,9 @@ class Pool:
         ends = []
         for leader in self._fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
             item = running.pop(leader.ticket)
-            ends.append(
-                TaskEnd(
-                    item.key,
-                    item.payload,
-                    leader.exit_code,
-                    leader.signal,
-                    item.timed_out and leader.exit_code is None,
-                    leader.seconds,
-                    leader.output,
-                    _read_once(item.value),
-                )
-            )
+            how = leader.exit_code, leader.signal, item.timed_out and leader.exit_code is None
+            value = _read_once(item.value)
+            ends.append(TaskEnd(item.key, item.payload, *how, leader.seconds, leader.output, value))
         return ends
 
     def _kill(self, running: dict[int, _Running[P]]) -> None:

@@ -8,6 +8,7 @@ that it shows up as a child that nobody knows, and is killed.  Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -74,10 +75,8 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
 
 def kill_group(group: int) -> None:
     """SIGKILL to every process of the group, if there is any."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def reap(pid: int) -> bool:

@@ -256,19 +256,10 @@ def _announce_exits() -> None:
 
 
 _ENDING = frozenset(
-    (
-        signal.SIGKILL,
-        signal.SIGSTOP,
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGABRT,
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGTSTP,
-        signal.SIGQUIT,
+    signal.Signals[f"SIG{name}"]
+    for name in (
+        *("KILL", "STOP", "TERM", "INT", "HUP", "ABRT"),
+        *("SEGV", "BUS", "FPE", "ILL", "TSTP", "QUIT"),
     )
 )
 

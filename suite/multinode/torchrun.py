@@ -322,13 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = work(place, cases, options.records, whole=not options.digests_only)
         if place.rank != 0 or options.no_judge or options.digests_only:
             return code
-        command = [
-            sys.executable,
-            "-m",
-            "shardproof.multinode.torchrun",
-            "--judge",
-            str(options.records),
-        ]
+        module = ["-m", "shardproof.multinode.torchrun"]
+        command = [sys.executable, *module, "--judge", str(options.records)]
         if options.results is not None:
             command += ["--results", str(options.results)]
         return subprocess.run(command, check=False).returncode

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
 
@@ -236,13 +236,8 @@ def left_fold(parts: Sequence[Tensors]) -> Tensors:
     names = dict.fromkeys(name for part in parts for name in part)
     total: Tensors = {}
     for name in names:
-        like = next(part[name] for part in parts if name in part)
-        value = None
-        for part in parts:
-            term = part[name] if name in part else torch.zeros_like(like)
-            value = term if value is None else value + term
-        assert value is not None
-        total[name] = value
+        zeros = torch.zeros_like(next(part[name] for part in parts if name in part))
+        total[name] = reduce(torch.add, (part.get(name, zeros) for part in parts))
     return total
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shardproof import registry
-from shardproof.case import Case
 from shardproof.errors import InputError, Problem, SelectionError, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
@@ -23,16 +22,12 @@ SECONDS = 60.0
 _LONGEST = 400
 
 
-def check_cases(cases: Iterable[Case]) -> None:
-    """As :func:`check`, for the implementations of ``cases``; a fault names the file and line."""
-    places = {case.implementation: case.source for case in cases}
-    check(places, sources=places)
-
-
 def check(
     names: Iterable[str], pool: Pool | None = None, sources: Mapping[str, str] | None = None
 ) -> None:
     """Load those of ``names`` that are a user's own, in leaders of ``pool`` (``None``: a new one).
+
+    ``sources``: the file and line that gave each, which a fault then names.
 
     :raises SelectionError: some cannot be loaded: no such class, an import that raises, hangs or
         ends the process, or no implementation.  All of them are told.

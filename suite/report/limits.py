@@ -16,7 +16,7 @@ from shardproof.checks import CHECKS, Outcome
 from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, looks, summary
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
+from shardproof.table import Table, some
 
 #: Rows of one table that are shown; the rest is counted.
 MOST = 200
@@ -176,7 +176,7 @@ def _with_members(
     groups: Mapping[tuple[str, ...], list[str]], most: int
 ) -> dict[tuple[str, ...], list[str]]:
     """``groups`` whose keys end with the distinct members, of which ``most`` are named."""
-    return {(*key, _some(sorted(set(members)), most)): members for key, members in groups.items()}
+    return {(*key, some(sorted(set(members)), most)): members for key, members in groups.items()}
 
 
 def _skipped_checks(results: Iterable[CaseResult]) -> Limit:
@@ -191,11 +191,6 @@ def _skipped_checks(results: Iterable[CaseResult]) -> Limit:
         ("check", "reason", "implementations"),
         _with_members(groups, 4),
     )
-
-
-def _some(names: Sequence[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _never_asked(run: Run) -> Limit:

@@ -30,17 +30,15 @@ ACCOUNTING = (
 )
 
 
-def table(results: Iterable[CaseResult]) -> Table | None:
-    """One row per distinct cell, by world; ``None``: no case measured memory."""
+def table(results: Iterable[CaseResult]) -> Table:
+    """One row per distinct cell, by world."""
     rows = [row for row, _ in with_figures(results)]
-    if not rows:
-        return None
     marks: list[Mark] = ["bad" if FAILS in row[MEASURED] else "" for row in rows]
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
 
 
-def allocator(results: Iterable[CaseResult]) -> Table | None:
-    """A GPU's allocator beside the ledger, a row a case; ``None``: no case ran on a GPU."""
+def allocator(results: Iterable[CaseResult]) -> Table:
+    """A GPU's allocator beside the ledger, a row for each case that ran on one."""
     rows = []
     for result in results:
         by_rank = result.figures("memory").get("allocator")
@@ -53,7 +51,7 @@ def allocator(results: Iterable[CaseResult]) -> Table | None:
             rows.append((name_of(case), optimizer, world, f"{held:,}", f"{counted:,}", ratio))
     headings = ("implementation", "optimizer", "world", "allocator", "ledger", "ratio")
     note = "Nothing is judged by the allocator: it rounds up, and holds the suite's tensors, too."
-    return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr") if rows else None
+    return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr")
 
 
 def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], Figures]]:

@@ -15,7 +15,7 @@ def show(results: Sequence[CaseResult], write: Print) -> None:
     """The table of results; those of memory and pipelines, of scenarios that are named so."""
     write(tables.table(results).titled(""))
     state = memory.table(r for r in results if r.case.scenario.startswith("memory"))
-    for table in (*([] if state is None else [state]), *bubbles.tables(results)):
+    for table in (*([state] if state.rows else []), *bubbles.tables(results)):
         write()
         write(table)
 

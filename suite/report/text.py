@@ -26,7 +26,7 @@ def markdown(run: Run) -> str:
     """The README's tables: implementation x backend, options and worlds together; kill count."""
     lines = [tables.table(run.cases, detailed=False).markdown(), f"{tables.closing(run)}."]
     folded = [memory.table(run.cases), *bubbles.tables(run.cases)]
-    lines += [_folded(table) for table in folded if table is not None]
+    lines += [_folded(table) for table in folded if table.rows]
     if run.kills:
         lines += ["", kills.verdict_counts(run.kills)]
     lines += ["", run.provenance]
@@ -92,9 +92,9 @@ def _results(run: Run) -> Iterator[str]:
     if not run.cases:
         return
     yield from _section(tables.table(run.cases))
-    if (state := memory.table(run.cases)) is not None:
+    if (state := memory.table(run.cases)).rows:
         yield from ("## Memory", "", *_titled(state))
-    if (beside := memory.allocator(run.cases)) is not None:
+    if (beside := memory.allocator(run.cases)).rows:
         yield from _titled(beside)
     pipelines = bubbles.tables(run.cases)
     if pipelines:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
+from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
+from shardproof.files import from_plain
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.schema import (
     Expect,
@@ -123,17 +124,13 @@ class _Expansion:
         self._stop_if_faulty()
         cells = self._cells()
         self._check_cells(cells)
-        marks = {
-            "skip": self._marks(cells, "skip", self.scenario.skip),
-            "xfail": self._marks(cells, "xfail", self.scenario.xfail),
-            "quick": self._marks(cells, "quick", self.scenario.quick),
-        }
+        skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
         self._stop_if_faulty()
         clips = {cell.clip for cell in cells} - {None}
         cases = []
         for cell in cells:
-            tier = cell.tier or ("quick" if cell.key in marks["quick"] else self.scenario.tier)
-            skip, xfail = marks["skip"].get(cell.key), marks["xfail"].get(cell.key)
+            tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
+            skip, xfail = skips.get(cell.key), xfails.get(cell.key)
             cases.append(self._case(cell, tier, skip, xfail, several_clips=len(clips) > 1))
         return cases
 
@@ -148,12 +145,8 @@ class _Expansion:
 
     def _check_names(self) -> None:
         scenario = self.scenario
-        checks = self.vocabulary.checks
         for index, check in enumerate(scenario.checks):
-            if check not in checks:
-                self._add(
-                    ["checks", index], "unknown check", nearest(check, checks, "checks"), check
-                )
+            self._check_name(["checks", index], "check", check)
         self._check_axes(["matrix"], scenario.matrix)
         for index, include in enumerate(scenario.include):
             self._check_axes(["include", index], include)
@@ -161,7 +154,7 @@ class _Expansion:
             other = expect.relation
             if isinstance(other, SameAs) and other.same_as.implementation is not None:
                 place = [*path, "relation", "same_as", "implementation"]
-                self._check_implementation(place, other.same_as.implementation)
+                self._check_name(place, "implementation", other.same_as.implementation)
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
         refuses = any(e.refuses for e in (scenario.expect, *refusing))
         if refuses != ("refusals" in scenario.checks):
@@ -174,11 +167,10 @@ class _Expansion:
 
     def _check_axes(self, path: Keys, axes: Matrix | Include) -> None:
         for index, choice in enumerate(axes.implementation):
-            self._check_implementation([*path, "implementation", index, "name"], choice.name)
+            place = [*path, "implementation", index, "name"]
+            self._check_name(place, "implementation", choice.name)
         for index, backend in enumerate(axes.backend):
-            if backend not in self.vocabulary.backends:
-                remedy = nearest(backend, self.vocabulary.backends, "backends")
-                self._add([*path, "backend", index], "unknown backend", remedy, backend)
+            self._check_name([*path, "backend", index], "backend", backend)
         variants: Sequence[WorkloadChoice | None] = axes.workload
         if not variants and isinstance(axes, Matrix):
             variants = (None,)
@@ -186,10 +178,13 @@ class _Expansion:
             at: Keys = ["workload"] if variant is None else [*path, "workload", index]
             self._check_workload(at, variant)
 
-    def _check_implementation(self, path: Keys, name: str) -> None:
-        known = self.vocabulary.implementations
-        if ":" not in name and name not in known:
-            self._add(path, "unknown implementation", nearest(name, known, "implementations"), name)
+    def _check_name(self, path: Keys, kind: str, name: str) -> bool:
+        """Whether ``name``, a user's own implementation or one of the vocabulary's, is known."""
+        known = getattr(self.vocabulary, f"{kind}s")
+        if name in known or (kind == "implementation" and ":" in name):
+            return True
+        self._add(path, f"unknown {kind}", nearest(name, known, f"{kind}s"), name)
+        return False
 
     def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
         """The parts of the file that have axes, and their paths."""
@@ -208,16 +203,14 @@ class _Expansion:
 
     def _check_workload(self, path: Keys, variant: WorkloadChoice | None) -> None:
         spec = self._workload(variant)
-        names, traits = self.vocabulary.workloads, self.vocabulary.traits
-        if spec.name not in names:
-            at = [*path, "name"] if variant is None or variant.name else ["workload", "name"]
-            self._add(at, "unknown workload", nearest(spec.name, names, "workloads"), spec.name)
+        at: Keys = [*path, "name"] if variant is None or variant.name else ["workload", "name"]
+        if not self._check_name(at, "workload", spec.name):
             return
-        for index, trait in enumerate(spec.traits):
-            at = [*path, "traits", index]
-            if trait not in traits:
-                self._add(at, "unknown trait", nearest(trait, traits, "traits"), trait)
-        if all(trait in traits for trait in spec.traits):
+        known = [
+            self._check_name([*path, "traits", index], "trait", trait)
+            for index, trait in enumerate(spec.traits)
+        ]
+        if all(known):
             fault = self.vocabulary.fault_of(spec)
             if fault is not None:
                 remedy = "correct it, or see `shardproof list traits`"
@@ -230,9 +223,8 @@ class _Expansion:
         cells: dict[tuple[str, ...], Cell] = {}
         for cell in self._product(["matrix"], scenario.matrix, None):
             if cell.key in cells:
-                self._add(
-                    ["matrix"], "cell given twice", "give one of them a label", " ".join(cell.key)
-                )
+                remedy = "give one of them a label"
+                self._add(["matrix"], "cell given twice", remedy, " ".join(cell.key))
                 break
             cells[cell.key] = cell
         for index, include in enumerate(scenario.include):
@@ -244,9 +236,8 @@ class _Expansion:
         for index, rule in enumerate(scenario.exclude):
             gone = [key for key, cell in cells.items() if matches(rule, cell)]
             if not gone:
-                self._add(
-                    ["exclude", index], "matches nothing", "correct or remove it", rule.reason
-                )
+                remedy = "correct or remove it"
+                self._add(["exclude", index], "matches nothing", remedy, rule.reason)
             for key in gone:
                 del cells[key]
         self._stop_if_faulty()
@@ -336,21 +327,15 @@ class _Expansion:
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
 
-    def _marks(
-        self, cells: Sequence[Cell], section: str, rules: Sequence[Match]
-    ) -> dict[tuple[str, ...], str]:
-        """Key -> reason of the first matching rule, for every matched cell."""
+    def _marks(self, cells: Sequence[Cell], section: str) -> dict[tuple[str, ...], str]:
+        """Key -> reason of the first matching rule of ``section``, for every matched cell."""
         marks: dict[tuple[str, ...], str] = {}
-        for index, rule in enumerate(rules):
+        for index, rule in enumerate(getattr(self.scenario, section)):
             keys = [cell.key for cell in cells if matches(rule, cell)]
             reason = getattr(rule, "reason", "")
             if not keys:
-                self._add(
-                    [section, index],
-                    f"{section} rule matches nothing",
-                    "correct or remove it",
-                    reason,
-                )
+                what = f"{section} rule matches nothing"
+                self._add([section, index], what, "correct or remove it", reason)
             for key in keys:
                 marks.setdefault(key, reason)
         return marks
@@ -362,7 +347,7 @@ class _Expansion:
         if variant is not None:
             own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
             values |= {**own, "params": {**values["params"], **own.get("params", {})}}
-        return WorkloadSpec(**{**values, "traits": tuple(values["traits"])})
+        return from_plain(WorkloadSpec, values)
 
     def _expect(self, cell: Cell) -> dict[str, Any]:
         """The scenario's expectations, overridden by the implementation's and the variant's."""
@@ -375,20 +360,12 @@ class _Expansion:
     def _optimizer(
         self, choice: OptimizerChoice, clip: float | None, traits: Iterable[str]
     ) -> OptimizerSpec:
-        groups = tuple(GroupSpec(**group.model_dump()) for group in choice.groups)
-        low, high = choice.betas
-        return OptimizerSpec(
-            name=choice.name,
-            lr=choice.lr if choice.lr is not None else _DEFAULT_LR[choice.name],
-            momentum=choice.momentum,
-            betas=(low, high),
-            eps=choice.eps,
-            weight_decay=choice.weight_decay,
-            warmup_steps=choice.warmup_steps,
-            groups=groups or tuple(self.vocabulary.groups(traits)),
-            clip_norm=clip,
-            scaler=None if choice.scaler is None else ScalerSpec(**choice.scaler.model_dump()),
-        )
+        fields = choice.model_dump(exclude={"label"}) | {"clip_norm": clip}
+        if choice.lr is None:
+            fields["lr"] = _DEFAULT_LR[choice.name]
+        spec = from_plain(OptimizerSpec, fields)
+        groups = spec.groups or tuple(self.vocabulary.groups(traits))
+        return dataclasses.replace(spec, groups=groups)
 
     def _case(
         self, cell: Cell, tier: str, skip: str | None, xfail: str | None, several_clips: bool
@@ -506,11 +483,11 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:
     """The same cases with another seed of the workload; ``[seedN]`` is added to their ids."""
-    changed = []
-    for case in cases:
-        scenario, rest = case.id.split("::", 1)
-        workload = dataclasses.replace(case.workload, seed=seed)
-        changed.append(
-            dataclasses.replace(case, id=f"{scenario}[seed{seed}]::{rest}", workload=workload)
+    return [
+        dataclasses.replace(
+            case,
+            id=case.id.replace("::", f"[seed{seed}]::", 1),
+            workload=dataclasses.replace(case.workload, seed=seed),
         )
-    return changed
+        for case in cases
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -67,7 +67,7 @@ class Selection:
         cases = self._of_scenarios(planned)
         seeds = () if self.seed is None else (self.seed,)
         filters: tuple[tuple[str, Sequence[str | int], Names], ...] = (
-            ("--impl", self.implementations, lambda case: (case.implementation, system_of(case))),
+            ("--impl", self.implementations, _systems),
             ("--backend", self.backends, lambda case: (case.backend,)),
             ("--world", self.worlds, lambda case: (case.world,)),
             ("--seed", seeds, lambda case: (case.workload.seed,)),
@@ -80,7 +80,8 @@ class Selection:
         if _is_id(expression):
             return _narrow(cases, "-k", (expression,), lambda case: (case.id,))
         matches = compile_expression(expression)
-        return _keep(cases, lambda case: matches(case.id), "-k", expression, [_NOT_PLANNED])
+        cases = [case for case in cases if matches(case.id)]
+        return _some(cases, "-k", expression, hint=_NOT_PLANNED)
 
     def _of_scenarios(self, planned: list[Case]) -> list[Case]:
         kept: set[str] = set()
@@ -101,10 +102,10 @@ class Selection:
         matches = compile_expression(expression)
         if _is_id(expression):
             return [resolve(expression, pool)]
-        known = sorted({name for case in pool for name in (case.implementation, system_of(case))})
+        known = sorted({name for case in pool for name in _systems(case)})
         cases = pool
         if self.tier != "full":
-            cases = _keep(cases, lambda case: case.tier == self.tier, "--tier", self.tier, ["full"])
+            cases = _some([c for c in pool if c.tier == self.tier], "--tier", self.tier, ["full"])
         if self.implementations:
             cases = self._of_implementations(cases, known)
         for backend in self.backends:
@@ -112,31 +113,24 @@ class Selection:
                 remedy = nearest(backend, vocabulary.backends, "backends")
                 raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
         if self.backends:
-            text = " ".join(self.backends)
             there = sorted({case.backend for case in cases})
-            cases = _keep(
-                cases, lambda case: case.backend in self.backends, "--backend", text, there
-            )
+            cases = [case for case in cases if case.backend in self.backends]
+            _some(cases, "--backend", " ".join(self.backends), there)
         if self.worlds:
-            text = " ".join(map(str, self.worlds))
-            sizes = [str(world) for world in sorted({case.world for case in cases})]
-            cases = _keep(cases, lambda case: case.world in self.worlds, "--world", text, sizes)
+            sizes = sorted({case.world for case in cases})
+            cases = [case for case in cases if case.world in self.worlds]
+            _some(cases, "--world", " ".join(map(str, self.worlds)), map(str, sizes))
         if self.seed is not None:
             cases = reseed(cases, self.seed)
-        hint = ["`shardproof list cases` shows the ids"]
-        return _keep(cases, lambda case: matches(case.id), "-k", expression, hint)
+        cases = [case for case in cases if matches(case.id)]
+        return _some(cases, "-k", expression, hint="`shardproof list cases` shows the ids")
 
     def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
         from shardproof import registry
 
         chosen: list[Case] = []
         for pattern in self.implementations:
-            named = [
-                case
-                for case in cases
-                if fnmatchcase(case.implementation, pattern)
-                or fnmatchcase(system_of(case), pattern)
-            ]
+            named = [c for c in cases if any(fnmatchcase(n, pattern) for n in _systems(c))]
             if not named and not re.search(r"[*?\[]", pattern):
                 try:
                     registry.check(pattern)
@@ -181,6 +175,11 @@ def system_of(case: Case) -> str:
     return case.implementation + (f"+{case.label}" if case.label else "")
 
 
+def _systems(case: Case) -> tuple[str, str]:
+    """The names that ``--impl`` matches."""
+    return case.implementation, system_of(case)
+
+
 def _is_id(text: str) -> bool:
     return len(text.split("::")) == _ID_PARTS and " " not in text
 
@@ -202,10 +201,7 @@ def _scenario_of(name: str) -> str:
 
 
 def _narrow(
-    cases: list[Case],
-    option: str,
-    values: Sequence[str | int],
-    names: Names,
+    cases: list[Case], option: str, values: Sequence[str | int], names: Names
 ) -> list[Case]:
     """The cases that ``values`` match (no values: all); each value must match some."""
     if not values:
@@ -227,11 +223,11 @@ def _unplanned(option: str, value: str, remedy: str) -> SelectionError:
     )
 
 
-def _keep(
-    cases: list[Case], wanted: Callable[[Case], bool], option: str, value: str, valid: Sequence[str]
+def _some(
+    kept: list[Case], option: str, value: str, valid: Iterable[str] = (), hint: str = ""
 ) -> list[Case]:
-    kept = [case for case in cases if wanted(case)]
+    """``kept``, what ``option`` left, unless that is nothing."""
     if not kept:
-        remedy = f"there are: {', '.join(valid)}" if option != "-k" else valid[0]
+        remedy = hint or f"there are: {', '.join(valid)}"
         raise SelectionError(Problem(f"{option} matches nothing", remedy, value))
     return kept

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Batch, CrossEntropy, GroupSpec, MicroBatch
+from shardproof.contract import Batch, CrossEntropy, MicroBatch
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import Knob, Params, check_traits, lookup
 from shardproof.workloads.layers import (
@@ -39,7 +39,6 @@ from shardproof.workloads.traits import (
     OVERFLOW_FLAG,
     OVERFLOW_STEP,
     TRAITS,
-    suggested_groups,
 )
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
@@ -288,30 +287,9 @@ class Workload:
         )
 
     @cached_property
-    def buffer_names(self) -> list[str]:
-        """All buffers, in registration order."""
-        return [name for name, _ in self._skeleton.named_buffers()]
-
-    @cached_property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the name that counts."""
-        first: dict[int, str] = {}
-        result = {}
-        for name, p in self._skeleton.named_parameters(remove_duplicate=False):
-            canonical = first.setdefault(id(p), name)
-            if canonical != name:
-                result[name] = canonical
-        return result
-
-    @cached_property
     def zero_gradient(self) -> dict[str, list[Region]]:
         """Slices whose true gradient is 0 (one ``(start, stop)`` per dimension)."""
         return self.family.zero_gradient(self.params)
-
-    @property
-    def groups(self) -> tuple[GroupSpec, ...]:
-        """Parameter groups that the traits suggest for the optimizer."""
-        return suggested_groups(self.traits)
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
         """Copy ``state`` (the true initial one by default) into ``module``."""
@@ -321,8 +299,8 @@ class Workload:
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
-        samples, weights = self._global_batch(step)
-        ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
+        whole = self.whole_batch(step)
+        parts = (whole.inputs, whole.targets, whole.weights, whole.sample_ids)
         batches = []
         start = 0
         for cut in self.spec.cut(coordinates):
@@ -334,12 +312,7 @@ class Workload:
                 window = []
                 for length in sizes:
                     index = torch.tensor(list(itertools.islice(order, length)))
-                    micro = MicroBatch(
-                        inputs=samples.inputs[index],
-                        targets=samples.targets[index],
-                        weights=weights[index],
-                        sample_ids=ids[index],
-                    )
+                    micro = MicroBatch(*(part[index] for part in parts))
                     trimmed = "variable_lengths" in self.traits
                     window.append(_trimmed(micro) if trimmed else micro)
                 windows.append(tuple(window))

@@ -78,12 +78,6 @@ def write_digits(path: Path) -> None:
     np.savez_compressed(path, images=images.numpy(), labels=labels.numpy().astype(np.uint8))
 
 
-def preload() -> None:
-    """Read both data sets now, so that forked children inherit them."""
-    character_names()
-    digits()
-
-
 def _scikit_learn_digits() -> np.ndarray:
     """The table in scikit-learn's ``digits.csv.gz``: 64 pixels and a label a row."""
     spec = importlib.util.find_spec("sklearn")

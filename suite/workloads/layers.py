@@ -17,25 +17,21 @@ import torch
 from torch import Tensor, nn
 
 
-class Linear(nn.Linear):
+class _Uninitialised:
+    def reset_parameters(self) -> None:
+        """Leave the values as they are."""
+
+
+class Linear(_Uninitialised, nn.Linear):
     """``nn.Linear`` that starts uninitialised."""
 
-    def reset_parameters(self) -> None:
-        """Leave the values as they are."""
 
-
-class Embedding(nn.Embedding):
+class Embedding(_Uninitialised, nn.Embedding):
     """``nn.Embedding`` that starts uninitialised."""
 
-    def reset_parameters(self) -> None:
-        """Leave the values as they are."""
 
-
-class Conv2d(nn.Conv2d):
+class Conv2d(_Uninitialised, nn.Conv2d):
     """``nn.Conv2d`` that starts uninitialised."""
-
-    def reset_parameters(self) -> None:
-        """Leave the values as they are."""
 
 
 class StackForward(nn.Module):

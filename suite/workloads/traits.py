@@ -77,20 +77,12 @@ class Trait:
 TRAITS: dict[str, Trait] = {
     "tied": Trait("one weight used by two layers of one unit", (5,), "inner"),
     "tied_over_units": Trait(
-        "one weight used by two units (embedding and head, where they exist)",
-        (5,),
-        "model",
+        "one weight used by two units (embedding and head, where they exist)", (5,), "model"
     ),
     "frozen": Trait(
-        "parameters without gradients beside trainable ones in the same unit",
-        (7,),
-        "front",
+        "parameters without gradients beside trainable ones in the same unit", (7,), "front"
     ),
-    "unused": Trait(
-        "parameters that no forward uses, registered first and last",
-        (6,),
-        "front",
-    ),
+    "unused": Trait("parameters that no forward uses, registered first and last", (6,), "front"),
     "conditional_by_rank": Trait(
         "a branch that only the first half of the global batch uses", (6, 22), "front"
     ),
@@ -149,15 +141,10 @@ TRAITS: dict[str, Trait] = {
         "dropout whose mask is a function of seed, step, sample and position", (14,), "front"
     ),
     "dropout_stateful": Trait(
-        "dropout with its own generator, seeded per data coordinate",
-        (14,),
-        "inner",
-        by_cut=True,
+        "dropout with its own generator, seeded per data coordinate", (14,), "inner", by_cut=True
     ),
     "overflow_on_one_rank": Trait(
-        "the backward of the last sample is infinite in step 1 and NaN in step 4",
-        (12, 9),
-        "front",
+        "the backward of the last sample is infinite in step 1 and NaN in step 4", (12, 9), "front"
     ),
     "late_results": Trait("results of calls arrive only at their wait", (21,), "backend"),
     "poisoned_buffers": Trait(

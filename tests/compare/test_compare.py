@@ -209,7 +209,6 @@ def test_figures_of_what_broke_are_neither_better_nor_listed(run: Run, verdict: 
     found = both(run, old, new)
     assert told_by(found) == ["verdict worse", "traffic.bytes_sent worse"], "verdicts first"
     groups = tables.groups(found, "strategy", False)
-    assert groups is not None
     [ddp] = [row for row in groups.rows if row[0] == "ddp"]
     assert ddp[-2] == "1,000" and "better" not in tables.sentence(found)
     rows = list(csv.DictReader(io.StringIO(formats.csv([found], False))))
@@ -490,11 +489,9 @@ def test_tables_group_by_strategy_or_backend(run: Run) -> None:
     found = both(run, old, made.changed(old, 1, made.figure("memory", "bytes_held", 1)))
     by_strategy = tables.groups(found, "strategy", False)
     by_backend = tables.groups(found, "backend", False)
-    assert by_strategy is not None and by_backend is not None
     assert [row[0] for row in by_strategy.rows] == sorted(made.STRATEGIES)
     assert [row[0] for row in by_backend.rows] == ["gloo", "in_memory"]
     changed_only = tables.groups(found, "strategy", True)
-    assert changed_only is not None
     assert [row[0] for row in changed_only.rows] == ["zero1"]
 
 

@@ -16,7 +16,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import BufferRule, OptimizerSpec, ScalerSpec
 from shardproof.oracle import training
 from shardproof.oracle.training import load_or_train, train
-from shardproof.workloads import TRAITS, Workload, make
+from shardproof.workloads import TRAITS, Workload, make, suggested_groups
 from shardproof.workloads.layers import load_state
 
 GPT, CNN = "charnames_gpt", "digits_cnn"
@@ -110,7 +110,9 @@ def test_one_coordinate_is_the_plain_loop(kind: Any, clip: float | None) -> None
 def test_the_gradient_does_not_depend_on_the_cut(name: str, trait: tuple[str, ...]) -> None:
     carried = [t for t in trait if name in TRAITS[t].applies_to]
     item = workload(name, *carried, params=UNCUT[name])
-    spec = OptimizerSpec(lr=0.05, weight_decay=0.01, groups=item.groups, scaler=ScalerSpec())
+    spec = OptimizerSpec(
+        lr=0.05, weight_decay=0.01, groups=suggested_groups(item.traits), scaler=ScalerSpec()
+    )
     whole = train(item, spec, 1, 2).to_dict()["steps"]
     for world in (2, 3, 4, 5):
         for one, other in zip(whole, train(item, spec, world, 2).to_dict()["steps"], strict=True):
@@ -170,7 +172,9 @@ def test_what_goes_out_of_use_is_left_alone_and_keeps_its_state() -> None:
 
 def test_groups_have_their_own_rate_and_decay() -> None:
     item = workload(GPT, "two_groups")
-    spec = OptimizerSpec(lr=0.1, momentum=0.0, weight_decay=0.2, groups=item.groups)
+    spec = OptimizerSpec(
+        lr=0.1, momentum=0.0, weight_decay=0.2, groups=suggested_groups(item.traits)
+    )
     record = train(item, spec, 1, 1).to_dict()["steps"][0]
     state = item.state()
     for name, rate, decay in (("head.weight", 0.1, 0.2), ("head.bias", 0.05, 0.05)):

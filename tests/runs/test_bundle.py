@@ -34,7 +34,7 @@ from shardproof.registry import load_mutant
 from shardproof.runs.bundle import packing
 from shardproof.runs.bundle.form import LISTING
 from shardproof.runs.bundle.packing import pack
-from shardproof.runs.bundle.unpacking import is_archive, notes, open_run, unpacked
+from shardproof.runs.bundle.unpacking import notes, open_run, unpacked
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.budget import fit_cases
@@ -173,7 +173,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(run: Path, tmp_path: Path) -
         pack(run, output)
     assert output.read_text() == "mine"
     pack(run, output, force=True)
-    assert is_archive(output)
+    assert tarfile.is_tarfile(output)
     assert {path.name for path in tmp_path.iterdir()} == {"b.tar.gz", "copy", "temporary"}
 
 

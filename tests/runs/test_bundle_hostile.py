@@ -12,10 +12,10 @@ import pytest
 from archives import Part, forge, small
 
 from shardproof.commands.verify import verify_archive
+from shardproof.compare import baseline
 from shardproof.errors import SelectionError
 from shardproof.runs.bundle import unpacking
 from shardproof.runs.bundle.form import LISTING
-from shardproof.runs.bundle.unpacking import is_archive
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -98,8 +98,9 @@ def test_what_is_no_bundle_is_told_so(tmp_path: Path) -> None:
     for path, says in ((plain, "no bundle"), (other, "first file"), (empty, "first file")):
         with pytest.raises(SelectionError, match=says):
             verify_archive(path)
-    assert not is_archive(plain)
-    assert not is_archive(tmp_path / "absent")
+    for path in (plain, tmp_path / "absent"):
+        with pytest.raises(SelectionError, match=r"is damaged|no such run"):
+            baseline.load(str(path))
 
 
 def test_more_bytes_than_listed_are_refused(

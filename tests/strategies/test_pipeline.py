@@ -24,7 +24,7 @@ from shardproof.impls.reference.pipeline.split_backward import SplitBackward
 from shardproof.impls.reference.pipeline.stages import cut
 from shardproof.oracle import training
 from shardproof.schedules import Action, problems
-from shardproof.workloads import TRAITS, Workload
+from shardproof.workloads import TRAITS, Workload, suggested_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -284,7 +284,7 @@ def test_interleaving(chunks: int) -> None:
 def test_ties_over_stages(schedule: Any, world: int) -> None:
     """Over two ranks, over two stages of one rank, and within one stage."""
     workload = work("tied_over_units", "two_groups", layers=6, micro_batches=6, windows=2)
-    spec = OptimizerSpec("adamw", lr=0.01, clip_norm=0.05, groups=workload.groups)
+    spec = OptimizerSpec("adamw", lr=0.01, clip_norm=0.05, groups=suggested_groups(workload.traits))
     truth = training.train(workload, spec, 1, 1, "per_rank").to_dict()
     records = succeed(
         lambda rank, size: drive(workload, spec, rank, size, {"schedule": schedule}, steps=1), world

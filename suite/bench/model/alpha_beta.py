@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -240,19 +240,6 @@ def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return along[-1] if len(rows) == 1 else best
 
 
-def fits_of(
-    backend: str, ranks: int, measured: Iterable[tuple[str, Mapping[int, float], float]]
-) -> dict[str, Fit]:
-    """A fit for every ``(operation, seconds by payload bytes, cores busy)``, by the first algorithm
-    that ``backend`` has for it.
-    """
-    first = {operation: names[0] for operation, names in ALGORITHMS[backend].items()}
-    return {
-        operation: fit(operation, first[operation], ranks, times, busy)
-        for operation, times, busy in measured
-    }
-
-
 # ------------------------------------------------------------------------- from ranks' records
 
 
@@ -283,13 +270,21 @@ def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
         operation, payload, _ = rows[0]
         sweeps = zip(*(seconds for _, _, seconds in rows), strict=True)
         times.setdefault(operation, {})[payload] = statistics.median(map(max, sweeps))
-    measured = [(op, by, _busy(backend, op, records)) for op, by in times.items()]
+    fits = {
+        # By the first algorithm that the backend has for it.
+        operation: fit(
+            *(operation, ALGORITHMS[backend][operation][0], ranks, by_payload),
+            busy=_busy(backend, operation, records),
+        )
+        for operation, by_payload in times.items()
+        if ranks > 1
+    }
     flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
     copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
     return Machine(
         backend,
         ranks,
-        fits_of(backend, ranks, measured) if ranks > 1 else {},
+        fits,
         times,
         statistics.median(flops) if flops else None,
         statistics.median(copies),

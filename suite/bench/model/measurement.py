@@ -67,7 +67,7 @@ def measure(
     control = everybody(backend, world)
     alone = [probes.Alone(each, rank) for each in runs]
     together = [Arm(each, rank) for each in runs]
-    for arm in together:
+    for arm in together:  # after all groups are made
         arm.set_up()
     for single, arm in zip(alone, together, strict=True):
         single.segment(WARM)

@@ -61,8 +61,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
         raise RuntimeError("a step is watched with ledgers on: run_ranks(..., ledgers=True)")
-    arm = Arm(run, rank)
-    arm.set_up()
+    arm = Arm(run, rank).set_up()
     begin = 0
     for step in range(BEFORE + 1):
         begin = len(ledger.calls)
@@ -190,28 +189,24 @@ class Probes:
     def _call_of(self, operation: str, payload: int) -> Callable[[], object]:
         comm, count = self.comm, max(1, -(-payload // 4))
         shard = -(-count // comm.size)
-        if operation == "all_reduce":
-            return lambda: comm.all_reduce(self._part(count))
-        if operation == "broadcast":
-            return lambda: comm.broadcast(self._part(count))
-        if operation == "reduce":
-            return lambda: comm.reduce(self._part(count))
-        if operation == "all_gather":
-            return lambda: comm.all_gather(self._part(shard * comm.size), self._own(shard))
-        if operation == "reduce_scatter":
-            return lambda: comm.reduce_scatter(self._own(shard), self._part(shard * comm.size))
-        if operation == "all_to_all":  # a rank keeps a chunk: the payload is that of the others
-            whole = -(-count // max(1, comm.size - 1)) * comm.size
-            return lambda: comm.all_to_all(self._own(whole), self._part(whole))
-        if operation == "gather":
-            return lambda: comm.gather(self._own(count), self._shards(count))
-        if operation == "scatter":
-            return lambda: comm.scatter(self._own(count), self._shards(count))
-        if operation == "barrier":
-            return comm.barrier
-        if operation == "send":
-            return lambda: self._message(self._part(count))
-        raise ValueError(f"no probe for {operation!r}")
+        whole = shard * comm.size
+        others = -(-count // max(1, comm.size - 1)) * comm.size
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(self._part(count)),
+            "broadcast": lambda: comm.broadcast(self._part(count)),
+            "reduce": lambda: comm.reduce(self._part(count)),
+            "all_gather": lambda: comm.all_gather(self._part(whole), self._own(shard)),
+            "reduce_scatter": lambda: comm.reduce_scatter(self._own(shard), self._part(whole)),
+            # A rank keeps a chunk: the payload is that of the others.
+            "all_to_all": lambda: comm.all_to_all(self._own(others), self._part(others)),
+            "gather": lambda: comm.gather(self._own(count), self._shards(count)),
+            "scatter": lambda: comm.scatter(self._own(count), self._shards(count)),
+            "barrier": lambda: comm.barrier(),
+            "send": lambda: self._message(self._part(count)),
+        }
+        if operation not in calls:
+            raise ValueError(f"no probe for {operation!r}")
+        return calls[operation]
 
     def _message(self, tensor: torch.Tensor) -> None:
         """One message from each even rank to its odd neighbour or, the next time, back."""

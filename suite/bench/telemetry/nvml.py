@@ -9,10 +9,10 @@ Source: NVML API reference, NVIDIA, chapter 5 "Device Queries" and "NvmlClocksEv
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
-
-from shardproof.bench.telemetry.deadline import within
 
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 _FUNCTION_NOT_FOUND = 13
@@ -100,6 +100,30 @@ THROTTLE: dict[int, str] = {
 }
 #: Those that make a GPU slower than it could be.
 SLOWS = frozenset(THROTTLE[bit] for bit in (0x4, 0x8, 0x20, 0x40, 0x80))
+
+
+def within(seconds: float, action: Callable[[], Any]) -> Any:
+    """What ``action`` returns, or raises; after ``seconds`` its thread is left to itself.
+
+    :raises TimeoutError: it had not ended by then.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((action(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="with a deadline", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"no answer in {seconds:g} s: it was given up")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def start(api: Any = None) -> tuple[Any, str]:

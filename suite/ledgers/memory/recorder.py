@@ -150,15 +150,13 @@ class MemoryLedger(TorchDispatchMode):
 
     def in_use(self, tensors: Iterable[Tensor | None], label: str) -> None:
         """Label ``tensors`` of a rank in this process; those of another rank are not known here."""
-        for tensor in tensors:
-            for ref in self._refs(tensor) if tensor is not None else ():
-                self._label(ref, label)
+        for ref in self._refs(tensors):
+            self._label(ref, label)
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
         """``tensors`` of a rank in this process went into a process group."""
-        for tensor in tensors:
-            for ref in self._refs(tensor):
-                self.log.storages[ref.index].communicated = True
+        for ref in self._refs(tensors):
+            self.log.storages[ref.index].communicated = True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` has another size now."""
@@ -231,11 +229,12 @@ class MemoryLedger(TorchDispatchMode):
             key = (step, phase, direction)
             self.log.moved[key] = self.log.moved.get(key, 0) + size
 
-    def _refs(self, tensor: Tensor) -> Iterator[_Ref]:
-        for part in self._countable(tensor):
-            ref = self._known.get(id(part.untyped_storage()))
-            if ref is not None:
-                yield ref
+    def _refs(self, tensors: Iterable[Tensor | None]) -> Iterator[_Ref]:
+        for tensor in tensors:
+            for part in self._countable(tensor) if tensor is not None else ():
+                ref = self._known.get(id(part.untyped_storage()))
+                if ref is not None:
+                    yield ref
 
     def _label(self, ref: _Ref, label: str, weak: bool = False) -> bool:
         storage = self.log.storages[ref.index]

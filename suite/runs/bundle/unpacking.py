@@ -45,7 +45,6 @@ from shardproof.runs.run_folder import find_run
 MAX_RATIO, _GRACE = 200, 64 << 20
 
 _BLOCK = tarfile.BLOCKSIZE
-_MAGIC = b"\x1f\x8b"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 #: The one extended header that is written: a name that the plain one has no room for.
 _LONG_NAME = re.compile(rb"(\d+) path=([^\n\0]+)\n")
@@ -66,15 +65,6 @@ class Unpacked:
     folder: Path
     listing: Listing
     problems: list[str]
-
-
-def is_archive(path: Path) -> bool:
-    """Whether ``path`` is a file that begins like a bundle."""
-    try:
-        with path.open("rb") as stream:
-            return stream.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 @contextmanager

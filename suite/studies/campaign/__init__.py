@@ -65,11 +65,8 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
             remedy = nearest(pattern, known, "implementations")
             raise SelectionError(Problem("--impl matches nothing in a campaign", remedy, pattern))
     drawn = (numbered_case(number, seed) for number in itertools.count())
-    wanted = (
-        case
-        for case in drawn
-        if not patterns or any(fnmatchcase(case.implementation, p) for p in patterns)
-    )
+    globs = patterns or ("*",)
+    wanted = (c for c in drawn if any(fnmatchcase(c.implementation, glob) for glob in globs))
     return list(itertools.islice(wanted, count))
 
 
