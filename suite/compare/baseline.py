@@ -38,8 +38,9 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
     with opened(name, root) as folder:
         if folder is None:
             return read(Path(name))
+        snapshot = of_folder(folder)  # first: what is damaged is told by its line
         require_unedited(folder)
-        return of_folder(folder)
+        return snapshot
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def left_running(folder: Path) -> list[str]:
     return found
 
 
-def all_gone(folder: Path, within_s: float = 5.0) -> bool:
+def all_gone(folder: Path, within_s: float = 60.0) -> bool:
     """Whether nothing of the run is left before the time is up."""
     deadline = time.monotonic() + within_s
     while left_running(folder):

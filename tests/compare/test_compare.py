@@ -286,7 +286,7 @@ def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) 
     later["packages"]["torch"], later["planned"] = "2.13.0+cpu", [lines[1]["id"]]
     header["invocations"].append(later)
     (path / "run.json").write_text(json.dumps(header))
-    old = baseline.load(str(path))
+    old = baseline.of_folder(path)
     new = baseline.load(str(made.write(tmp_path / "new", lines)))
     found = compare(old, new)
     assert [item.id for item in found.apart] == [lines[0]["id"]]
