@@ -82,12 +82,24 @@ class _JudgedTime:
 
 @dataclass
 class Gate:
-    """What :func:`judge` says; ``compared`` counts results, ``decided`` those not left open."""
+    """What :func:`judge` says.
+
+    ``compared`` counts results, ``decided`` those not left open; ``open`` those that the reference
+    decided and the run does not.  ``coverage``: the least share that must be decided.
+    """
 
     comparison: RunComparison
     findings: list[GateFinding] = field(default_factory=list)
     compared: int = 0
     decided: int = 0
+    open: int = 0
+    coverage: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """What was decided, of that and what could have been, but for planted faults."""
+        late = sum(not name.startswith(FAULTS) for name in self.comparison.left_out)
+        return self.decided / max(1, self.decided + self.open + late)
 
     def of(self, state: State) -> list[GateFinding]:
         """Findings of one state."""
@@ -95,10 +107,11 @@ class Gate:
 
     @property
     def exit_code(self) -> int:
-        """0 held, 1 broken, 3 nothing could be compared, or all of it was skipped or left open."""
+        """0 held, 1 broken, 3 too little was decided: the rest was left out, skipped or open."""
         if self.of("breaks"):
             return verdicts.BROKEN
-        return verdicts.HELD if self.decided else verdicts.NOT_DECIDED
+        enough = self.decided and self.share >= self.coverage
+        return verdicts.HELD if enough else verdicts.NOT_DECIDED
 
     def sentence(self) -> str:
         """The outcome in one line."""
@@ -108,6 +121,8 @@ class Gate:
         head = "held" if self.exit_code == verdicts.HELD else "broken"
         if self.exit_code == verdicts.NOT_DECIDED:
             head = "nothing was decided" if self.compared else "nothing could be compared"
+            if self.decided:
+                head = f"too little was decided (cases.coverage: {self.coverage:.0%})"
         comparison = self.comparison
         if not self.compared:
             head += f" ({comparison.obstacle})"
@@ -116,7 +131,8 @@ class Gate:
         still = f", {undecided} of them undecided" if undecided else ""
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {comparison.before.name}{still}{late}"
+            f"{self.compared} results compared with {comparison.before.name}, "
+            f"{self.share:.0%} decided{still}{late}"
         )
 
 
@@ -131,7 +147,9 @@ def judge(
     ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
     """
     judge = _Judge(comparison, policy, today)
-    gate = Gate(comparison, compared=comparison.comparable, decided=len(judge.decided()))
+    decided, coverage = judge.decided(), policy.policy.cases.coverage
+    open_ = sum(p.before.verdict in _DECIDED and p.id not in decided for p in comparison.pairs)
+    gate = Gate(comparison, [], comparison.comparable, len(decided), open_, coverage)
     gate.findings += [GateFinding("breaks", "evidence", name, problem) for name, problem in doubts]
     for part in (
         judge.verdicts(),

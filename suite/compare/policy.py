@@ -127,6 +127,12 @@ class Cases(Model):
 
     missing: Level = Field("break", description="cases, faults, ratios that the run lacks")
     left_out: Level = Field("report", description="the run's budget had no room for it")
+    coverage: float = Field(
+        0.9,
+        ge=0,
+        le=1,
+        description="least share decided of what was before, or is left out",
+    )
     new: Level = Field("report", description="in the run and not in the baseline")
     incomparable: Level = Field("report", description="another version, cell or data set")
     faults: Level = Field("break", description="a planted fault that was killed survives")

@@ -66,6 +66,20 @@ def test_what_has_not_changed_holds(gate: Judge) -> None:
     assert found.sentence().startswith("held: 0 break")
 
 
+def test_a_gate_with_most_cases_left_out_does_not_hold(gate: Judge) -> None:
+    lines = made.results(20)
+    late = [{"kind": "left out", "id": line["id"], "reason": "no room"} for line in lines[:3]]
+    found = gate(lines, [*lines[3:], *late])
+    assert found.exit_code == 3
+    assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break")
+    assert "85% decided, 3 left out" in found.sentence()
+    assert gate(lines, [*lines[3:], *late], "cases: {coverage: 0.85}").exit_code == 0
+    assert gate(lines, [*lines[2:], *late[:2]]).exit_code == 0
+    kills = [made.kill(f"fault{number}") for number in range(9)]
+    unplanted = [kill | {"verdict": "left out", "killed": False} for kill in kills]
+    assert gate([*lines, *kills], [*lines, *unplanted]).exit_code == 0  # a budget's main use
+
+
 # ------------------------------------------------------------------------------------- verdicts
 
 
@@ -406,7 +420,7 @@ def test_missing_cases_break_and_left_out_ones_are_told(gate: Judge) -> None:
     assert states(gate(lines, lines[:2])) == [("breaks", "missing")]
     assert states(gate(lines, lines[:2], "cases: {missing: report}")) == [("reported", "missing")]
     left_out = {"kind": "left out", "id": lines[2]["id"], "reason": "no room"}
-    found = gate(lines, [*lines[:2], left_out])
+    found = gate(lines, [*lines[:2], left_out], "cases: {coverage: 0.6}")
     assert states(found) == [("reported", "left out")] and found.exit_code == 0
     found = gate(lines, [*lines[:2], left_out], "cases: {left_out: break}")
     assert found.exit_code == 1
@@ -466,7 +480,7 @@ def test_a_run_that_decides_nothing_does_not_hold(gate: Judge) -> None:
     assert states(found) == [("reported", "left out")]
     assert found.exit_code == verdicts.NOT_DECIDED
     assert found.sentence().startswith("nothing was decided: ")
-    assert found.sentence().endswith("with old, 1 of them undecided, 1 left out")
+    assert found.sentence().endswith("with old, 0% decided, 1 of them undecided, 1 left out")
 
 
 def test_ratios_that_show_nothing_decide_nothing(gate: Judge) -> None:
