@@ -109,7 +109,9 @@ class _Rank:
 
     def _run(self, record: RankRecord) -> None:
         try:
-            self.members = Membership(self.case, self.cls, self.rank)
+            # Aside: a mesh lists all ranks, and no bound of a system's bytes grows with the world.
+            with self._aside():
+                self.members = Membership(self.case, self.cls, self.rank)
             if self.members.includes_me:
                 self._begin()
             record.coordinate = self.members.mesh.coordinate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
+from shardproof.cases import leader
 from shardproof.checks import Outcome, active, memory, overlap, traffic
 from shardproof.checks.results import CaseResult
 from shardproof.contract import PROFILES
@@ -383,3 +385,22 @@ def test_a_ledger_leaves_rows_at_marks_and_peaks() -> None:
     assert peaks["forward", "all"] == 64 + 400
     assert peaks["forward", "temporary"] == 400
     assert ledger.log.peak("forward", 0).bytes == 464
+
+
+def test_what_rests_beside_state_does_not_grow_with_the_world(tmp_path: Path) -> None:
+    """The mesh is the suite's: four bytes a rank, which ZeRO-3 at 52 ranks failed by."""
+    resting = {}
+    for world in (2, 5):
+        own = made_case("reference/zero3", {"shard": world}, checks=("memory",), steps=1)
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        account, result = leader.judge_case(own, folder, tmp_path / "oracles")
+        assert result.verdict == "pass", result.reason
+        assert account.figures is not None
+        resting[world] = {
+            (row.where, row.kind, row.bytes)
+            for record in account.figures.records
+            for row in record.memory
+            if row.moment == "mark" and row.kind in ("activations", "temporary")
+        }
+    assert resting[2] and resting[2] == resting[5]
