@@ -86,6 +86,7 @@ _ORDER = (
         "precondition",
         "inconclusive",
         "undecidable",
+        "over budget",
         "judge error",
         "refused",
         "hang",
