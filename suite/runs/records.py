@@ -255,6 +255,18 @@ class Manifest:
         append_line(self._path, line_bytes)
         self._last = line_bytes
 
+    @contextmanager
+    def sealing(self, file: str, sha256: str) -> Iterator[None]:
+        """:meth:`seal`, before the file is written inside; taken back if that fails."""
+        before = self._path.stat().st_size if self._path.exists() else 0
+        self.seal(file, sha256)
+        try:
+            yield
+        except OSError:
+            os.truncate(self._path, before)
+            self._last = None
+            raise
+
     def read(self) -> dict[tuple[str, int | None], str]:
         """(file, line or ``None``) -> SHA-256.
 
