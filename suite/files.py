@@ -8,13 +8,15 @@ import os
 import stat
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Self, TypeVar
+
+from shardproof.errors import Problem, SelectionError
 
 T = TypeVar("T")
 
@@ -26,29 +28,44 @@ UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE),
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
 )
-#: Bytes of a file that is read at once.
-MOST_BYTES = 1 << 30
+#: Bytes of a file that is read at once, and of one line.
+MOST_BYTES, MOST_LINE = 1 << 30, 64 << 20
 
 
 def open_input(path: Path) -> BinaryIO:
-    """``path`` for reading: a regular file, for others (a pipe, ``/dev/zero``) may never end.
+    """``path`` for reading, if it is a regular file: a pipe or ``/dev/zero`` may never end.
 
-    :raises OSError: it is none, or cannot be opened.
+    :raises SelectionError: it is none.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: that waits for a pipe's writer
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        remedy = "name a file, or copy what it holds into one"
+        raise SelectionError(Problem("is no regular file", remedy, file=str(path)))
     return path.open("rb")
 
 
 def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
     """All bytes of :func:`open_input`.
 
-    :raises OSError: as there, or it has more than ``most`` bytes.
+    :raises SelectionError: as there, or it has more than ``most``.
     """
     with open_input(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"is over {most >> 20} MiB", str(path))
-        return file.read(most)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise SelectionError(Problem(f"is over {most >> 20} MiB", "name another", file=str(path)))
+    return data
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of :func:`open_input`, with their ends.
+
+    :raises SelectionError: as there, or one is longer than :data:`MOST_LINE`.
+    """
+    with open_input(path) as file:
+        while line := file.readline(MOST_LINE + 1):
+            if len(line) > MOST_LINE:
+                what = f"has a line of over {MOST_LINE >> 20} MiB"
+                raise SelectionError(Problem(what, "take a whole copy", file=str(path)))
+            yield line
 
 
 def why_not_writable(path: Path) -> str:

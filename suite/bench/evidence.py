@@ -165,13 +165,12 @@ def load_times(path: Path) -> list[stats.TimedStep]:
     :raises RecordError: a file that cannot be read.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    from shardproof.runs.records import RecordError
+    from shardproof.runs.records import RecordError, read_table
 
     try:
-        return [stats.TimedStep(**row) for row in pq.read_table(path).to_pylist()]
-    except (pa.ArrowException, OSError, TypeError) as error:
+        return [stats.TimedStep(**row) for row in read_table(path).to_pylist()]
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: no readable times: {error}") from None
 
 

@@ -33,7 +33,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, UNWRITABLE, read_input, write_whole
+from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
 from shardproof.runs.header import (
     FORMAT,
     NAME,
@@ -42,7 +42,7 @@ from shardproof.runs.header import (
     other_format,
     read_header,
 )
-from shardproof.runs.records import Manifest, append_line, write
+from shardproof.runs.records import Manifest, append_line, require_inside, write
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
@@ -217,8 +217,8 @@ class RunFolder:
 
         :raises SelectionError: another one does.
         """
-        if self._lines.exists() and not self._lines.is_file():
-            raise OSError(errno.EINVAL, "is no regular file", str(self._lines))
+        if self._lines.exists():
+            open_input(self._lines).close()
         lines = self._lines.open("ab")
         try:
             fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,6 +271,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
 
     :raises SelectionError: no run there, its ``run.json`` cannot be read, or it has another format.
     :raises SelectionError: a line lacks what this version needs, and there is no ``damaged``.
+    :raises LeadsOut: a line names a file outside of the run.
     """
     header = read_header(path)
     if header is None:
@@ -293,6 +294,8 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
         "scaling": run.scalings.append,
     }
     for number, line in last.values():
+        for name in (line.get("record"), line.get("times")):
+            require_inside(path, name, f"{path / _LINES}:{number}")
         if line["kind"] in readers:
             try:
                 readers[line["kind"]](line)
@@ -345,18 +348,17 @@ def lines(run: Path) -> Iterator[Line]:
 def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:
     if not path.exists():
         return
-    with path.open("rb") as stream:
-        for number, raw in enumerate(stream, 1):
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError):
-                if strict and raw.endswith(b"\n"):
-                    remedy = "`shardproof verify` tells what else was changed"
-                    problem = Problem("is damaged", remedy, file=str(path), line=number)
-                    raise SelectionError(problem) from None
-                continue  # cut off by a kill
-            if isinstance(line, dict) and isinstance(line.get("kind"), str):
-                yield number, old_words.stored_line(line)
+    for number, raw in enumerate(lines_of(path), 1):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            if strict and raw.endswith(b"\n"):
+                remedy = "`shardproof verify` tells what else was changed"
+                problem = Problem("is damaged", remedy, file=str(path), line=number)
+                raise SelectionError(problem) from None
+            continue  # cut off by a kill
+        if isinstance(line, dict) and isinstance(line.get("kind"), str):
+            yield number, old_words.stored_line(line)
 
 
 def _now() -> str:
