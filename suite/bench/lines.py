@@ -69,6 +69,16 @@ class Estimate:
     exact: bool
 
     @property
+    def error(self) -> float:
+        """Standard error of the mean, in log units."""
+        return self.sd / math.sqrt(self.blocks)
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom."""
+        return self.blocks - 1
+
+    @property
     def half_width(self) -> float:
         """Half the interval, in log units."""
         return (self.high - self.low) / 2

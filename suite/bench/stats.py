@@ -53,7 +53,7 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
 
 
-def t_quantile(confidence: float, freedom: int) -> float:
+def t_quantile(confidence: float, freedom: float) -> float:
     """Two-sided quantile of Student's t."""
     return float(distributions.t.ppf((1 + confidence) / 2, freedom))
 
@@ -115,10 +115,8 @@ def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> 
 
     The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
     """
-    freedom = estimated.blocks - 1
-    error = estimated.sd / math.sqrt(estimated.blocks)
-    hurdle = max(least, t_quantile(CONFIDENCE, freedom) * error)
-    return hurdle + float(distributions.t.ppf(power, freedom)) * error
+    hurdle = max(least, t_quantile(CONFIDENCE, estimated.freedom) * estimated.error)
+    return hurdle + float(distributions.t.ppf(power, estimated.freedom)) * estimated.error
 
 
 def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
@@ -138,9 +136,8 @@ DIFFERENT = ("faster", "slower", "small difference")
 def difference_p(estimated: Estimate) -> float:
     """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
     if estimated.sd == 0:
-        return 1.0 if estimated.mean == 0 else 0.0
-    t = abs(estimated.mean) / (estimated.sd / math.sqrt(estimated.blocks))
-    return 2 * float(distributions.t.sf(t, estimated.blocks - 1))
+        return float(estimated.mean == 0)
+    return 2 * float(distributions.t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -274,13 +274,14 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
 def _timing(
     pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
 ) -> Timing:
+    from shardproof.bench import stats
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
     verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = math.expm1(welch.smallest_effect(difference, least))
+    smallest = math.expm1(stats.smallest_effect(difference, least))
     return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.bench import tables as times
+from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -116,8 +117,8 @@ def html(run: Run) -> str:
         timelines=drawn,
         more_timelines=more,
         panels=curves.panels(cells),
-        scaling=curves.table(cells),
-        scaling_remarks=curves.remarks(cells),
+        scaling=curves.table(cells) if cells else None,
+        scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
         comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
         lost=times.lost(pairs) if pairs else "",
