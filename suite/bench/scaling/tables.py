@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shardproof.bench.lines import CellLine, Efficiency
 from shardproof.bench.subjects import BASES
@@ -82,18 +83,18 @@ def _row(lines: Sequence[CellLine]) -> list[str]:
         ends = known[:: max(1, len(known) - 1)]
         shown = (f"{_share(one.modelled_efficiency)} at {one.world:,}" for one in ends)
         modelled = ", ".join(shown) or "-"
-    efficiency, card, seconds = line.efficiency or {}, line.scorecard, line.median_seconds
-    rates = line.tokens_per_second
+    efficiency, seconds, rates = line.efficiency or {}, line.median_seconds, line.tokens_per_second
+    card = {} if line.scorecard is None else asdict(line.scorecard)
     return [
         *(line.mode, line.title, line.backend, worlds, line.verdict),
         *(_efficiency(efficiency.get(base)) for base in BASES),
         *(modelled, f"{line.target:.0%}"),
         *(f"{1e3 * seconds[s]:.1f}" if s in seconds else "-" for s in (*BASES, "ranks")),
         *(f"{rates[side]:,.0f}" if side in rates else "-" for side in ("plain", "ranks")),
-        _number(card and card.achieved_over_predicted),
-        _number(card and card.achieved_over_probed),
-        _share(card and card.exposed_share),
-        _number(card and card.memory_over_formula),
+        _number(card.get("achieved_over_predicted")),
+        _number(card.get("achieved_over_probed")),
+        _share(card.get("exposed_share")),
+        _number(card.get("memory_over_formula")),
     ]
 
 
