@@ -184,7 +184,6 @@ def on_ranks(
 
 
 def _reply(answer: Callable[[], object]) -> Any:
-    """What ``answer`` returns, or why it failed, as JSON has it."""
     try:
         return {"answer": to_plain(answer())}
     except LaunchFailed as failed:

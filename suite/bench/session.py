@@ -88,20 +88,16 @@ class Measured:
 
     @property
     def timed(self) -> bool:
-        """Whether launches of its own are to be made."""
         return self.problem is None and self.source in (None, self)
 
     @property
     def refused(self) -> bool:
-        """Whether the ranks of a cell would have to share cores."""
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
     def run(self, side: str) -> SideRun:
-        """``side`` on all of its ranks."""
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
-        """A launch that times ``blocks``."""
         if isinstance(self.subject, Cell):
             (axis,) = self.meshes["ranks"]
             together = not self.refused
@@ -291,7 +287,6 @@ class Session:
     def _one_side(
         self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None
     ) -> list[T]:
-        """What each rank of ``side``, on ranks of its own, returns."""
         task = what, measured.run(side), workdir or self._folder()
         subject, kinds = measured.subject, list[kind]  # type: ignore[valid-type]
         return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)

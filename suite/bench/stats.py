@@ -54,7 +54,6 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
 
 
 def t_quantile(confidence: float, freedom: float) -> float:
-    """Two-sided quantile of Student's t."""
     return float(distributions.t.ppf((1 + confidence) / 2, freedom))
 
 
@@ -244,7 +243,6 @@ class Judged(NamedTuple):
 
 
 def judge(rows: Iterable[TimedStep]) -> Judged:
-    """Verdict and figures of a comparison; ``verify`` calls it again."""
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:

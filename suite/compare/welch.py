@@ -30,7 +30,6 @@ class Difference(stats.Estimate):
 
     @property
     def freedom(self) -> float:
-        """Welch's degrees of freedom."""
         return self.welch
 
 

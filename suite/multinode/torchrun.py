@@ -66,8 +66,6 @@ ALARM_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the job."""
-
     rank: int
     world: int
     address: str
@@ -199,7 +197,6 @@ def _one(
 
 
 def _sockets() -> set[int]:
-    """Descriptors of this process's sockets."""
     sockets = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):

@@ -41,8 +41,6 @@ _REASON = 300
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """Cases of one implementation on one backend."""
-
     anchor: str
     implementation: str
     backend: str
@@ -53,8 +51,6 @@ class CaseGroup:
 
 @dataclass(frozen=True)
 class BrokenItem:
-    """Something that broke, with its map of errors."""
-
     anchor: str
     item: Break
     map: heat.Map | None
@@ -165,7 +161,6 @@ def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[Bro
 
 
 def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
-    """Cases by implementation and backend, gravest first."""
     members: dict[tuple[str, str], list[CaseResult]] = {}
     for result in cases_by_gravity(results):
         key = result.case.implementation, result.case.backend

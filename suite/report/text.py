@@ -145,12 +145,10 @@ def _limits(run: Run) -> Iterator[str]:
 
 
 def _section(table: Table) -> tuple[str, ...]:
-    """A table below a heading."""
     return ("", f"## {table.title}", "", table.markdown())
 
 
 def _titled(table: Table) -> Iterator[str]:
-    """A table below its title, and its notes."""
     yield from (f"{table.title}:", "", table.markdown())
     for note in table.notes:
         yield from (note, "")

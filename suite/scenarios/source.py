@@ -55,7 +55,6 @@ class Node:
     size: int = 1
 
     def plain(self) -> Any:
-        """The same as nested ``dict``, ``list`` and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -157,7 +156,6 @@ class _Reader:
         return node
 
     def _events(self, text: str) -> Iterator[Any]:
-        """The events of nodes."""
         documents = 0
         try:
             for event in _events(text):

@@ -60,7 +60,6 @@ def modelled_table(lines: Sequence[CellLine]) -> Table:
 
 
 def markdown(lines: Sequence[CellLine]) -> str:
-    """Both tables as Markdown."""
     modelled = modelled_table(lines)
     below = f"\n{MODELLED_TITLE}:\n\n{modelled.markdown()}" if modelled.rows else ""
     return table(lines).markdown() + below

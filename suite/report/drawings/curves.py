@@ -27,21 +27,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing and its heading."""
-
     heading: str
     image: Markup
 
 
 def table(lines: Sequence[CellLine]) -> Table:
-    """A row for each cell."""
     made = tables.table(sorted(lines, key=_key), fold=False)
     rows = [[*row[:4], chip(str(row[4])), *row[5:]] for row in made.rows]
     return replace(made, rows=rows, align="lllrl" + "r" * 13, row_header=1)
 
 
 def panels(lines: Iterable[CellLine]) -> list[Panel]:
-    """One panel for each mode, system and backend."""
     groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
     for line in lines:
         groups[line.cell.name, line.title, line.backend].append(line)
