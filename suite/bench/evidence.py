@@ -125,7 +125,6 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
 
 
 def _telemetry(measured: Measured) -> Telemetry:
-    """What was seen of memory and GPUs, in launches and of each side alone."""
     seen = measured.seen
     places = [r.pci for records in measured.records for r in records if r.pci is not None]
     return Telemetry(
@@ -136,7 +135,6 @@ def _telemetry(measured: Measured) -> Telemetry:
 
 
 def losses(measured: Measured, sides: Sequence[str]) -> dict[str, list[float]]:
-    """The global loss of each of the first steps, by side."""
     if not measured.records:
         return {}
     return {side: losses_of(measured.records[0], side) for side in sides}

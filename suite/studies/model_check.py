@@ -113,7 +113,6 @@ def verdict(score: measurement.Score) -> str:
 def tables(
     runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
 ) -> list[Table]:
-    """Predictions beside measurements, scorecards, and the fits behind them."""
     names = [run.name for run in runs]
     predicted, cards = [], []
     for name, score in zip(names, scores, strict=True):
@@ -159,7 +158,6 @@ def markdown(
     machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:
-    """The page of the evidence."""
     rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
     closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
     parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
