@@ -143,9 +143,6 @@ def cell_launch(
     return Launch(sides, orders, number, list(blocks), probed=probed)
 
 
-# ---------------------------------------------------------------------------- what ranks return
-
-
 @dataclass(frozen=True)
 class RankTimes:
     """What a rank returns at the end of a timed launch, by side; step times are in its file.

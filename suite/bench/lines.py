@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from shardproof.bench.model.alpha_beta import Machine
-from shardproof.bench.model.step_time import Call, Scorecard
+from shardproof.bench.model.records import Call
+from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import Cell, Pair, Room
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run

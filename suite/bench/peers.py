@@ -112,9 +112,6 @@ def _peak(line: PairLine) -> str:
     return f"{line.memory.ratio:.3f}" + ("" if line.memory.kind == "ledger" else " (advisory)")
 
 
-# ------------------------------------------------------------------------------------- a section
-
-
 def section(run: Run) -> str:
     """The table of ``run`` with what was measured where, as it stands between the markers.
 

@@ -316,9 +316,6 @@ class Session:
         return end
 
 
-# ------------------------------------------------------------------------------ what fits here
-
-
 def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> None:
     """Fill in what the sides of ``item`` declared, or why it cannot be measured here."""
     subject = item.subject

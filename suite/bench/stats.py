@@ -126,8 +126,6 @@ def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) ->
     return count
 
 
-# ------------------------------------------------------------------------- many in one report
-
 #: Verdicts that claim a difference; in a report they stand if they survive all others beside them.
 DIFFERENT = ("faster", "slower", "small difference")
 
@@ -172,9 +170,6 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
             verdict = "inconclusive" if lost else line.verdict
             report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=verdict)
     return report
-
-
-# -------------------------------------------------------------------------------- from raw times
 
 
 @dataclass(frozen=True, slots=True)

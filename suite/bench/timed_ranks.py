@@ -37,7 +37,7 @@ from shardproof import backends
 from shardproof.bench import pinning
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
-from shardproof.bench.model import measurement, probes, step_time
+from shardproof.bench.model import measurement, probes
 from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.sides import (
     SEGMENT_SECONDS,
@@ -173,7 +173,7 @@ class _Probing:
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
         self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
-        sizes = measurement.ladder(step_time.seen(watched.calls))
+        sizes = measurement.ladder(watched.calls)
         dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
         self.probes = probes.Probes(control, sizes, watched.products, dtype)
 
@@ -196,9 +196,6 @@ class _Probing:
         for single in self._alone:
             single.arm.close()
         return [single.record() for single in self._alone]
-
-
-# --------------------------------------------------------------------------- one side alone
 
 
 def memory(of_side: SideRun, rank: int) -> int:

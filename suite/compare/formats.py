@@ -67,9 +67,6 @@ def html(report: ComparisonReport) -> str:
     return jinja.get_template("compare.html").render(report=report)
 
 
-# ------------------------------------------------------------------------------- for machines
-
-
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
     rows = [row for item in comparisons for row in _csv_rows(item, only_changed)]
     return Table("", CSV_HEADINGS, rows).csv()

@@ -366,8 +366,6 @@ class _Judge:
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""
 
-    # ------------------------------------------------------------------------------- small things
-
     def _in_scope(self, name: str) -> bool:
         return any(old_words.glob(name, pattern) for pattern in self.policy.cases.scope)
 

@@ -51,8 +51,6 @@ class TensorParallel(CostModel):
         is_cross_entropy = facts.label_smoothing is not None
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
-    # ------------------------------------------------------------------------------- the layout
-
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
@@ -100,8 +98,6 @@ class TensorParallel(CostModel):
                 queries, kv = self.heads(layer)
                 terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
         return terms
-
-    # ---------------------------------------------------------------------------------- traffic
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -200,8 +196,6 @@ class TensorParallel(CostModel):
 
     def norms(self) -> list[Flow]:
         return norm_flow(self.facts, "tensor")
-
-    # ----------------------------------------------------------------------------------- memory
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]

@@ -116,7 +116,7 @@ def html(run: Run) -> str:
         scaling=curves.table(cells) if cells else None,
         scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
-        comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
+        comparison_notes=[[text.strip() for text in times.details(pair)] for pair in pairs],
         lost=times.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",

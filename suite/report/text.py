@@ -64,9 +64,6 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     write_whole(path, new)
 
 
-# ------------------------------------------------------------------------------------ sections
-
-
 def _broken(run: Run) -> Iterator[str]:
     broken = summary.breaks(run)
     if not broken:
@@ -139,9 +136,6 @@ def _limits(run: Run) -> Iterator[str]:
     for limit in unchecked:
         yield from ("", f"### {limit.title}", "", limit.why, "", limit.table.markdown())
         yield from limit.table.notes
-
-
-# --------------------------------------------------------------------------------------- forms
 
 
 def _section(table: Table) -> tuple[str, ...]:

@@ -225,9 +225,6 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-# ----------------------------------------------------------- pydantic's errors as problems
-
-
 def _validate(node: Node, file: str) -> ScenarioFile:
     return ScenarioFile(_as(Scenario, node, file), file, node)
 

@@ -239,9 +239,6 @@ def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return along[-1] if len(rows) == 1 else best
 
 
-# ------------------------------------------------------------------------- from ranks' records
-
-
 @dataclass(frozen=True)
 class Machine:
     """What the probes of all ranks found, together and at once.

@@ -43,9 +43,6 @@ def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
     return rungs
 
 
-# ------------------------------------------------------------------------------- on ranks
-
-
 def measure(
     runs: Sequence[SideRun],
     sizes: Mapping[str, Sequence[int]],
@@ -95,9 +92,6 @@ def measure(
         together=seconds,
         probes=prober.record(),
     )
-
-
-# ------------------------------------------------------------------------------- what it comes to
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.backends import BACKENDS
 from shardproof.bench.arm import Arm, finish, mesh_of
 from shardproof.bench.launches import SideRun
-from shardproof.bench.model.records import AloneSteps, ProbeRecord, SeenCall, WatchedStep
+from shardproof.bench.model import step_time
+from shardproof.bench.model.records import AloneSteps, ProbeRecord, WatchedStep
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -67,10 +68,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
         begin = len(ledger.calls)
         with log.step(step):
             arm.step()
-    calls = [
-        SeenCall(call.operation, list(call.group), call.payload_bytes, call.floating)
-        for call in ledger.calls[begin:]
-    ]
+    calls = step_time.seen(ledger.calls[begin:])
     shapes, trained = arm.workload.shapes, arm.workload.trainable_names
     flops, products = work(arm.workload, arm.batches[0].micro_batches, arm.device)
     arm.close()

@@ -39,8 +39,6 @@ class TorchHybrid(TorchTensorParallel):
         self.shards, self.replicas = facts.size("shard"), facts.size("replicate")
         self.is_sharded = "shard" in facts.axes
 
-    # ------------------------------------------------------------------------------- the layout
-
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
         whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
@@ -73,8 +71,6 @@ class TorchHybrid(TorchTensorParallel):
                 yield [t for t in rest if all(within(owner, name) for owner in t.owners)]
                 rest = [t for t in rest if not all(within(owner, name) for owner in t.owners)]
             yield rest
-
-    # ---------------------------------------------------------------------------------- traffic
 
     @property
     def windows(self) -> int:
@@ -142,8 +138,6 @@ class TorchHybrid(TorchTensorParallel):
             flows += self.each("all_reduce", stacked[:1] * (self.replicas * self.shards))
             flows += grouped_flow("shard", "all_reduce", stacked, self.shards, copies)
         return flows
-
-    # ----------------------------------------------------------------------------------- memory
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
         if self.is_sharded:
