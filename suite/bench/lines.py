@@ -50,8 +50,6 @@ class NoFigures(StoredModel):
 #: A loss that is not finite is stored as text.
 Losses = dict[str, list[float]]
 
-# ---------------------------------------------------------------------------------- statistics
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -146,9 +144,6 @@ class InReport(StoredModel):
     verdict: str
 
 
-# ----------------------------------------------------------------------------------- telemetry
-
-
 class GpuFigures(StoredModel):
     """A GPU while ranks ran: means, unless the name says otherwise; ``None``: see ``missing``.
 
@@ -213,9 +208,6 @@ class Memory(StoredModel):
     ratio: float
 
 
-# ------------------------------------------------------------------------------- what was probed
-
-
 class ProbedStep(StoredModel):
     """A step of the slowest rank: seconds ``alone``, without traffic, and what it sends and does;
     ``elements`` are those that are trained.
@@ -276,9 +268,6 @@ class Modelled(StoredModel):
     world: int
     efficiency: float | None
     problem: str = ""
-
-
-# ---------------------------------------------------------------------------------------- lines
 
 
 class Line(StoredModel):

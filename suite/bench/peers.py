@@ -20,7 +20,7 @@ from shardproof.bench.subjects import Pair
 from shardproof.bench.tables import interval
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
+from shardproof.table import Table, some
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 #: What the table is made of: every reference strategy has its pair there.
@@ -62,7 +62,7 @@ def missing(run: Run) -> list[str]:
 
 def why_not(missing: Sequence[str]) -> str:
     """Why a run with these pairs ``missing`` has no table of peers, in a clause."""
-    names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    names = some(missing, 4)
     return f"only a run of the whole scenario `{SCENARIO}` gives one, and this has no {names}"
 
 

@@ -31,7 +31,7 @@ from shardproof.bench.model.records import Rounds
 from shardproof.bench.scaling import modelled
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import LETTERS, Cell, Pair, Room, Side, Subject
+from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
@@ -102,7 +102,8 @@ class Measured:
             (axis,) = self.meshes["ranks"]
             together = not self.refused
             return launches.cell_launch(self.subject, axis, number, list(blocks), together)
-        return launches.pair_launch(self.subject, self.meshes, number, list(blocks))
+        sides = {side: self.run(side) for side in SIDES}
+        return Launch(sides, ORDERS, number, list(blocks), pace="a")
 
 
 class Session:

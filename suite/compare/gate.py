@@ -41,9 +41,8 @@ Rule = Literal[
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
-#: Verdicts that decide nothing: a run of these alone holds nothing.
-_UNDECIDED = verdicts.OPEN | {"skip"}
-_DECIDED = frozenset(verdicts.VERDICTS) - _UNDECIDED
+#: Of the others a run holds nothing.
+_DECIDED = frozenset(verdicts.VERDICTS) - verdicts.OPEN - {"skip"}
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 

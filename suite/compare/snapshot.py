@@ -170,7 +170,7 @@ def _case(result: CaseResult, version: Version) -> Entry:
     figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
     return Entry(
         id=result.id,
-        implementation=_titled(case.implementation, case.label),
+        implementation=case.system,
         strategy=strategy_of(case.implementation, _claimed(figures)),
         backend=case.backend,
         world=case.world,
@@ -266,10 +266,6 @@ def _sample(log: Estimate) -> Sample:
 
 def _same(twin: Twin | None) -> Sample | None:
     return None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks)
-
-
-def _titled(implementation: str, more: str | None) -> str:
-    return implementation + (f"+{more}" if more else "")
 
 
 def strategy_of(implementation: str, claimed: str = "") -> str:

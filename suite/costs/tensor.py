@@ -55,10 +55,6 @@ class TensorParallel(CostModel):
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
 
-    def kv_copies(self, layer: str) -> int:
-        """How many ranks hold the same KV head of the fused projection ``layer``."""
-        return max(1, self.ranks // self.heads(layer)[1])
-
     def heads(self, layer: str) -> tuple[int, int]:
         return self.facts.heads[layer.rpartition(".")[0]]
 
@@ -94,7 +90,7 @@ class TensorParallel(CostModel):
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
                 terms += [(tensor, tensor.numel)] if self.is_sequence else []
-            elif layer.endswith("attention.qkv") and self.kv_copies(layer) > 1:
+            elif layer.endswith("attention.qkv") and self.ranks > self.heads(layer)[1]:
                 queries, kv = self.heads(layer)
                 terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
         return terms

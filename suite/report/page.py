@@ -92,7 +92,7 @@ def html(run: Run) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         headline=summary.headline(run),
         provenance=run.provenance,
-        started=_moment(run.header.invocations[0].started),
+        started=run.header.invocations[0].started.replace("T", " ").replace("+00:00", " UTC"),
         tiles=_tiles(run),
         broken=broken[:SHOWN],
         more_broken=_by_implementation(broken[SHOWN:]),
@@ -198,7 +198,3 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
             heads = Counter(head(line["verdict"]) for line in timed)
             tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]
     return tiles
-
-
-def _moment(moment: str) -> str:
-    return moment.replace("T", " ").replace("+00:00", " UTC")

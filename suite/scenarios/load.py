@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from shardproof import old_words
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Scenario
-from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
+from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
@@ -262,7 +262,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
     location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
     kind, context = detail["type"], detail.get("ctx", {})
     key = str(location[-1]) if location else ""
-    value: str | None = _given(detail["input"])
+    value: str | None = value_text(detail["input"])
     where, about = dotted(location), _describe(location, kind_of)
     if kind == "extra_forbidden":
         model, value = _model_at(location[:-1], kind_of), key
@@ -289,14 +289,6 @@ def dotted(location: Sequence[str | int]) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.lstrip(".") or "scenario"
-
-
-def _given(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "an empty list" if not value else "a list"
-    return "null" if value is None else str(value)
 
 
 def _describe(location: Sequence[str | int], kind: type[BaseModel]) -> str:

@@ -62,7 +62,7 @@ def watched(run: SideRun, ledgers: bool = True) -> WatchedStep:
     return from_plain(WatchedStep, records[0])
 
 
-def totals(calls: list[step_time.Call]) -> dict[tuple[str, int], tuple[float, float]]:
+def totals(calls: list[Call]) -> dict[tuple[str, int], tuple[float, float]]:
     """Calls and bytes of one rank by operation and group, floats only."""
     count, payload = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for call in calls:
@@ -241,7 +241,7 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> Rounds:
     alpha, beta = 50e-6, 1e-9
     ring = alpha_beta.cost("all_reduce", "ring", 2)
     rows = [Call("all_reduce", 2, n) for n in (300_000, 900_000)]
-    step = compute + sum(ring.seconds(row.payload_bytes, alpha, beta) for row in rows)
+    step = compute + sum(ring.seconds(row.bytes, alpha, beta) for row in rows)
     wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
     sides = len(model_check.SIZES)
     probe = ProbeRecord(
@@ -299,10 +299,10 @@ def test_sizes_are_named_after_their_parameters() -> None:
 
 def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
     calls = [
-        step_time.Call("all_reduce", 2, 400),
-        step_time.Call("all_reduce", 2, 25 * 2**20),
-        step_time.Call("broadcast", 2, 2**16),
-        step_time.Call("send", 2, 4),
+        Call("all_reduce", 2, 400),
+        Call("all_reduce", 2, 25 * 2**20),
+        Call("broadcast", 2, 2**16),
+        Call("send", 2, 4),
     ]
     found = measurement.ladder(calls)
     assert found["all_reduce"][0] == 400 and found["all_reduce"][-1] == 25 * 2**20

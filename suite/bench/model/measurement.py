@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardproof.bench import stats
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model import alpha_beta, scorecard, step_time
-from shardproof.bench.model.records import RankRounds, Rounds
+from shardproof.bench.model.records import Call, RankRounds, Rounds
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
@@ -28,7 +28,7 @@ ROUNDS = 6
 RUNGS = 6
 
 
-def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
+def ladder(calls: Sequence[Call]) -> dict[str, list[int]]:
     """Payloads to probe each operation at: equal ratios, from the least to the most that is sent.
 
     One size is probed at itself and at a sixteenth, or there would be no alpha.
@@ -100,7 +100,7 @@ class Score:
     interval over rounds (paired t on logs).
     """
 
-    calls: list[step_time.Call]
+    calls: list[Call]
     measured_seconds: float
     prediction: step_time.Prediction
     error: float

@@ -102,7 +102,8 @@ class TorchHybrid(TorchTensorParallel):
         """Gathers, reductions and their way over the replicas, of every tensor rank."""
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
-            reduced = self.payload_of((t for t in members if self.is_reduced(t)), rank)
+            ever = [t for t in members if t.trainable and t.first_use is not None]
+            reduced = self.payload_of(ever, rank)
             groups, crossing = self.replicas * self.windows, self.shards * self.windows
             yield from grouped_flow("shard", "all_gather", [whole], self.shards, groups)
             yield from grouped_flow("shard", "reduce_scatter", [reduced], self.shards, groups)
@@ -113,9 +114,6 @@ class TorchHybrid(TorchTensorParallel):
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
-
-    def is_reduced(self, tensor: TensorFacts) -> bool:
-        return tensor.trainable and tensor.first_use is not None
 
     def sums(self) -> list[Flow]:
         """Terms, when a window is reduced; without data axes once a step."""
