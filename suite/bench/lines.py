@@ -86,7 +86,6 @@ class Estimate:
         return self.low > 0 or self.high < 0
 
     def ratios(self) -> dict[str, float]:
-        """The fields of an :class:`Interval`."""
         ratios = {key: math.exp(getattr(self, key)) for key in ("low", "high")}
         return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
 

@@ -128,7 +128,6 @@ def section(run: Run) -> str:
 
 
 def _notes(lines: Sequence[PairLine]) -> str:
-    """How to read the table, with what is the same in all rows."""
     timed = [(line, line.figures) for line in lines if line.figures is not None]
     if not timed:
         return "Nothing was timed.\n"

@@ -160,7 +160,6 @@ class Session:
     def _examined(
         self, subject: Subject, sides: Mapping[str, Side]
     ) -> tuple[dict[str, Answer], int | None]:
-        """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
         world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
         task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
         end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
@@ -274,7 +273,6 @@ class Session:
         return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def profile(self, measured: Measured) -> None:
-        """Where a mean step's time goes, by side, on its slowest rank."""
         phases = {}
         for letter in LETTERS:
             try:
@@ -293,7 +291,6 @@ class Session:
         return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
     def _folder(self) -> Path:
-        """A fresh work folder, not yet made."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
 

@@ -157,7 +157,6 @@ class Writer:
         self._rows: list[TimedStep] = []
 
     def add(self, pair: str, block: int, segment: int, side: str, times: Sequence[float]) -> None:
-        """Hold the seconds of each step of a segment."""
         for step, seconds in enumerate(times):
             row = TimedStep(self._launch, pair, block, segment, side, step, self._rank, seconds)
             self._rows.append(row)
@@ -240,7 +239,6 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
 
 
 def _steps_alone(arm: Arm) -> int:
-    """Run steps for a while, as many on every rank; how many."""
     control = everybody(arm.run.backend, arm.run.world)
     steps = 0
     over = False

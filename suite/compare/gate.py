@@ -160,8 +160,6 @@ def judge(
 
 
 class _Judge:
-    """The rules; each method yields the findings of one."""
-
     def __init__(
         self, comparison: RunComparison, policy_file: PolicyFile, today: datetime.date
     ) -> None:
@@ -391,7 +389,6 @@ class _Judge:
     def _perhaps(
         cls, level: Level, rule: Rule, entry: Entry | str, message: str
     ) -> Iterator[GateFinding]:
-        """What a policy's ``level`` makes of it."""
         if level != "ignore":
             yield cls._finding("breaks" if level == "break" else "reported", rule, entry, message)
 

@@ -31,7 +31,6 @@ ACCOUNTING = (
 
 
 def table(results: Iterable[CaseResult]) -> Table:
-    """One row per distinct cell, by world."""
     rows = [row for row, _ in with_figures(results)]
     marks: list[Mark] = ["bad" if FAILS in row[MEASURED] else "" for row in rows]
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")

@@ -133,7 +133,6 @@ def parts(name: str) -> Markup:
 
 
 def _broken(run: Run) -> list[BrokenItem]:
-    """Everything that broke; the first failed cases with a map of their errors."""
     broken, drawn = [], 0
     for number, item in enumerate(summary.breaks(run), 1):
         picture = None

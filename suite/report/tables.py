@@ -58,7 +58,6 @@ HEADINGS = (
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
-    """:func:`rows` as a table; rows of what broke are marked."""
     made = rows(results, detailed)
     marks: list[Mark] = ["bad" if row.red else "" for row in made]
     return Table("Results", HEADINGS, [row.cells() for row in made], marks, align="llrlllr")

@@ -86,7 +86,7 @@ def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
 
 
 def timed_files(folder: Path) -> list[Path]:
-    return [path for path in _files_below(folder) if timed(path)]
+    return _files_below(folder, are_timed=True)
 
 
 def _not_judged(path: Path, what: str) -> Problem:
@@ -167,7 +167,7 @@ def _paths(argument: str, root: Path) -> list[Path]:
         return _judged_in(path)
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
-    stems = {candidate.stem: candidate for candidate in _in_folder(root)}
+    stems = {candidate.stem: candidate for candidate in _files_below(root)}
     if argument in stems:
         return [stems[argument]]
     folders = (
@@ -198,23 +198,20 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 def _judged_in(folder: Path) -> list[Path]:
     """The scenarios below a named folder; a folder with only timed files is an error."""
-    files = _in_folder(folder)
+    files = _files_below(folder)
     if not files and timed_files(folder):
         raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
     return files
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    return [path for path in _files_below(folder) if not timed(path)]
-
-
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, are_timed: bool = False) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
         if path.suffix in (".yaml", ".yml")
         and path.is_file()
         and not path.name.startswith((".", "_"))
+        and bool(timed(path)) == are_timed
     )
 
 

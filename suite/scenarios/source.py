@@ -234,7 +234,6 @@ class _Reader:
             raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
 
     def _inside(self, events: Iterator[Any], depth: int) -> Iterator[tuple[Any, Node]]:
-        """The nodes of a collection and the events that they begin with."""
         while not isinstance(event := next(events), yaml.CollectionEndEvent):
             yield event, self._node(event, events, depth)
 

@@ -150,7 +150,6 @@ class Prediction:
         return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, float | str]:
-        """JSON-ready form, derived figures included."""
         return asdict(self) | {
             "high_seconds": self.high_seconds,
             "step_seconds": self.step_seconds,

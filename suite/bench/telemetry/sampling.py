@@ -281,7 +281,6 @@ def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
 
 
 def texts(telemetry: Telemetry | None) -> list[str]:
-    """Telemetry for people, one sentence or figure a line."""
     if telemetry is None:
         return []
     lines = []

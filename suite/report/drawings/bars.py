@@ -62,7 +62,6 @@ TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's
 
 
 def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
-    """One bar for each distinct cell: the rank that holds most, after the last update."""
     bars = []
     for cells, figures in memory.with_figures(results):
         if not figures["bytes_whole"]:
