@@ -32,12 +32,12 @@ class Flat:
         """The members' dtype as built."""
         return self.members[0].dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(t.numel for t in self.members)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
         return -(-self.numel // self.shards)
