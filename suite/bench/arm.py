@@ -112,7 +112,6 @@ class Arm:
         return sum(micro.targets.numel() for micro in self.batches[0].micro_batches)
 
     def close(self) -> None:
-        """End work in flight, then the implementation."""
         self.implementation.drain()
         self.implementation.close()
 

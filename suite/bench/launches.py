@@ -109,7 +109,6 @@ class Launch:
 
 
 def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
-    """One of the subject's sides on the mesh ``axes``."""
     return SideRun(
         *(subject.name, subject.side(side), dict(axes), subject.backend, subject.world),
         *(subject.workload, subject.optimizer, subject.dtype, subject.deadline),

@@ -46,7 +46,6 @@ def lines_of(run: Run) -> list[PairLine]:
 
 
 def is_peers(line: PairLine) -> bool:
-    """Whether A is ours and B somebody else's."""
     a, b = line.pair.a.implementation, line.pair.b.implementation
     return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_UPSTREAM
 

@@ -44,8 +44,6 @@ from shardproof.registry.declaration import Answer, Declaration
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
 _EXAMINING_SECONDS = 120.0
-#: Seconds of a pass of one side alone.
-_PASS_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
 #: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
 _PATIENCE_SECONDS = 5.0
@@ -90,20 +88,16 @@ class Measured:
 
     @property
     def timed(self) -> bool:
-        """Whether launches of its own are to be made."""
         return self.problem is None and self.source in (None, self)
 
     @property
     def refused(self) -> bool:
-        """Whether the ranks of a cell would have to share cores."""
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
     def run(self, side: str) -> SideRun:
-        """``side`` on all of its ranks."""
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
-        """A launch that times ``blocks``."""
         if isinstance(self.subject, Cell):
             (axis,) = self.meshes["ranks"]
             together = not self.refused
@@ -210,7 +204,7 @@ class Session:
         worst = []
         for side in measured.subject.own_sides:
             try:
-                peaks = self._one_side(leader_tasks.measure_memory, int, measured, side)
+                peaks = self._one_side("memory", int, measured, side)
             except LaunchFailed as failed:
                 measured.memory = NoFigures(problem=failed.reason)
                 return
@@ -230,9 +224,7 @@ class Session:
             sampler = self._sampler(measured, workdir)
             try:
                 with sampler:
-                    ranks = self._one_side(
-                        *(leader_tasks.run_alone, AloneRecord, measured, letter), workdir=workdir
-                    )
+                    ranks = self._one_side("alone", AloneRecord, measured, letter, workdir)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
             else:
@@ -285,10 +277,7 @@ class Session:
         phases = {}
         for letter in LETTERS:
             try:
-                ranks = self._one_side(
-                    *(leader_tasks.profile, dict[str, float], measured, letter),
-                    seconds=measured.subject.deadline,
-                )
+                ranks = self._one_side("profile", dict[str, float], measured, letter)
             except LaunchFailed as failed:
                 measured.profile = NoFigures(problem=failed.reason)
                 return
@@ -296,16 +285,11 @@ class Session:
         measured.profile = phases
 
     def _one_side(
-        self,
-        task: Task[tuple[SideRun, Path]],
-        kind: type[T],
-        measured: Measured,
-        side: str,
-        seconds: float = _PASS_SECONDS,
-        workdir: Path | None = None,
+        self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None
     ) -> list[T]:
-        what = measured.run(side), workdir or self._folder()
-        return self._lead(task, list[kind], measured.subject.id, what, seconds)  # type: ignore[valid-type]
+        task = what, measured.run(side), workdir or self._folder()
+        subject, kinds = measured.subject, list[kind]  # type: ignore[valid-type]
+        return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
     def _folder(self) -> Path:
         """A fresh work folder, not yet made."""

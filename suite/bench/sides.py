@@ -184,7 +184,6 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
 
 
 def named(value: Any) -> Any:
-    """A bare name stands for ``{implementation: name}``."""
     return {"implementation": value} if isinstance(value, str) else value
 
 
@@ -253,8 +252,6 @@ class SpeedScenario(TimedScenario):
 
 
 class Faults:
-    """Problems of scenario files, each with its line."""
-
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 

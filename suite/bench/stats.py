@@ -53,8 +53,7 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
 
 
-def t_quantile(confidence: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t."""
+def t_quantile(confidence: float, freedom: float) -> float:
     return float(distributions.t.ppf((1 + confidence) / 2, freedom))
 
 
@@ -115,10 +114,8 @@ def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> 
 
     The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
     """
-    freedom = estimated.blocks - 1
-    error = estimated.sd / math.sqrt(estimated.blocks)
-    hurdle = max(least, t_quantile(CONFIDENCE, freedom) * error)
-    return hurdle + float(distributions.t.ppf(power, freedom)) * error
+    hurdle = max(least, t_quantile(CONFIDENCE, estimated.freedom) * estimated.error)
+    return hurdle + float(distributions.t.ppf(power, estimated.freedom)) * estimated.error
 
 
 def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
@@ -138,9 +135,8 @@ DIFFERENT = ("faster", "slower", "small difference")
 def difference_p(estimated: Estimate) -> float:
     """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
     if estimated.sd == 0:
-        return 1.0 if estimated.mean == 0 else 0.0
-    t = abs(estimated.mean) / (estimated.sd / math.sqrt(estimated.blocks))
-    return 2 * float(distributions.t.sf(t, estimated.blocks - 1))
+        return float(estimated.mean == 0)
+    return 2 * float(distributions.t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -247,7 +243,6 @@ class Judged(NamedTuple):
 
 
 def judge(rows: Iterable[TimedStep]) -> Judged:
-    """Verdict and figures of a comparison; ``verify`` calls it again."""
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:

@@ -43,7 +43,6 @@ class Schedule:
     seconds: float
 
     def summary(self) -> str:
-        """One line for people."""
         items = [*self.chosen, *self.left_out]
         noun = "cells" if items and isinstance(items[0].subject, Cell) else "comparisons"
         late = f", {len(self.left_out)} left out by the budget" if self.left_out else ""

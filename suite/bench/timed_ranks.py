@@ -152,8 +152,6 @@ def _agree(over: bool, control: Comm) -> bool:
 
 
 class Writer:
-    """Appends raw times of whole blocks."""
-
     def __init__(self, file: TextIO, launch: int, rank: int) -> None:
         self._file, self._launch, self._rank = file, launch, rank
         self._rows: list[TimedStep] = []
@@ -165,7 +163,6 @@ class Writer:
             self._rows.append(row)
 
     def flush(self) -> None:
-        """Write what is held."""
         self._file.write("".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
         self._rows.clear()
 

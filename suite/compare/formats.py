@@ -36,7 +36,6 @@ CSV_HEADINGS = (
 
 
 def terminal(report: ComparisonReport, console: Console) -> None:
-    """The tables on a terminal, then the summary."""
     from rich.text import Text
 
     console.print(Text(report.heading, style="bold"), soft_wrap=True)
@@ -72,7 +71,6 @@ def html(report: ComparisonReport) -> str:
 
 
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
-    """One line a compared figure, as CSV; ratios carry the interval of their change."""
     rows = [row for item in comparisons for row in _csv_rows(item, only_changed)]
     return Table("", CSV_HEADINGS, rows).csv()
 
@@ -108,7 +106,6 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
 
 
 def _change(change: Change) -> dict[str, object]:
-    """The cells of a figure that differs."""
     cells = {"figure": change.figure, "reference": change.before, "now": change.after}
     return {**cells, "verdict": change.word, "where": change.detail}
 
@@ -127,7 +124,6 @@ def _csv_row(
 def json_document(
     reference: Snapshot, comparisons: Sequence[RunComparison], only_changed: bool
 ) -> str:
-    """Everything as JSON."""
     whole = {
         "format": FORMAT,
         "reference": _run(reference),

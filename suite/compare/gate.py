@@ -61,12 +61,10 @@ class GateFinding:
 
     @property
     def headline(self) -> str:
-        """The message's first line."""
         return next(iter(self.message.splitlines()), "")
 
     @property
     def place(self) -> str:
-        """``file:line``."""
         return self.file + (f":{self.line}" if self.line is not None else "")
 
 
@@ -102,7 +100,6 @@ class Gate:
         return self.decided / max(1, self.decided + self.open + late)
 
     def of(self, state: State) -> list[GateFinding]:
-        """Findings of one state."""
         return [finding for finding in self.findings if finding.state == state]
 
     @property
@@ -114,7 +111,6 @@ class Gate:
         return verdicts.HELD if enough else verdicts.NOT_DECIDED
 
     def sentence(self) -> str:
-        """The outcome in one line."""
         broken, reported, excused = (
             len(self.of(state)) for state in ("breaks", "reported", "excused")
         )
@@ -230,7 +226,6 @@ class _Judge:
             yield self._finding("reported", "verdict", entry, message)
 
     def figures(self) -> Iterator[GateFinding]:
-        """Exact figures that differ."""
         rules = self.policy.figures
         for pair in self.comparison.pairs:
             if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNDECIDED:
@@ -304,7 +299,6 @@ class _Judge:
                     yield from self._perhaps(level, rule, pair.after, message)
 
     def faults(self) -> Iterator[GateFinding]:
-        """Planted faults that were killed and survive now."""
         for change in self.comparison.kills:
             if change.word == "worse":
                 message = "the planted fault survives; it was killed in the baseline"

@@ -37,7 +37,6 @@ def report(
 
 
 def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
-    """A row a machine."""
     rows = []
     for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
         last, kills = snapshot.versions[-1], snapshot.kills
@@ -136,7 +135,6 @@ def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: b
 
 
 def _beside(columns: Sequence[Snapshot]) -> Table:
-    """Modelled efficiencies and the dimensionless scorecard, machine by machine."""
     rows = []
     names = dict.fromkeys(
         (name, figure)

@@ -56,7 +56,6 @@ class Sample:
 
     @property
     def ratio(self) -> float:
-        """The ratio whose log is the mean."""
         return math.exp(self.mean)
 
 
@@ -116,12 +115,10 @@ class Snapshot:
 
     @property
     def results(self) -> dict[str, Entry]:
-        """Cases, then timed results."""
         return {**self.cases, **self.timed}
 
     @property
     def ids(self) -> set[str]:
-        """Every id that it says something about."""
         faults = (FAULTS + name for name in self.kills)
         return {*self.results, *self.left_out, *faults}
 

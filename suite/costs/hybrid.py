@@ -65,7 +65,6 @@ class Hybrid(CostModel):
 
     @cached_property
     def stages(self) -> Stages:
-        """Where the stages lie."""
         return stages_of(self.facts)
 
     # ------------------------------------------------------------------- what the data axes see
@@ -84,7 +83,6 @@ class Hybrid(CostModel):
         return models + [self.model([t], [], tensor, tied=True) for t in tied]
 
     def is_tied(self, tensor: TensorFacts) -> bool:
-        """Whether several stages use ``tensor``."""
         return len(self.stages.homes(tensor)) > 1
 
     def model(
@@ -132,7 +130,6 @@ class Hybrid(CostModel):
 
     @property
     def data_axes(self) -> dict[str, int]:
-        """The data axes as their strategy knows them."""
         facts = self.facts
         sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
         if self.data != "ddp":
@@ -148,7 +145,6 @@ class Hybrid(CostModel):
     # ---------------------------------------------------------------------------------- traffic
 
     def flows(self) -> list[Flow]:
-        """Of the data axes, of the layers, between stages, the norm."""
         facts = self.facts
         flows = [
             self.renamed(one)
@@ -232,13 +228,11 @@ class Hybrid(CostModel):
         return self.layers.laid_out(self.local(rank).parameters)
 
     def why_not_measured(self) -> str:
-        """What any of the models says."""
         every = range(self.facts.world)
         reasons = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
         return next((text for text in reasons if text), "")
 
     def local(self, rank: int) -> Local:
-        """Elements of all models of ``rank``."""
         models, number = self.of(rank)
         parts = [model.local(number) for model in models]
         return Local(

@@ -29,7 +29,6 @@ class Flat:
 
     @property
     def dtype(self) -> str:
-        """The members' dtype as built."""
         return self.members[0].dtype
 
     @cached_property
@@ -44,7 +43,6 @@ class Flat:
 
     @property
     def padded(self) -> int:
-        """Elements with padding."""
         return self.shard_numel * self.shards
 
     def padded_bytes(self, dtype: str | None = None) -> int:
@@ -81,12 +79,10 @@ class Unit:
 
     @property
     def members(self) -> tuple[TensorFacts, ...]:
-        """All tensors of the unit."""
         return tuple(t for flat in self.flats for t in flat.members)
 
     @property
     def trained(self) -> tuple[Flat, ...]:
-        """Layouts of what is trained."""
         return tuple(f for f in self.flats if f.members[0].trainable)
 
 

@@ -51,7 +51,6 @@ class TensorFacts:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
@@ -112,7 +111,6 @@ class ModelFacts(Stored):
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return math.prod(self.axes.values())
 
     def size(self, axis: str) -> int:
@@ -148,7 +146,6 @@ class ModelFacts(Stored):
 
     @property
     def float_buffer_bytes(self) -> int:
-        """Floating-point buffers."""
         return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
 
     @property
@@ -162,7 +159,6 @@ class ModelFacts(Stored):
     # ----------------------------------------------------------------------------- the options
 
     def option(self, name: str, default: Any) -> Any:
-        """The option ``name`` of the implementation."""
         value = self.options.get(name)
         return default if value is None else value
 

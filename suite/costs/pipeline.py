@@ -33,7 +33,6 @@ class Pipeline(Single):
 
     @cached_property
     def stages(self) -> Stages:
-        """Where the stages lie."""
         return stages_of(self.facts)
 
     # ------------------------------------------------------------------------------- traffic

@@ -43,7 +43,6 @@ class Setting:
 
     @property
     def equal(self) -> bool:
-        """Whether the three times are equal."""
         return self.forward == self.input_backward == self.weight_backward
 
 

@@ -62,11 +62,9 @@ class TensorParallel(CostModel):
         return max(1, self.ranks // self.heads(layer)[1])
 
     def heads(self, layer: str) -> tuple[int, int]:
-        """Query and KV heads of the attention that ``layer`` is part of."""
         return self.facts.heads[layer.rpartition(".")[0]]
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Of ``tensor`` on ``rank``."""
         layer = tensor.name.rpartition(".")[0]
         if self.ranks == 1 or not self.is_split(tensor):
             return tensor.numel
@@ -80,14 +78,12 @@ class TensorParallel(CostModel):
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
     def is_split(self, tensor: TensorFacts) -> bool:
-        """Whether the ranks have different parts of ``tensor``."""
         layer = tensor.name.rpartition(".")[0]
         if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
             return True
         return self.is_split_by_columns(tensor)
 
     def is_split_by_columns(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` is the weight of a row-parallel layer."""
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "weight" and self.in_unit(layer, ROWS)
 
@@ -126,7 +122,6 @@ class TensorParallel(CostModel):
 
     @property
     def classes(self) -> int:
-        """Size of the vocabulary."""
         names = ("head.weight", "embed.token.weight")
         return next(t for t in self.facts.parameters if t.name in names).shape[0]
 
@@ -204,13 +199,11 @@ class TensorParallel(CostModel):
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:
-        """The global norm's scalar."""
         return norm_flow(self.facts, "tensor")
 
     # ----------------------------------------------------------------------------------- memory
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Every tensor, and how many of its elements ``rank`` holds."""
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -259,7 +252,6 @@ class TensorParallel(CostModel):
         return False
 
     def local(self, rank: int) -> Local:
-        """Own parts of everything."""
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 

@@ -47,6 +47,8 @@ from shardproof.errors import InputError, Problem, SelectionError
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import PATIENCE
 from shardproof.multinode import foreign_records
+from shardproof.scenarios import vocabulary
+from shardproof.scenarios.selection import Selection
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD
 
 #: Names of (rank, world size) that launchers put into the environment, the first found counts.
@@ -64,8 +66,6 @@ ALARM_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the job."""
-
     rank: int
     world: int
     address: str
@@ -197,7 +197,6 @@ def _one(
 
 
 def _sockets() -> set[int]:
-    """Descriptors of this process's sockets."""
     sockets = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -248,42 +247,6 @@ def _agree(store: dist.Store, place: Place, ids: Sequence[str]) -> None:
         raise SelectionError(Problem(what, remedy, odd[0]))
 
 
-def choose(
-    names: Sequence[str],
-    world: int,
-    backend: str,
-    tier: str,
-    expression: str,
-    patterns: Sequence[str],
-) -> list[Case]:
-    """The cases of scenarios ``names`` that fit the job.
-
-    :raises InputError: faulty files, or nothing fits.
-    """
-    from fnmatch import fnmatchcase
-
-    from shardproof.scenarios import load, matrix, select, vocabulary
-
-    matches = select.compile_expression(expression)
-    known = vocabulary.installed()
-    everything = [case for file in load.find(names) for case in matrix.expand(file, known)]
-    chosen = [
-        case
-        for case in everything
-        if case.backend == backend
-        and case.world == world
-        and (tier == "full" or case.tier == "quick")
-        and matches(case.id)
-        and (not patterns or any(fnmatchcase(case.implementation, p) for p in patterns))
-    ]
-    if not chosen:
-        worlds = sorted({case.world for case in everything if case.backend == backend})
-        what = f"no case of these {len(everything)} has {world} ranks on {backend}"
-        remedy = f"start as many ranks as one has: {', '.join(map(str, worlds)) or 'none'}"
-        raise SelectionError(Problem(what, remedy, " ".join([*names, expression]).strip() or None))
-    return chosen
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardproof.multinode.torchrun", description=(__doc__ or "").split("\n\n")[0]
@@ -311,14 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = options.results or options.judge
             return foreign_records.judge(options.judge, results, options.against, options.prune)
         place = Place.find(os.environ)
-        cases = choose(
-            options.scenario,
-            place.world,
-            options.backend,
-            options.tier,
-            options.expression,
-            options.impl,
+        selection = Selection(
+            scenarios=options.scenario,
+            implementations=options.impl,
+            backends=[options.backend],
+            worlds=[place.world],
+            expression=options.expression,
+            tier=options.tier,
         )
+        cases = selection.cases(vocabulary.installed())
         code = work(place, cases, options.records, whole=not options.digests_only)
         if place.rank != 0 or options.no_judge or options.digests_only:
             return code

@@ -113,7 +113,6 @@ def _is_ours(package: ModuleType | None) -> bool:
 
 
 def _attribute(name: str) -> Any:
-    """``suite.prove`` and ``suite.__version__``."""
     import shardproof
 
     if name not in shardproof.__all__:

@@ -182,7 +182,6 @@ class CapabilityCell:
 
     @property
     def judged(self) -> int:
-        """Cases with a verdict other than ``skip``."""
         return self.counts.total() - self.counts["skip"]
 
     @property
@@ -192,7 +191,6 @@ class CapabilityCell:
 
     @property
     def state(self) -> State:
-        """The worst that the cases say."""
         if self._number(verdicts.RED):
             return "fail"
         if self._number(verdicts.OPEN):
@@ -300,7 +298,6 @@ class CapabilityMatrix:
 
 
 def matrix(run: Run) -> CapabilityMatrix:
-    """The matrix of all cases of a run."""
     there = cells(run.cases, run.left_out)
     names = columns(there)
     by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in there}

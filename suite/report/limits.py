@@ -38,18 +38,15 @@ class Limit:
 
     @property
     def table(self) -> Table:
-        """The rows, with how many more there are."""
         more = f"And {self.rest} more rows: the lines of cases.jsonl hold them."
         return Table(self.title, self.headings, self.rows, notes=(more,) if self.rest else ())
 
     @property
     def count(self) -> int:
-        """Rows that there are."""
         return len(self.rows) + self.rest
 
 
 def limits(run: Run) -> list[Limit]:
-    """Every table that has rows."""
     return [
         limit
         for limit in (
@@ -111,7 +108,6 @@ def _of_kinds(
     kinds: Collection[str],
     key: Callable[[CaseResult], tuple[str, ...]],
 ) -> dict[tuple[str, ...], list[str]]:
-    """Ids of the cases whose verdict is one of ``kinds``, by ``key``."""
     return _grouped((key(r), r.id) for r in results if verdicts.kind(r.verdict) in kinds)
 
 

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.bench import tables as times
+from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -40,8 +41,6 @@ _REASON = 300
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """Cases of one implementation on one backend."""
-
     anchor: str
     implementation: str
     backend: str
@@ -52,8 +51,6 @@ class CaseGroup:
 
 @dataclass(frozen=True)
 class BrokenItem:
-    """Something that broke, with its map of errors."""
-
     anchor: str
     item: Break
     map: heat.Map | None
@@ -116,8 +113,8 @@ def html(run: Run) -> str:
         timelines=drawn,
         more_timelines=more,
         panels=curves.panels(cells),
-        scaling=curves.table(cells),
-        scaling_remarks=curves.remarks(cells),
+        scaling=curves.table(cells) if cells else None,
+        scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
         comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
         lost=times.lost(pairs) if pairs else "",
@@ -164,7 +161,6 @@ def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[Bro
 
 
 def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
-    """Cases by implementation and backend, gravest first."""
     members: dict[tuple[str, str], list[CaseResult]] = {}
     for result in cases_by_gravity(results):
         key = result.case.implementation, result.case.backend

@@ -42,7 +42,6 @@ class Break:
 
     @property
     def implementation(self) -> str:
-        """What a broken case runs."""
         return "" if self.result is None else self.result.case.implementation
 
     @property
@@ -149,7 +148,6 @@ def unfinished(run: Run) -> list[str]:
 
 
 def by_cause(broken: list[Break]) -> Table:
-    """Broken cases by implementation and by what failed first, most frequent first."""
     counts = Counter((item.implementation, item.cause) for item in broken if item.kind == "case")
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
@@ -158,6 +156,5 @@ def by_cause(broken: list[Break]) -> Table:
 
 
 def cases_by_gravity(results: Iterable[CaseResult]) -> list[CaseResult]:
-    """Gravest first, then by id."""
     order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
     return sorted(results, key=lambda r: (order[verdicts.kind(r.verdict)], r.id))

@@ -35,11 +35,9 @@ class Row:
 
     @property
     def red(self) -> bool:
-        """Whether a case broke."""
         return any(verdicts.kind(result.verdict) in verdicts.RED for result in self.members)
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of :data:`HEADINGS`."""
         worst = max(self.members, key=_share_of)
         counted = [r for r in self.members if r.bytes_sent and r.bytes_expected]
         sent, expected = bytes_of(counted) if counted else (None, None)
@@ -81,12 +79,10 @@ def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
 
 
 def name_of(case: Case) -> str:
-    """The implementation of a case, with the label of its options."""
     return case.implementation + (f"+{case.label}" if case.label else "")
 
 
 def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
-    """Bytes sent, and those of the formulas."""
     sent = expected = Fraction(0)
     for result in results:
         sent += Fraction(result.bytes_sent or 0)
@@ -114,7 +110,6 @@ def _span(worlds: Sequence[int]) -> str:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Verdicts that there are, gravest first."""
     return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
@@ -140,7 +135,6 @@ def error_of(result: CaseResult) -> str:
 
 
 def bytes_text(sent: Fraction | None, expected: Fraction | None) -> str:
-    """Bytes beside those of the formula."""
     if sent is None or expected is None:
         return "-"
     if sent == expected:
@@ -173,7 +167,6 @@ def whole(value: Fraction) -> str:
 
 
 def medians(results: Iterable[CaseResult]) -> dict[str, float]:
-    """Median seconds of a judged case by backend."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for result in results:
         if verdicts.kind(result.verdict) != "skip":
@@ -198,5 +191,4 @@ def skips(results: Iterable[CaseResult]) -> list[str]:
 
 
 def closing(run: Run) -> str:
-    """Counts of all verdicts of the run, in words."""
     return verdicts.summary(verdicts.count(run.cases), len(run.left_out))

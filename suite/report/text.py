@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
+from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -116,7 +117,7 @@ def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         cells = stored.cells(run)
         yield from _section(curves.table(cells))
-        for heading, items in curves.remarks(cells):
+        for heading, items in remarks_by_system(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
 
@@ -144,12 +145,10 @@ def _limits(run: Run) -> Iterator[str]:
 
 
 def _section(table: Table) -> tuple[str, ...]:
-    """A table below a heading."""
     return ("", f"## {table.title}", "", table.markdown())
 
 
 def _titled(table: Table) -> Iterator[str]:
-    """A table below its title, and its notes."""
     yield from (f"{table.title}:", "", table.markdown())
     for note in table.notes:
         yield from (note, "")

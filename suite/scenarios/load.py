@@ -41,11 +41,9 @@ class ScenarioFile:
 
     @property
     def name(self) -> str:
-        """The scenario's unique name."""
         return self.scenario.name
 
     def problem(self, path: Iterable[str | int], what: str, remedy: str, value: str) -> Problem:
-        """A fault of the part at ``path``."""
         return Problem(what, remedy, value, self.file, self.node.locate(path))
 
 
@@ -88,7 +86,6 @@ def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
 
 
 def timed_files(folder: Path) -> list[Path]:
-    """The files below ``folder`` that are timed."""
     return [path for path in _files_below(folder) if timed(path)]
 
 

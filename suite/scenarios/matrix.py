@@ -64,8 +64,6 @@ _AXES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of axis values."""
-
     implementation: ImplementationChoice
     backend: str
     mesh: tuple[tuple[str, int], ...]
@@ -78,7 +76,6 @@ class Cell:
 
     @property
     def system(self) -> str:
-        """Name of the implementation with its label."""
         label = self.implementation.label
         return self.implementation.name + (f"+{label}" if label else "")
 
@@ -317,12 +314,10 @@ class _Expansion:
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
     def _other(self, cell: Cell) -> Other | None:
-        """The second run in the relation of ``cell``."""
         relation = self._related(cell).relation
         return relation.same_as if isinstance(relation, SameAs) else None
 
     def _relation_at(self, cell: Cell) -> Keys:
-        """The path of the relation of ``cell``."""
         given = self._related(cell)
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
@@ -405,7 +400,6 @@ class _Expansion:
         )
 
     def _source(self, choice: ImplementationChoice) -> str:
-        """File and line of ``choice``."""
         for path, axes in self._parts():
             for index, own in enumerate(axes.implementation):
                 if own is choice:

@@ -56,7 +56,6 @@ class Null(Implementation):
 
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        """One rank."""
         return Capabilities(max_world=1)
 
     def setup(self, *_: object, **__: object) -> None:
@@ -70,13 +69,10 @@ class Null(Implementation):
         return StepResult(loss=self.loss)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Nothing is held."""
         return []
 
 
 class _NoWork:
-    """A workload without data."""
-
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         return [Batch(step, ())] * coordinates
 

@@ -68,7 +68,6 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
 
 
 def in_lane(lane: Lane) -> list[str]:
-    """The workloads that have a form for ``lane``."""
     return [name for name, family in WORKLOADS.items() if lane != "dyadic" or family.dyadic]
 
 

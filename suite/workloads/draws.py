@@ -40,13 +40,11 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def generators(module: nn.Module) -> dict[str, torch.Generator]:
-    """The generators of ``module``'s own and of its submodules, by dotted name."""
     generators = {name: getattr(child, "generator", None) for name, child in module.named_modules()}
     return {name: g for name, g in generators.items() if isinstance(g, torch.Generator)}
 
 
 def read_draws(module: nn.Module) -> dict[str, Tensor]:
-    """States of all generators in ``module``."""
     return {name: generator.get_state() for name, generator in generators(module).items()}
 
 

@@ -22,6 +22,7 @@ from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
 from shardproof.multinode import cluster, foreign_records, torchrun
 from shardproof.registry.declaration import Declaration
+from shardproof.verdicts import BAD_INPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,9 +68,13 @@ def test_interface_leads_to_the_address() -> None:
     assert torchrun.interface_to("127.0.0.1") in ("lo", "lo0")
 
 
-def test_no_case_of_that_world_is_bad_input() -> None:
-    with pytest.raises(SelectionError, match="17 ranks"):
-        torchrun.choose(["ddp-gpt"], 17, "gloo", "quick", "", [])
+def test_no_case_of_that_world_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "17", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(os, "environ", launched)
+    assert torchrun.main(["ddp-gpt"]) == BAD_INPUT
+    assert "--world matches nothing (17)" in capsys.readouterr().err
 
 
 def test_digests_see_bits_shape_and_dtype() -> None:

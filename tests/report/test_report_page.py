@@ -235,7 +235,7 @@ def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     assert image.count('class="m-modelled"') == 5
     assert "1024 ranks: modelled 35.0% (oversubscribed)." in image
     rows = curves.table(cells()).texts
-    assert len(rows) == 20 and all(len(row) == len(curves.HEADINGS) for row in rows)
+    assert len(rows) == 20 and all(len(row) == len(scaling_tables.HEADINGS) for row in rows)
     assert rows[0][5:9] == ["88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%"]
 
 

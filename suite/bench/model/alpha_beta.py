@@ -50,7 +50,6 @@ class Cost(NamedTuple):
     volume: Fraction
 
     def seconds(self, payload: float, alpha: float, beta: float) -> float:
-        """Of a call of ``payload`` bytes."""
         return float(self.steps) * alpha + float(self.volume) * payload * beta
 
 

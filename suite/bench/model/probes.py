@@ -94,8 +94,6 @@ def work(
 
 
 class _Products(TorchDispatchMode):
-    """Counts products of matrices by shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[Shape] = Counter()
@@ -144,7 +142,6 @@ class Probes:
         self.byte_rates: list[float] = []
 
     def sweep(self) -> None:
-        """Measure everything once."""
         for operation, payloads in self.sizes.items():
             for payload in payloads:
                 self._collective(operation, payload)
@@ -309,7 +306,6 @@ class Alone:
         self.steps.clear()
 
     def record(self) -> AloneSteps:
-        """What all segments took."""
         return AloneSteps(self.steps, self.gradients)
 
     def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:

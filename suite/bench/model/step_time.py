@@ -153,7 +153,6 @@ class Prediction:
 
     @property
     def high_seconds(self) -> float:
-        """Nothing is hidden."""
         return self.compute_seconds + self.communication_seconds
 
     @property

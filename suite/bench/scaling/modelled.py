@@ -44,7 +44,6 @@ def digest(
 
 
 def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
-    """Median over steps of the slowest rank's seconds."""
     return statistics.median(s for segment in step_time.slowest(ranks) for s in segment)
 
 

@@ -66,7 +66,6 @@ class Seen:
     problem: str = ""
 
     def add(self, other: Seen) -> None:
-        """Take what was seen later to what was seen before."""
         self.samples += other.samples
         self.fixed = other.fixed or self.fixed
         for gpu, reasons in other.missing.items():

@@ -66,7 +66,6 @@ class DeepSpeedZero0(_DeepSpeed):
         return [f.in_any_calls() for f in flow(facts, "replicate", "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Whole tensors, gradients left out."""
         held = super().resident(rank, step, updated)
         return {kind: size for kind, size in held.items() if kind != "gradients"}
 
@@ -77,8 +76,6 @@ class DeepSpeedZero0(_DeepSpeed):
 
 
 class _Sharded(_DeepSpeed):
-    """What stages 1 to 3 share."""
-
     @property
     @abstractmethod
     def states(self) -> list[int]:
@@ -91,23 +88,19 @@ class _Sharded(_DeepSpeed):
 
     @property
     def groups(self) -> list[list[TensorFacts]]:
-        """The parameter groups that have any."""
         return [group for group in self.facts.grouped if group]
 
     @property
     def zero(self) -> Options:
-        """The section ``zero_optimization``."""
         section: Options = self.facts.option("zero_optimization", {})
         return section
 
     @property
     def ranks(self) -> int:
-        """N."""
         return self.facts.size("shard")
 
     @property
     def offloaded(self) -> bool:
-        """Whether the optimizer is."""
         return (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
@@ -128,7 +121,6 @@ class DeepSpeedZero1(_Sharded):
 
     @property
     def reductions(self) -> int:
-        """Once a step."""
         return 1
 
     @property
@@ -144,7 +136,6 @@ class DeepSpeedZero1(_Sharded):
         return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
-        """Reductions, norms of the groups, gathers."""
         facts, zero = self.facts, self.zero
         to_owners = (
             not zero.get("use_multi_rank_bucket_allreduce", True)
@@ -200,7 +191,6 @@ class DeepSpeedZero1(_Sharded):
         return held | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
-        """Whole parameters; fragments of the rest."""
         own = {tensor.name: count for tensor, count in self.fragments(rank)}
         every = {t.name: t.numel for t in self.facts.parameters}
         return Local(every, own, own if slots(self.facts) else {})
@@ -218,7 +208,6 @@ class DeepSpeedZero2(DeepSpeedZero1):
 
     @property
     def reductions(self) -> int:
-        """One a micro-batch."""
         return self.facts.rounds
 
 
@@ -246,7 +235,6 @@ class DeepSpeedZero3(_Sharded):
     )
 
     def shard(self, tensor: TensorFacts) -> int:
-        """Elements of a rank's shard."""
         return _ceil(tensor.numel, self.ranks)
 
     @property
@@ -256,12 +244,10 @@ class DeepSpeedZero3(_Sharded):
 
     @property
     def sharded(self) -> int:
-        """Bytes of a rank's shards."""
         return FP32 * sum(self.shard(t) for t in self.facts.parameters)
 
     @property
     def trained(self) -> int:
-        """Bytes of a rank's shards of what is trained."""
         return FP32 * sum(self.shard(t) for t in self.facts.trainable)
 
     @property
@@ -290,7 +276,6 @@ class DeepSpeedZero3(_Sharded):
         return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_reduce", norms)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards with their padding."""
         held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
         return held if self.traced else {"parameters": self.sharded} | held
 
@@ -329,7 +314,6 @@ class DeepSpeedZero3(_Sharded):
         return reasons
 
     def local(self, rank: int) -> Local:
-        """Shards, padding left out."""
         parts = {t.name: chunk(t.numel, self.ranks, rank) for t in self.facts.parameters}
         held = {name: count for name, count in parts.items() if count}
         own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}

@@ -51,19 +51,16 @@ class TorchHybrid(TorchTensorParallel):
         return whole // rest, rest
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Of the rows of its tensor rank, the chunk of its shard."""
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
         return chunk(rows, self.shards, self.facts.place(rank, "shard")) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """With the padding that makes shards equal."""
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Of the own stages."""
         mine = self.facts.place(rank, "pipe")
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
@@ -85,7 +82,6 @@ class TorchHybrid(TorchTensorParallel):
         return len(self.facts.inputs[self.facts.step][0]) if self.facts.inputs else 0
 
     def flows(self) -> list[Flow]:
-        """Of all axes."""
         facts = self.facts
         if facts.option("reshard_after_forward", False):
             raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
@@ -118,13 +114,11 @@ class TorchHybrid(TorchTensorParallel):
             yield from grouped_flow("replicate", "all_reduce", parts, self.replicas, crossing)
 
     def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
-        """Bytes of all shards, padding included."""
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
 
     def is_reduced(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` ever has a gradient."""
         return tensor.trainable and tensor.first_use is not None
 
     def sums(self) -> list[Flow]:
@@ -152,14 +146,12 @@ class TorchHybrid(TorchTensorParallel):
     # ----------------------------------------------------------------------------------- memory
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Shards with padding."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return super().held_elements(tensor, rank)
 
     @property
     def pads_gradients(self) -> bool:
-        """Where they are sharded."""
         return self.is_sharded
 
     def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]

@@ -39,19 +39,16 @@ class Bar:
 
 
 def memory_table(results: Iterable[CaseResult]) -> Table:
-    """The bars of memory beside their figures."""
     drawn = "held above, formula below"
     return _table("Memory against formula", drawn, MEMORY_HEADINGS, memory_bars(results))
 
 
 def traffic_table(results: Iterable[CaseResult]) -> Table:
-    """The bars of traffic beside their figures."""
     drawn = "sent above, formula below"
     return _table("Traffic against formula", drawn, TRAFFIC_HEADINGS, traffic_bars(results))
 
 
 def _table(title: str, drawn: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
-    """Bars as a table: the name, the drawing under the heading ``drawn``, and the texts."""
     rows: list[Row] = [
         (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
     ]

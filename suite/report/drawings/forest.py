@@ -37,7 +37,6 @@ class ForestRow:
 
 
 def rows(lines: Sequence[PairLine]) -> list[ForestRow]:
-    """Every comparison in the order in which they were timed."""
     scale = _scale(lines)
     return [
         ForestRow(
@@ -51,7 +50,6 @@ def rows(lines: Sequence[PairLine]) -> list[ForestRow]:
 
 
 def table(lines: Sequence[PairLine]) -> Table:
-    """Texts and drawings of :func:`rows`, on one axis."""
     ruler = axis(lines)
     drawn = Cell(
         "faster / slower",

@@ -45,7 +45,6 @@ class Timeline:
 
     @property
     def table(self) -> Table:
-        """Work and idle time by rank."""
         title = f"Work and idle time by rank: {self.heading}"
         return Table(title, HEADINGS, self.rows, align="rlrrr")
 
