@@ -175,7 +175,8 @@ Reader = Callable[[Any], Any]
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    values = ((name, getattr(value, name)) for name in _names(type(value)))
+    names = _names(type(value))  # type: ignore[arg-type]  # types are hashable
+    values = ((name, getattr(value, name)) for name in names)
     return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in values}
 
 

@@ -219,7 +219,7 @@ class _Rank:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
         looked_at = KINDS if point and self.memory else kinds
-        pieces = {kind: self.implementation.local_state(kind) for kind in looked_at}
+        pieces: Pieces = {kind: self.implementation.local_state(kind) for kind in looked_at}
         if point and self.memory:
             self._measure_memory(point, pieces)
         with self._unseen():
