@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from shardproof.errors import Problem, ScenarioError
+from shardproof.files import open_input
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 100
@@ -90,7 +91,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     try:
         if path.is_dir():
             raise refuse("is a folder", "name a .yaml file")
-        with path.open("rb") as stream:
+        with open_input(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         more = "; `shardproof list scenarios` shows all" if noun == SCENARIO else ""

@@ -215,6 +215,7 @@ def run(
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
     others = [line for path in also for line in stored.pairs(run_folder.read(path))]
+    run_folder.require_run_or_new(results)
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
             _measure(folder, sessions(alike, slowed), minutes)
