@@ -113,6 +113,11 @@ class Case(Stored):
     source: str = field(default="", compare=False)
 
     @property
+    def system(self) -> str:
+        """The implementation with the label of its options."""
+        return self.implementation + (f"+{self.label}" if self.label else "")
+
+    @property
     def world(self) -> int:
         """Number of ranks: the product of the mesh's axes."""
         return math.prod(self.mesh.values())

@@ -153,9 +153,9 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {k: v if type(v) in _AS_THEY_ARE else to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [v if type(v) in _AS_THEY_ARE else to_plain(v) for v in value]
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, Fraction):
@@ -175,7 +175,14 @@ Reader = Callable[[Any], Any]
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    names = _names(type(value))  # type: ignore[arg-type]  # types are hashable
+    values = ((name, getattr(value, name)) for name in names)
+    return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in values}
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _made(kind: Any, data: Mapping[str, Any]) -> Any:

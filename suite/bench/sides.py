@@ -180,9 +180,6 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
     return axes
 
 
-# ---------------------------------------------------------------------------- scenario files
-
-
 def named(value: Any) -> Any:
     return {"implementation": value} if isinstance(value, str) else value
 

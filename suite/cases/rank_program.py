@@ -193,7 +193,7 @@ class _Rank:
         share, shares = self.members.share()
         if share is None:
             return Batch(step, ()), None
-        with self._aside():
+        with self._unseen():
             batch = self.workload.batch(step, shares)[share]
             return _placed(batch, self.members.mesh.device, self.case.loss_scale), share
 
@@ -201,20 +201,26 @@ class _Rank:
         """Do not count what is allocated inside: it is the suite's."""
         return self.memory.paused() if self.memory else nullcontext()
 
-    def _measure_memory(self, point: str) -> None:
+    def _unseen(self) -> AbstractContextManager[object]:
+        """The suite copies inside, and nobody keeps what it makes."""
+        return self.memory.unseen() if self.memory else nullcontext()
+
+    def _measure_memory(self, point: str, pieces: Pieces) -> None:
         """Label what the rank holds at this moment, and mark it."""
-        if self.memory is None or self.implementation is None:
-            return
-        pieces: dict[str, list[Piece]] = {
-            kind: answers.pieces(self.implementation, kind) for kind in KINDS
-        }
+        assert self.memory is not None
         modules = [module for made in self.built if (module := made()) is not None]
         self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
         self.memory.mark(point)
 
-    def _holds(self, kinds: tuple[Kind, ...]) -> Pieces:
+    def _holds(self, kinds: tuple[Kind, ...], point: str = "") -> Pieces:
+        """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
-        return {kind: copied(answers.pieces(self.implementation, kind)) for kind in kinds}
+        looked_at = KINDS if point and self.memory else kinds
+        pieces: Pieces = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
+        if point and self.memory:
+            self._measure_memory(point, pieces)
+        with self._unseen():
+            return {kind: copied(pieces[kind]) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
         """Whether state between steps is judged: it takes a plain oracle and fixed members."""
@@ -232,7 +238,8 @@ class _Rank:
             except Refused:
                 return None
             after = self._holds(LOADED)
-        changed: list[str] = [kind for kind in LOADED if _differ(before[kind], after[kind])]
+        with self._unseen():
+            changed: list[str] = [kind for kind in LOADED if _differ(before[kind], after[kind])]
         return Evaluation(step, share, losses, changed)
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
@@ -264,8 +271,7 @@ class _Rank:
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
-                self._measure_memory(point)
-                observed[point] = self._holds(KINDS_AT[point])
+                observed[point] = self._holds(KINDS_AT[point], point)
 
         first_call = len(ledger.calls) if ledger else 0
         first_event = log.now if log else 0

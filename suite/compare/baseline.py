@@ -77,9 +77,6 @@ def of_folder(path: Path) -> Snapshot:
     return of_run(run_folder.read(path, strict=True))
 
 
-# ------------------------------------------------------------------------------------- writing
-
-
 def save(snapshot: Snapshot, path: Path) -> None:
     """Write a baseline, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,9 +142,6 @@ def _row(
         "beside": dict(entry.beside),
     }
     return {key: value for key, value in row.items() if value}
-
-
-# ------------------------------------------------------------------------------------- reading
 
 
 def read(path: Path) -> Snapshot:
@@ -240,9 +234,6 @@ def _sample(numbers: Sequence[float]) -> Sample:
     if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
         raise ValueError(f"no ratio: {numbers}")
     return sample
-
-
-# ------------------------------------------------------------------------------------- joining
 
 
 def joined(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -26,20 +26,22 @@ class Flat:
 
     members: tuple[TensorFacts, ...]
     shards: int
+    #: Elements that a shard is a multiple of.
+    multiple: int = 1
 
     @property
     def dtype(self) -> str:
         return self.members[0].dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(t.numel for t in self.members)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
-        return -(-self.numel // self.shards)
+        return -(-self.numel // (self.shards * self.multiple)) * self.multiple
 
     @property
     def padded(self) -> int:

@@ -92,7 +92,17 @@ class Declaration(Capabilities, Stored):
         """What it says that nothing knows, or the trait that it declines although its strategy
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
-        for name, (said, known) in self._words().items():
+        words: dict[str, tuple[Collection[object], Collection[str]]] = {
+            "features": (sorted(self.features), FEATURES),
+            "declines": (self.declines, TRAITS),
+            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
+            "points": (self.points, get_args(Point)),
+            "exactness": ((self.exactness,), get_args(Exactness)),
+            "oracle": ((self.oracle,), get_args(OracleKind)),
+            "buffers": ((self.buffers,), get_args(BufferRule)),
+            "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
+        }
+        for name, (said, known) in words.items():
             for word in said:
                 if word not in known:
                     what = f"{name}: {word!r} means nothing here"
@@ -105,18 +115,6 @@ class Declaration(Capabilities, Stored):
                     f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
                 )
         return ""
-
-    def _words(self) -> dict[str, tuple[Collection[object], Collection[str]]]:
-        return {
-            "features": (sorted(self.features), FEATURES),
-            "declines": (self.declines, TRAITS),
-            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
-            "points": (self.points, get_args(Point)),
-            "exactness": ((self.exactness,), get_args(Exactness)),
-            "oracle": ((self.oracle,), get_args(OracleKind)),
-            "buffers": ((self.buffers,), get_args(BufferRule)),
-            "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
-        }
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""

@@ -73,7 +73,6 @@ def try_to_load(name: str) -> tuple[str, list[str]]:
 
 
 def _unfinished(end: TaskEnd[str]) -> str:
-    """The fault of an import that never finished."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"
     elif end.signal is not None:

@@ -33,7 +33,6 @@ def kill_matrix(kills: Sequence[Kill]) -> tuple[list[str], list[tuple[str, list[
 
 
 def table(kills: Sequence[Kill]) -> Table:
-    """The kill matrix with what became of each fault; survivors are marked."""
     columns, lines = kill_matrix(kills)
     marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
     survivors = any(not kill.killed for kill in kills)

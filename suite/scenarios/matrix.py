@@ -176,7 +176,6 @@ class _Expansion:
             self._check_workload(at, variant)
 
     def _check_name(self, path: Keys, kind: str, name: str) -> bool:
-        """Whether ``name``, a user's own implementation or one of the vocabulary's, is known."""
         known = getattr(self.vocabulary, f"{kind}s")
         if name in known or (kind == "implementation" and ":" in name):
             return True
@@ -184,7 +183,6 @@ class _Expansion:
         return False
 
     def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
-        """The parts of the file that have axes, and their paths."""
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
@@ -259,7 +257,6 @@ class _Expansion:
             yield Cell(**dict(zip(_AXES, values, strict=True)), tier=tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
-        """Report the first fault of the first cell that has one."""
         for cell in cells:
             for path, what, remedy in self._faults(cell):
                 self._add(path, what, remedy, " ".join(filter(None, cell.key)))
@@ -309,7 +306,6 @@ class _Expansion:
             )
 
     def _related(self, cell: Cell) -> Expect:
-        """The expectation that holds the relation of ``cell``, if any."""
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
@@ -422,7 +418,6 @@ def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], 
 
 
 def matches(rule: Match, cell: Cell) -> bool:
-    """Whether every key that ``rule`` gives holds for ``cell``."""
     label = cell.implementation.label or ""
     words = {
         "implementation": (cell.implementation.name, cell.system),

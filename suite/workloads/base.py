@@ -194,8 +194,6 @@ class Workload:
         self._narrow = narrow
         self._cached: tuple[int, Samples, Tensor] | None = None
 
-    # ------------------------------------------------------------------------------ the model
-
     @property
     def digest(self) -> str:
         return self.family.digest
@@ -284,10 +282,7 @@ class Workload:
         return self.family.zero_gradient(self.params)
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        """Copy ``state`` (the true initial one by default) into ``module``."""
         load_state(module, self._state if state is None else state)
-
-    # ------------------------------------------------------------------------------ the batches
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""

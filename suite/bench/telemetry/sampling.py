@@ -153,9 +153,6 @@ def announce(workdir: Path, pid: int) -> None:
     (workdir / f"pid-{pid}").touch()
 
 
-# ----------------------------------------------------------------------------------- summaries
-
-
 def summary(
     seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None, window: Window | None = None
 ) -> Summary:
@@ -283,11 +280,7 @@ def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
     return {name: max(int(s.get(key, 0)) for s in on_gpus) for key, name in ALLOCATOR.items()}
 
 
-# ---------------------------------------------------------------------------------------- texts
-
-
 def texts(telemetry: Telemetry | None) -> list[str]:
-    """Telemetry for people, one sentence or figure a line."""
     if telemetry is None:
         return []
     lines = []

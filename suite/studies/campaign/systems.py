@@ -319,7 +319,6 @@ def _fsdp1(strategy: str, meshes: Meshes) -> System:
 
 
 def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) -> System:
-    """A strategy ``data`` of the data axes, under ``inner`` of its options."""
     options: Choices = {"data": (data,), "data_options": inner, **_STAGES, **_SPLIT_LAYERS, **more}
     return System(
         "reference/hybrid",
