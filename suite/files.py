@@ -5,48 +5,107 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import stat
+import tempfile
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
+
+from shardproof.errors import Problem, SelectionError
 
 T = TypeVar("T")
 
 #: What :meth:`Stored.from_dict` raises of damaged JSON.
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 
-#: A file system that is full, over quota, read-only, or failing.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+#: A file system that is full, over quota, read-only, failing, or closed to this user; no file.
+UNWRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE),
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
+)
+#: Bytes of a file that is read at once, and of one line.
+MOST_BYTES, MOST_LINE = 1 << 30, 64 << 20
 
 
-def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
+def open_input(path: Path) -> BinaryIO:
+    """``path`` for reading, if it is a regular file: a pipe or ``/dev/zero`` may never end.
+
+    :raises SelectionError: it is none.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: that waits for a pipe's writer
+        remedy = "name a file, or copy what it holds into one"
+        raise SelectionError(Problem("is no regular file", remedy, file=str(path)))
+    return path.open("rb")
+
+
+def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All bytes of :func:`open_input`.
+
+    :raises SelectionError: as there, or it has more than ``most``.
+    """
+    with open_input(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise SelectionError(Problem(f"is over {most >> 20} MiB", "name another", file=str(path)))
+    return data
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of :func:`open_input`, with their ends.
+
+    :raises SelectionError: as there, or one is longer than :data:`MOST_LINE`.
+    """
+    with open_input(path) as file:
+        while line := file.readline(MOST_LINE + 1):
+            if len(line) > MOST_LINE:
+                what = f"has a line of over {MOST_LINE >> 20} MiB"
+                raise SelectionError(Problem(what, "take a whole copy", file=str(path)))
+            yield line
+
+
+def why_not_writable(path: Path) -> str:
+    """Why :func:`write_whole` could not write ``path``, with its folder made; empty: it could."""
+    try:
+        target = path.resolve()
+        if target.is_dir():
+            return os.strerror(errno.EISDIR)
+        if not target.exists() or target.is_file():
+            place = next(parent for parent in target.parents if parent.exists())
+            tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
     """Put ``data`` (text as UTF-8, bytes, or pieces of bytes) into the file ``path``.
 
-    A reader sees the old file or the whole new one.  ``durable``: the bytes are on disk when this
-    returns, so that they also survive a power cut.
+    A reader sees the old file or the whole new one, through links as well; a device gets the bytes.
 
     :raises OSError: it cannot be written; its ``filename`` is ``path``, and the old file is left.
     """
-    pieces = (
-        [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
-    )
+    if isinstance(data, str):
+        data = data.encode("utf-8", "backslashreplace")  # half a surrogate pair has no UTF-8
+    target = path.resolve()
+    is_special = target.exists() and not target.is_file() and not target.is_dir()
     # Beside it, because a rename is atomic within one file system only.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(pieces)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        with (target if is_special else temporary).open("wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+        if not is_special:
+            temporary.replace(target)
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it has its name now, or the first error is the one to tell
+            temporary.unlink()
 
 
 # ------------------------------------------------------------------------------ the stored form
@@ -94,9 +153,9 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {k: v if type(v) in _AS_THEY_ARE else to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [v if type(v) in _AS_THEY_ARE else to_plain(v) for v in value]
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, Fraction):
@@ -116,7 +175,14 @@ Reader = Callable[[Any], Any]
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    names = _names(type(value))  # type: ignore[arg-type]  # types are hashable
+    values = ((name, getattr(value, name)) for name in names)
+    return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in values}
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _made(kind: Any, data: Mapping[str, Any]) -> Any:

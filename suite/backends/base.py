@@ -29,10 +29,10 @@ from shardproof.ledgers.program_order import inside_backward
 #: Called with one line of text per call of this process's ranks, and when one begins (True) or
 #: ends (False) to be blocked in a call; set by the launcher.
 _on_call: Callable[[str], None] | None = None
-_on_wait: Callable[[bool], None] = bool
+_on_wait: Callable[[bool], object] = bool
 
 
-def listen(on_call: Callable[[str], None], on_wait: Callable[[bool], None]) -> None:
+def listen(on_call: Callable[[str], None], on_wait: Callable[[bool], object]) -> None:
     """Tell the heartbeat about every call made in this process, in one line, and every wait."""
     global _on_call, _on_wait
     _on_call, _on_wait = on_call, on_wait

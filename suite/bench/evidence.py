@@ -28,7 +28,6 @@ from shardproof.bench.scaling import judge
 from shardproof.bench.session import Measured
 from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair, Subject
 from shardproof.bench.telemetry import sampling
-from shardproof.files import write_whole
 from shardproof.runs import run_folder
 
 FOLDER = "times"
@@ -126,7 +125,6 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
 
 
 def _telemetry(measured: Measured) -> Telemetry:
-    """What was seen of memory and GPUs, in launches and of each side alone."""
     seen = measured.seen
     places = [r.pci for records in measured.records for r in records if r.pci is not None]
     return Telemetry(
@@ -137,27 +135,26 @@ def _telemetry(measured: Measured) -> Telemetry:
 
 
 def losses(measured: Measured, sides: Sequence[str]) -> dict[str, list[float]]:
-    """The global loss of each of the first steps, by side."""
     if not measured.records:
         return {}
     return {side: losses_of(measured.records[0], side) for side in sides}
 
 
-def write_times(run: Path, name: str, rows: Sequence[stats.TimedStep]) -> str:
-    """Raw times as a Parquet file under ``run``; its name there."""
+def write_times(folder: run_folder.RunFolder, subject: str, rows: Sequence[stats.TimedStep]) -> str:
+    """Raw times of ``subject`` as a Parquet file of the run; its name there."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from shardproof.runs.records import file_name
 
-    (run / FOLDER).mkdir(exist_ok=True)
+    (folder.path / FOLDER).mkdir(exist_ok=True)
     columns = [(f.name, getattr(pa, _COLUMNS[str(f.type)])()) for f in fields(stats.TimedStep)]
     table = pa.Table.from_pylist([asdict(row) for row in rows], pa.schema(columns))
-    path = run / FOLDER / f"{file_name(name)}.parquet"
+    name = f"{FOLDER}/{file_name(subject)}.parquet"
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_whole(path, sink.getvalue().to_pybytes())
-    return str(path.relative_to(run))
+    folder.write(name, sink.getvalue().to_pybytes())
+    return name
 
 
 def load_times(path: Path) -> list[stats.TimedStep]:
@@ -166,13 +163,12 @@ def load_times(path: Path) -> list[stats.TimedStep]:
     :raises RecordError: a file that cannot be read.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    from shardproof.runs.records import RecordError
+    from shardproof.runs.records import RecordError, read_table
 
     try:
-        return [stats.TimedStep(**row) for row in pq.read_table(path).to_pylist()]
-    except (pa.ArrowException, OSError, TypeError) as error:
+        return [stats.TimedStep(**row) for row in read_table(path).to_pylist()]
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: no readable times: {error}") from None
 
 
@@ -184,8 +180,7 @@ def keep(folder: run_folder.RunFolder, measured: Measured) -> PairLine | CellLin
     line = result(measured)
     source = measured.source or measured
     if source is measured and source.rows:
-        source.times_file = write_times(folder.path, measured.subject.id, source.rows)
-        folder.seal(source.times_file)
+        source.times_file = write_times(folder, measured.subject.id, source.rows)
     if source.times_file:
         line = line.model_copy(update={"times": source.times_file})
     folder.add(line.to_dict(), line.kind)

@@ -102,32 +102,22 @@ def time_launch(task: tuple[Launch, Path]) -> Any:
     return _reply(answer)
 
 
-def measure_memory(task: tuple[SideRun, Path]) -> Any:
-    """Peak bytes of a step on ranks that are threads, where they are counted exactly."""
-    from shardproof.bench import timed_ranks
+def one_side(task: tuple[str, SideRun, Path]) -> Any:
+    """One side on ranks of its own, untimed: peak bytes of a step (``memory``: on ranks that are
+    threads, where they are counted exactly), what it takes (``alone``), or phases (``profile``).
+    """
+    from shardproof.bench import profile, timed_ranks
 
-    run, workdir = replace(task[0], backend="in_memory"), task[1]
-    return _reply(lambda: on_ranks(run, workdir, int, lambda rank: timed_ranks.memory(run, rank)))
-
-
-def run_alone(task: tuple[SideRun, Path]) -> Any:
-    """One side on ranks of its own, untimed."""
-    from shardproof.bench import timed_ranks
-
-    run, workdir = task
-    return _reply(
-        lambda: on_ranks(
-            run, workdir, AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir)
-        )
-    )
-
-
-def profile(task: tuple[SideRun, Path]) -> Any:
-    """Phases of one side's step."""
-    from shardproof.bench.profile import profile
-
-    run, workdir = task
-    return _reply(lambda: on_ranks(run, workdir, dict[str, float], lambda rank: profile(run, rank)))
+    what, run, workdir = task
+    if what == "memory":
+        run = replace(run, backend="in_memory")
+    kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
+        "memory": (int, lambda rank: timed_ranks.memory(run, rank)),
+        "alone": (AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir)),
+        "profile": (dict[str, float], lambda rank: profile.profile(run, rank)),
+    }
+    kind, program = kinds[what]
+    return _reply(lambda: on_ranks(run, workdir, kind, program))
 
 
 def measure_rounds(task: RoundsToMeasure) -> Any:
@@ -144,7 +134,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
             lambda rank: [probes.watch(run, rank) for run in runs],
             ledgers=True,
         )
-        calls = [call for each in watched for call in step_time.seen(each.calls)]
+        calls = [call for each in watched for call in each.calls]
         ladder = task.ladder or measurement.ladder(calls)
         sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
         products = watched[-1].products
@@ -194,7 +184,6 @@ def on_ranks(
 
 
 def _reply(answer: Callable[[], object]) -> Any:
-    """What ``answer`` returns, or why it failed, as JSON has it."""
     try:
         return {"answer": to_plain(answer())}
     except LaunchFailed as failed:

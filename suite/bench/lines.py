@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from shardproof.bench.model.alpha_beta import Machine
-from shardproof.bench.model.step_time import Call, Scorecard
+from shardproof.bench.model.records import Call
+from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import Cell, Pair, Room
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
@@ -49,8 +50,6 @@ class NoFigures(StoredModel):
 #: A loss that is not finite is stored as text.
 Losses = dict[str, list[float]]
 
-# ---------------------------------------------------------------------------------- statistics
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -69,17 +68,24 @@ class Estimate:
     exact: bool
 
     @property
+    def error(self) -> float:
+        """Standard error of the mean, in log units."""
+        return self.sd / math.sqrt(self.blocks)
+
+    @property
+    def freedom(self) -> float:
+        return self.blocks - 1
+
+    @property
     def half_width(self) -> float:
         """Half the interval, in log units."""
         return (self.high - self.low) / 2
 
     @property
     def differs(self) -> bool:
-        """Whether the interval excludes "the same"."""
         return self.low > 0 or self.high < 0
 
     def ratios(self) -> dict[str, float]:
-        """The fields of an :class:`Interval`."""
         ratios = {key: math.exp(getattr(self, key)) for key in ("low", "high")}
         return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
 
@@ -126,8 +132,6 @@ class PairFigures(Interval):
 
 
 class Efficiency(Interval):
-    """An efficiency, or another ratio of a cell."""
-
     log: Estimate
 
 
@@ -137,9 +141,6 @@ class InReport(StoredModel):
     p: float
     p_holm: float
     verdict: str
-
-
-# ----------------------------------------------------------------------------------- telemetry
 
 
 class GpuFigures(StoredModel):
@@ -166,8 +167,6 @@ class GpuFigures(StoredModel):
 
 
 class LookCost(StoredModel):
-    """What looking took."""
-
     looks: int
     cpu_seconds: float
     share_of_a_core: float | None
@@ -206,9 +205,6 @@ class Memory(StoredModel):
     a: int
     b: int
     ratio: float
-
-
-# ------------------------------------------------------------------------------- what was probed
 
 
 class ProbedStep(StoredModel):
@@ -273,9 +269,6 @@ class Modelled(StoredModel):
     problem: str = ""
 
 
-# ---------------------------------------------------------------------------------------- lines
-
-
 class Line(StoredModel):
     """What all lines about times have in common.
 
@@ -301,8 +294,6 @@ class Judgement(StoredModel):
 
 
 class MeasuredPair(Line):
-    """A comparison before it is judged."""
-
     pair: Pair
     meshes: dict[str, dict[str, int]] = Field(default_factory=dict)
     memory: Memory | NoFigures | None = None
@@ -347,7 +338,6 @@ class PairLine(MeasuredPair, JudgedPair):
 
     @property
     def missed(self) -> bool:
-        """Whether the goal was missed."""
         return self.goal_met is False
 
 
@@ -376,7 +366,6 @@ class MeasuredCell(Line):
 
     @property
     def refused(self) -> bool:
-        """Whether the ranks would have to share cores."""
         return self.room is not None and self.room.oversubscribed(self.world)
 
 
@@ -394,31 +383,24 @@ class CellFigures(StoredModel):
 
 
 class JudgedCell(CellFigures, Judgement):
-    """Verdict and figures of a cell."""
-
     tokens_per_second: dict[str, float] = Field(default_factory=dict)
     modelled: Modelled | None = None
     scorecard: Scorecard | None = None
 
 
 class CellLine(MeasuredCell, JudgedCell):
-    """A scaling cell, judged."""
-
     kind: ClassVar[Literal["scaling"]] = "scaling"
 
     @property
     def missed(self) -> bool:
-        """Whether the target was missed."""
         return self.verdict == "below"
 
     @property
     def title(self) -> str:
-        """The implementation with the label of its options."""
         return self.cell.title
 
     @property
     def modelled_efficiency(self) -> float | None:
-        """The modelled figure, if there is one."""
         return None if self.modelled is None else self.modelled.efficiency
 
 

@@ -31,7 +31,7 @@ from shardproof.bench.model.records import Rounds
 from shardproof.bench.scaling import modelled
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import LETTERS, Cell, Pair, Room, Side, Subject
+from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
@@ -44,8 +44,6 @@ from shardproof.registry.declaration import Answer, Declaration
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
 _EXAMINING_SECONDS = 120.0
-#: Seconds of a pass of one side alone.
-_PASS_SECONDS = 300.0
 _LOOK_SECONDS = 1.0
 #: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
 _PATIENCE_SECONDS = 5.0
@@ -90,25 +88,22 @@ class Measured:
 
     @property
     def timed(self) -> bool:
-        """Whether launches of its own are to be made."""
         return self.problem is None and self.source in (None, self)
 
     @property
     def refused(self) -> bool:
-        """Whether the ranks of a cell would have to share cores."""
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
     def run(self, side: str) -> SideRun:
-        """``side`` on all of its ranks."""
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
-        """A launch that times ``blocks``."""
         if isinstance(self.subject, Cell):
             (axis,) = self.meshes["ranks"]
             together = not self.refused
             return launches.cell_launch(self.subject, axis, number, list(blocks), together)
-        return launches.pair_launch(self.subject, self.meshes, number, list(blocks))
+        sides = {side: self.run(side) for side in SIDES}
+        return Launch(sides, ORDERS, number, list(blocks), pace="a")
 
 
 class Session:
@@ -165,7 +160,6 @@ class Session:
     def _examined(
         self, subject: Subject, sides: Mapping[str, Side]
     ) -> tuple[dict[str, Answer], int | None]:
-        """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
         world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
         task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
         end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
@@ -210,7 +204,7 @@ class Session:
         worst = []
         for side in measured.subject.own_sides:
             try:
-                peaks = self._one_side(leader_tasks.measure_memory, int, measured, side)
+                peaks = self._one_side("memory", int, measured, side)
             except LaunchFailed as failed:
                 measured.memory = NoFigures(problem=failed.reason)
                 return
@@ -230,9 +224,7 @@ class Session:
             sampler = self._sampler(measured, workdir)
             try:
                 with sampler:
-                    ranks = self._one_side(
-                        *(leader_tasks.run_alone, AloneRecord, measured, letter), workdir=workdir
-                    )
+                    ranks = self._one_side("alone", AloneRecord, measured, letter, workdir)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
             else:
@@ -281,14 +273,10 @@ class Session:
         return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def profile(self, measured: Measured) -> None:
-        """Where a mean step's time goes, by side, on its slowest rank."""
         phases = {}
         for letter in LETTERS:
             try:
-                ranks = self._one_side(
-                    *(leader_tasks.profile, dict[str, float], measured, letter),
-                    seconds=measured.subject.deadline,
-                )
+                ranks = self._one_side("profile", dict[str, float], measured, letter)
             except LaunchFailed as failed:
                 measured.profile = NoFigures(problem=failed.reason)
                 return
@@ -296,19 +284,13 @@ class Session:
         measured.profile = phases
 
     def _one_side(
-        self,
-        task: Task[tuple[SideRun, Path]],
-        kind: type[T],
-        measured: Measured,
-        side: str,
-        seconds: float = _PASS_SECONDS,
-        workdir: Path | None = None,
+        self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None
     ) -> list[T]:
-        what = measured.run(side), workdir or self._folder()
-        return self._lead(task, list[kind], measured.subject.id, what, seconds)  # type: ignore[valid-type]
+        task = what, measured.run(side), workdir or self._folder()
+        subject, kinds = measured.subject, list[kind]  # type: ignore[valid-type]
+        return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
     def _folder(self) -> Path:
-        """A fresh work folder, not yet made."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
 
@@ -329,9 +311,6 @@ class Session:
         with closing(self._pool.run(task, [(name, what, seconds + JUDGING_SECONDS)])) as ends:
             (end,) = list(ends)
         return end
-
-
-# ------------------------------------------------------------------------------ what fits here
 
 
 def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> None:

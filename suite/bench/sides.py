@@ -180,11 +180,7 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
     return axes
 
 
-# ---------------------------------------------------------------------------- scenario files
-
-
 def named(value: Any) -> Any:
-    """A bare name stands for ``{implementation: name}``."""
     return {"implementation": value} if isinstance(value, str) else value
 
 
@@ -253,8 +249,6 @@ class SpeedScenario(TimedScenario):
 
 
 class Faults:
-    """Problems of scenario files, each with its line."""
-
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 

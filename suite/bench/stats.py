@@ -14,7 +14,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from functools import reduce
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from scipy import stats as distributions
@@ -53,8 +54,7 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
 
 
-def t_quantile(confidence: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t."""
+def t_quantile(confidence: float, freedom: float) -> float:
     return float(distributions.t.ppf((1 + confidence) / 2, freedom))
 
 
@@ -67,7 +67,8 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
     seen = abs(float(values.sum()))
     limit = seen - 1e-12 * max(1.0, float(np.abs(values).sum()))  # ties count whatever the order
     if len(values) <= EXACT_BLOCKS:
-        left, right = (_signed_sums(part) for part in np.array_split(values, 2))
+        sums = lambda so_far, value: np.concatenate([so_far + value, so_far - value])  # noqa: E731
+        left, right = (reduce(sums, part, np.zeros(1)) for part in np.array_split(values, 2))
         right.sort()
         above = len(right) - np.searchsorted(right, limit - left, side="left")
         below = np.searchsorted(right, -limit - left, side="right")
@@ -78,13 +79,6 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
         drawn = generator.integers(0, 2, (_DRAWS_AT_ONCE, len(values)), dtype=np.int8)
         extreme += int((np.abs((drawn * 2 - 1) @ values) >= limit).sum())
     return (extreme + 1) / (_DRAWS + 1), False
-
-
-def _signed_sums(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
 
 
 def margin(same: Estimate | None) -> float:
@@ -115,10 +109,8 @@ def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> 
 
     The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
     """
-    freedom = estimated.blocks - 1
-    error = estimated.sd / math.sqrt(estimated.blocks)
-    hurdle = max(least, t_quantile(CONFIDENCE, freedom) * error)
-    return hurdle + float(distributions.t.ppf(power, freedom)) * error
+    hurdle = max(least, t_quantile(CONFIDENCE, estimated.freedom) * estimated.error)
+    return hurdle + float(distributions.t.ppf(power, estimated.freedom)) * estimated.error
 
 
 def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
@@ -129,8 +121,6 @@ def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) ->
     return count
 
 
-# ------------------------------------------------------------------------- many in one report
-
 #: Verdicts that claim a difference; in a report they stand if they survive all others beside them.
 DIFFERENT = ("faster", "slower", "small difference")
 
@@ -138,9 +128,8 @@ DIFFERENT = ("faster", "slower", "small difference")
 def difference_p(estimated: Estimate) -> float:
     """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
     if estimated.sd == 0:
-        return 1.0 if estimated.mean == 0 else 0.0
-    t = abs(estimated.mean) / (estimated.sd / math.sqrt(estimated.blocks))
-    return 2 * float(distributions.t.sf(t, estimated.blocks - 1))
+        return float(estimated.mean == 0)
+    return 2 * float(distributions.t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -176,9 +165,6 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
             verdict = "inconclusive" if lost else line.verdict
             report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=verdict)
     return report
-
-
-# -------------------------------------------------------------------------------- from raw times
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +233,6 @@ class Judged(NamedTuple):
 
 
 def judge(rows: Iterable[TimedStep]) -> Judged:
-    """Verdict and figures of a comparison; ``verify`` calls it again."""
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:

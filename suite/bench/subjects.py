@@ -76,23 +76,18 @@ class Timed(Stored, ABC):
 
     @property
     def work(self) -> str:
-        """The workload and its size."""
         return "+".join((self.workload.name, *([self.size] if self.size else [])))
 
     def to_dict(self) -> dict[str, Any]:
-        """The stored form, beside the id."""
         return super().to_dict() | {"id": self.id}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` described."""
         return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Timed):
-    """A comparison of ``a`` with ``b``."""
-
     #: Those that are declared and judged.
     own_sides: ClassVar[Sequence[str]] = LETTERS
 
@@ -104,7 +99,6 @@ class Pair(Timed):
 
     @property
     def versus(self) -> str:
-        """Both implementations."""
         return f"{self.a.implementation} v {self.b.implementation}"
 
     @property
@@ -118,7 +112,6 @@ class Pair(Timed):
         return (self.id,)
 
     def progress_name(self, refused: bool) -> str:
-        """The name in messages about progress."""
         return self.versus
 
     def side(self, letter: str) -> Side:
@@ -143,12 +136,10 @@ class Cell(Timed):
 
     @property
     def title(self) -> str:
-        """The implementation with the label of its options."""
         return self.system.implementation + (f"+{self.label}" if self.label else "")
 
     @property
     def id(self) -> str:
-        """Names the cell in results."""
         return f"scaling::{self.name}::{self.title}::{self.backend}::{self.world}::{self.work}"
 
     @property
@@ -162,7 +153,6 @@ class Cell(Timed):
         return f"{self.mode} {self.title} {ranks}, {self.backend}"
 
     def side(self, side: str) -> Side:
-        """The system."""
         return self.system
 
     def samples(self, world: int) -> int:
@@ -172,7 +162,6 @@ class Cell(Timed):
         return math.ceil(self.base.global_batch / world)
 
     def at(self, world: int) -> Cell:
-        """The same system on another number of ranks."""
         samples = self.base.global_batch * (world if self.mode == "weak" else 1)
         return replace(self, world=world, workload=replace(self.base, global_batch=samples))
 
@@ -195,5 +184,4 @@ class Room:
         return cls(count, of if count == 1 else f"{of}s")
 
     def oversubscribed(self, world: int) -> bool:
-        """Whether so many ranks would take turns."""
         return world * self.threads > self.ranks

@@ -37,7 +37,7 @@ from shardproof import backends
 from shardproof.bench import pinning
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
-from shardproof.bench.model import measurement, probes, step_time
+from shardproof.bench.model import measurement, probes
 from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.sides import (
     SEGMENT_SECONDS,
@@ -152,20 +152,16 @@ def _agree(over: bool, control: Comm) -> bool:
 
 
 class Writer:
-    """Appends raw times of whole blocks."""
-
     def __init__(self, file: TextIO, launch: int, rank: int) -> None:
         self._file, self._launch, self._rank = file, launch, rank
         self._rows: list[TimedStep] = []
 
     def add(self, pair: str, block: int, segment: int, side: str, times: Sequence[float]) -> None:
-        """Hold the seconds of each step of a segment."""
         for step, seconds in enumerate(times):
             row = TimedStep(self._launch, pair, block, segment, side, step, self._rank, seconds)
             self._rows.append(row)
 
     def flush(self) -> None:
-        """Write what is held."""
         self._file.write("".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
         self._rows.clear()
 
@@ -176,7 +172,7 @@ class _Probing:
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
         self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
-        sizes = measurement.ladder(step_time.seen(watched.calls))
+        sizes = measurement.ladder(watched.calls)
         dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
         self.probes = probes.Probes(control, sizes, watched.products, dtype)
 
@@ -199,9 +195,6 @@ class _Probing:
         for single in self._alone:
             single.arm.close()
         return [single.record() for single in self._alone]
-
-
-# --------------------------------------------------------------------------- one side alone
 
 
 def memory(of_side: SideRun, rank: int) -> int:
@@ -246,7 +239,6 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
 
 
 def _steps_alone(arm: Arm) -> int:
-    """Run steps for a while, as many on every rank; how many."""
     control = everybody(arm.run.backend, arm.run.world)
     steps = 0
     over = False

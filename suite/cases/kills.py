@@ -17,13 +17,16 @@ from typing import Any
 
 from shardproof.case import Case
 from shardproof.cases.runner import OnAccount, run_cases
-from shardproof.checks import GENERAL
+from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
 #: those of faults in the judge itself, which must not be green.
 VERDICT_KILLERS = ("crash", "hang", JUDGE_ERROR, "undecidable")
+#: What kills without a memory ledger, which doubles the cost of a case: ``schedule`` reads
+#: activations off it, and faults of the judge may lie in the check ``memory`` itself.
+UNWEIGHED = frozenset((*CHECKS, "crash", "hang")) - {"memory", "schedule"}
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Pair:
     parent: Case
 
 
-def pair(mutant: Any) -> Pair:
+def pair(mutant: Any, weigh_all: bool = True) -> Pair:
     """The cases of ``mutant`` and of its parent, which differ in the implementation only.
 
     Mutants that are triggered by the same case share their parent's: its id is made of what it
-    runs.
+    runs.  Unless ``weigh_all``, memory is weighed only where the kill may need it.
     """
+    weighed = weigh_all or not UNWEIGHED.issuperset(mutant.killed_by)
+    checks = [name for name in GENERAL if weighed or name != "memory"]
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}",
         scenario="mutants",
@@ -50,7 +55,7 @@ def pair(mutant: Any) -> Pair:
         workload=mutant.workload,
         optimizer=mutant.optimizer,
         lane=mutant.lane,
-        checks=GENERAL + (("relations",) if "relation" in mutant.expect else ()),
+        checks=(*checks, *(("relations",) if "relation" in mutant.expect else ())),
         options=dict(mutant.options)
         | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,
@@ -123,24 +128,24 @@ def _margin(result: CaseResult) -> float | None:
 # ----------------------------------------------------------------------------------------- running
 
 
-def mutant_cases(mutants: Sequence[Any]) -> list[Case]:
+def mutant_cases(pairs: Sequence[Pair]) -> list[Case]:
     """Every parent's case once, before those of its mutants."""
     cases: list[Case] = []
-    for item in (pair(mutant) for mutant in mutants):
+    for item in pairs:
         cases += [case for case in (item.parent, item.case) if case not in cases]
     return cases
 
 
-def _in_turn(mutants: Sequence[Any]) -> list[Any]:
+def _in_turn(pairs: Sequence[Pair]) -> list[Pair]:
     """The mutants in turns: one of each file, then the next of each."""
-    files: dict[str, list[Any]] = {}
-    for mutant in mutants:
-        files.setdefault(mutant.implementation.__module__, []).append(mutant)
-    return [m for turn in zip_longest(*files.values()) for m in turn if m is not None]
+    files: dict[str, list[Pair]] = {}
+    for item in pairs:
+        files.setdefault(item.mutant.implementation.__module__, []).append(item)
+    return [p for turn in zip_longest(*files.values()) for p in turn if p is not None]
 
 
 def run_mutants(
-    mutants: Sequence[Any],
+    pairs: Sequence[Pair],
     jobs: int,
     on_result: Callable[[CaseResult], None],
     stop_after: float | None = None,
@@ -150,8 +155,7 @@ def run_mutants(
 
     Where time may run out (``stop_after``) every file of faults gets its turn.
     """
-    pairs = [pair(mutant) for mutant in mutants]
-    order = mutants if stop_after is None else _in_turn(mutants)
+    order = pairs if stop_after is None else _in_turn(pairs)
     results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
     by_id = {result.id: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from shardproof import verdicts
+from shardproof.commands import options
 from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 
@@ -106,10 +107,7 @@ def bench(
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="S", min=1, help="seconds of a launch, at most")
     ] = 900.0,
-    results: Annotated[
-        Path | None,
-        typer.Option("--results", metavar="RUN", help="write into this run folder, new or old"),
-    ] = None,
+    results: options.Results = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
     ] = False,

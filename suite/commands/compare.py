@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shardproof import verdicts
+from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -40,17 +41,13 @@ def compare(
         bool, typer.Option("--only-changed", help="leave out what is equal or undecided")
     ] = False,
     save: Annotated[
-        Path | None,
-        typer.Option("--save", metavar="FILE", help="write the runs as one baseline, and no more"),
+        Path | None, options.output("--save", "write the runs as one baseline, and no more")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="--save replaces FILE if it is there")
     ] = False,
     into: Annotated[
-        Path | None,
-        typer.Option(
-            "--into", metavar="FILE", help="put the Markdown between FILE's results markers"
-        ),
+        Path | None, options.output("--into", "put the Markdown between FILE's results markers")
     ] = None,
 ) -> None:
     """Say what differs between runs, what is not comparable, and why.
@@ -156,15 +153,12 @@ def gate(
         typer.Option("--policy", metavar="FILE", help="what breaks (default: see below)"),
     ] = None,
     summary: Annotated[
-        Path | None,
-        typer.Option("--summary", metavar="FILE", help="write a Markdown summary there"),
+        Path | None, options.output("--summary", "write a Markdown summary there")
     ] = None,
     append: Annotated[
         bool, typer.Option("--append", help="--summary adds to FILE in place of replacing it")
     ] = False,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there")
-    ] = None,
+    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there")] = None,
     annotations: Annotated[
         Host | None,
         typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
@@ -261,16 +255,7 @@ def _tell(
         for line in gate_output.github(gated):
             typer.echo(line)
     if summary is not None:
-        _write(summary, gate_output.summary(gated), "--summary", append)
+        before = summary.read_text(encoding="utf-8") if append and summary.is_file() else ""
+        options.write(summary, before + gate_output.summary(gated))
     if junit is not None:
-        _write(junit, gate_output.junit_xml(gated), "--junit", append=False)
-
-
-def _write(path: Path, text: str, option: str, append: bool) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if append else "w", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        what = f"{option}: {error.strerror}"
-        raise SelectionError(Problem(what, "name a file to write", str(path))) from None
+        options.write(junit, gate_output.junit_xml(gated))

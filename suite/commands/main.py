@@ -5,6 +5,7 @@ Heavy imports wait until a command needs them.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -24,7 +25,8 @@ from shardproof.commands import (
     scenario_files,
     study,
 )
-from shardproof.errors import InputError
+from shardproof.errors import InputError, Problem
+from shardproof.files import UNWRITABLE
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
 app = typer.Typer(
@@ -54,9 +56,9 @@ app = typer.Typer(
     \b
     Exit codes: 0 all held
                 1 a fail, unexpected pass, hang or crash; a planted fault that survives
-                2 bad input, or a selection that matches nothing
+                2 bad input, a selection that matches nothing, or a full disk
                 3 undecided, or nothing was judged
-              130 Ctrl-C
+              130 Ctrl-C, SIGTERM or SIGHUP
     """,
 )
 
@@ -117,7 +119,16 @@ def main() -> None:
         sys.exit(verdicts.BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(verdicts.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of the pipe went away (`| head`); flushing at exit must not complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(verdicts.HELD)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *UNWRITABLE):
+            raise
+        if error.filename is None:
+            # Standard output: its disk is full, or the reader of the pipe went away (`| head`).
+            # Flushing at exit must not complain again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            sys.exit(verdicts.HELD)
+        where = str(error.filename or "standard output")
+        remedy = "make room there, or name another place"
+        typer.echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
+        sys.exit(verdicts.BAD_INPUT)

@@ -26,7 +26,11 @@ def mutants(
     ] = None,
     tier: Annotated[
         options.TierName,
-        typer.Option("--tier", help="quick: what the budget leaves out is no failure"),
+        typer.Option(
+            "--tier",
+            help="quick: what the budget leaves out is no failure; memory is weighed where a "
+            "kill may need it",
+        ),
     ] = "full",
     budget: options.Budget = None,
     jobs: options.Jobs = None,
@@ -54,15 +58,16 @@ def execute_mutants(
 ) -> int:
     """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
     from shardproof import report
-    from shardproof.cases.kills import mutant_cases, run_mutants
+    from shardproof.cases.kills import mutant_cases, pair, run_mutants
     from shardproof.commands.console import FaultProgress, make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs.run_folder import read
 
     console = make_console()
+    pairs = [pair(mutant, weigh_all=all_must_run) for mutant in mutants]
 
     def body(interrupts: Interrupts) -> int:
-        folder.plan(mutant_cases(mutants), [mutant.name for mutant in mutants])
+        folder.plan(mutant_cases(pairs), [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
         with FaultProgress(console, None, what) as progress:
 
@@ -72,7 +77,7 @@ def execute_mutants(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            kills = run_mutants(mutants, jobs, note, seconds, folder.keep)
+            kills = run_mutants(pairs, jobs, note, seconds, folder.keep)
         for kill in kills:
             folder.add(kill, "kill")
         late = {kill.name for kill in kills if kill.left_out}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
     from shardproof.scenarios.selection import Selection
@@ -51,9 +54,42 @@ Jobs = Annotated[
     int | None,
     typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: cores)"),
 ]
+
+
+def named(text: str) -> Path:
+    """The path that an option gives; an empty one would be the working folder."""
+    if not text:
+        raise typer.BadParameter("an empty name")
+    return Path(text)
+
+
+def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """A file that an option will have written: asked before anything runs.
+
+    :raises SelectionError: it cannot be.
+    """
+    if path is not None and (why := why_not_writable(path)):
+        problem = Problem(f"{option.opts[0]}: {why}", "name a file to write", str(path))
+        raise SelectionError(problem)
+    return path
+
+
+def output(flag: str, about: str) -> Any:
+    """The option ``flag`` of a file to write."""
+    return typer.Option(flag, metavar="FILE", help=about, callback=writable)
+
+
+def write(path: Path, text: str) -> None:
+    """Write the file of such an option, whole; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
+
+
 Results = Annotated[
     Path | None,
-    typer.Option("--results", metavar="RUN_FOLDER", help="write into this run folder, new or old"),
+    typer.Option(
+        "--results", metavar="RUN", help="write into this run folder, new or old", parser=named
+    ),
 ]
 #: A run that is looked at.
 Run = Annotated[

@@ -129,8 +129,9 @@ def prove(
             judged, _ = session.run(cases, lambda result: None)
         else:
             from shardproof import verdicts
-            from shardproof.runs.run_folder import RunFolder
+            from shardproof.runs.run_folder import RunFolder, require_run_or_new
 
+            require_run_or_new(Path(results))
             with RunFolder(Path(results), ["prove"]) as folder:
                 folder.plan(cases)
                 judged, _ = session.run(cases, folder.add, on_account=folder.keep)

@@ -21,8 +21,7 @@ def report(
     run: options.Run = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
     into: Annotated[
-        Path | None,
-        typer.Option("--into", metavar="FILE", help="put the Markdown between FILE's markers"),
+        Path | None, options.output("--into", "put the Markdown between FILE's markers")
     ] = None,
 ) -> None:
     """Show a run again, on the terminal or as a file's text on standard output.

@@ -53,9 +53,7 @@ def run(
     rerun_failed: Annotated[
         bool, typer.Option("--rerun-failed", help="run the failed cases of that run again")
     ] = False,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="write JUnit XML there, too")
-    ] = None,
+    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there, too")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would run, and run nothing")
     ] = False,
@@ -242,11 +240,9 @@ def execute(
     def finish() -> None:
         durations.save()
         document = junit.document(read(folder.path))
-        (folder.path / "junit.xml").write_text(document, encoding="utf-8")
-        folder.seal("junit.xml")
+        folder.write("junit.xml", document)
         if junit_file is not None:
-            junit_file.parent.mkdir(parents=True, exist_ok=True)
-            junit_file.write_text(document, encoding="utf-8")
+            options.write(junit_file, document)
 
     return supervised(folder, console, body, interrupted, finish)
 

@@ -87,7 +87,9 @@ def overhead() -> None:
 
 @studies.command("false-alarms", short_help="How often `bench` errs on this machine.")
 def false_alarms(
-    results: Annotated[Path, typer.Option("--results", metavar="RUN", help="new or old")],
+    results: Annotated[
+        Path, typer.Option("--results", metavar="RUN", help="new or old", parser=options.named)
+    ],
     alike: Annotated[int, typer.Option("--alike", metavar="N", help="A/A comparisons")] = 100,
     slowed: Annotated[int, typer.Option("--slowed", metavar="N", help="slowed sessions")] = 30,
     minutes: Annotated[
@@ -116,12 +118,9 @@ def model_check(
     backend: Annotated[str, typer.Option("--backend", metavar="B")] = "gloo",
     world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="write the Markdown here, too")
-    ] = None,
+    out: Annotated[Path | None, options.output("--out", "write the Markdown here, too")] = None,
     records: Annotated[
-        Path | None,
-        typer.Option("--records", metavar="FILE", help="keep what the ranks measured (JSON)"),
+        Path | None, options.output("--records", "keep what the ranks measured (JSON)")
     ] = None,
 ) -> None:
     """Predict steps of three models by the alpha-beta model, and measure them.

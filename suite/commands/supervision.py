@@ -1,4 +1,4 @@
-"""A run under supervision: its folder, Ctrl-C, and disks that fill up.
+"""A run under supervision: its folder, signals that end it, and disks that fill up.
 
 Whatever ends a run, what is written stays, the folder is closed and its reports are made.
 """
@@ -6,6 +6,7 @@ Whatever ends a run, what is written stays, the folder is closed and its reports
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.files import UNWRITABLE
 from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import RecordError
-from shardproof.runs.run_folder import RunFolder, read
+from shardproof.runs.run_folder import RunFolder, read, require_run_or_new
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,11 +36,14 @@ def open_folder(path: Path | None) -> RunFolder:
     """
     command = ["shardproof", *sys.argv[1:]]
     try:
-        return RunFolder(path, command) if path is not None else RunFolder.create(RESULTS, command)
+        if path is None:
+            return RunFolder.create(RESULTS, command)
+        require_run_or_new(path)
+        return RunFolder(path, command)
     except OSError as error:
         where = str(error.filename or path or RESULTS)
         what = f"results cannot be written: {error.strerror}"
-        raise SelectionError(Problem(what, "choose another --results folder", where)) from None
+        raise SelectionError(Problem(what, "choose another --results folder", file=where)) from None
     except RecordError as error:
         raise SelectionError(Problem(str(error), "choose another --results folder")) from None
 
@@ -64,30 +68,33 @@ def supervised(
                 interrupted()
             _finish(folder, code, finish)
         except OSError as error:
-            if error.errno not in UNWRITABLE:
+            if error.errno not in UNWRITABLE or error.filename is None:
                 raise
-            where = error.filename or folder.path
-            print_line(
-                console, f"{where}: {error.strerror} - what was written is kept; make room, then"
-            )
-            print_line(console, f"    shardproof run --resume --results {folder.path}")
-            red = verdicts.exit_code(verdicts.count(read(folder.path).cases)) == verdicts.BROKEN
-            code = verdicts.BROKEN if red else verdicts.NOT_DECIDED
+            cause = f"{error.filename}: {error.strerror}"
+            print_line(console, f"{cause} - what was written is kept; make room, then")
+            again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
+            print_line(console, f"    {again}")
+            code = verdicts.BAD_INPUT
     print_line(console, f"evidence: {folder.path}")
     return code
 
 
 class Interrupts:
-    """Ctrl-C (or SIGTERM) once stops a run in order; a second one does not disturb the tidying."""
+    """Ctrl-C (or SIGTERM, SIGHUP) once stops a run in order; the next do not disturb the tidying.
+
+    A SIGHUP that is ignored, as under ``nohup``, stays so.
+    """
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._holding = self._pending = self._came = False
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._caught)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._caught)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,6 +102,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _caught(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            for stream in self._terminals:  # it is gone: what is printed there raises errors
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self._came:
             os.write(2, b"stopping: ranks are being ended, results kept\n")
             return
@@ -122,5 +132,4 @@ def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
     folder.close(code)
     run = read(folder.path)
     for name, document in (("report.html", report.html(run)), ("report.md", report.document(run))):
-        (folder.path / name).write_text(document, encoding="utf-8")
-        folder.seal(name)
+        folder.write(name, document)

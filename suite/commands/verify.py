@@ -24,7 +24,7 @@ from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import printable, unpacked
 from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
 from shardproof.runs.integrity import changed
-from shardproof.runs.records import RecordError
+from shardproof.runs.records import LeadsOut, RecordError
 from shardproof.runs.run_folder import Line, Run, lines, read, standard
 from shardproof.verdicts import INTERRUPTED
 
@@ -89,14 +89,15 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
     with unpacked(archive) as bundle:
         try:
             verified = verify(bundle.folder)
-        except OtherFormat as error:
-            file = str(archive / "run.json")
-            raise OtherFormat([replace(problem, file=file) for problem in error.problems]) from None
+        except (OtherFormat, LeadsOut) as error:
+            places = [p.file.replace(str(bundle.folder), str(archive)) for p in error.problems]
+            own = [replace(p, file=f) for p, f in zip(error.problems, places, strict=True)]
+            raise type(error)(own) from None
         except SelectionError:
             problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
             verified = Verified(0, 0, 0, [problem])
-        own = (text.replace(str(bundle.folder), str(archive)) for text in verified.problems)
-        problems = list(dict.fromkeys([*bundle.problems, *map(printable, own)]))
+        texts = (text.replace(str(bundle.folder), str(archive)) for text in verified.problems)
+        problems = list(dict.fromkeys([*bundle.problems, *map(printable, texts)]))
         return replace(verified, problems=problems), bundle.listing
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from shardproof import old_words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, write_whole
+from shardproof.files import DAMAGE, read_input, write_whole
 from shardproof.runs import run_folder
 from shardproof.runs.integrity import require_unedited
 
@@ -77,20 +77,10 @@ def of_folder(path: Path) -> Snapshot:
     return of_run(run_folder.read(path, strict=True))
 
 
-# ------------------------------------------------------------------------------------- writing
-
-
 def save(snapshot: Snapshot, path: Path) -> None:
-    """Write a baseline, whole or not at all.
-
-    :raises SelectionError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text(snapshot))
-    except OSError as error:
-        why = f"--save: {error.strerror}"
-        raise SelectionError(Problem(why, "name a file to write", str(path))) from None
+    """Write a baseline, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text(snapshot))
 
 
 def text(snapshot: Snapshot) -> str:
@@ -154,9 +144,6 @@ def _row(
     return {key: value for key, value in row.items() if value}
 
 
-# ------------------------------------------------------------------------------------- reading
-
-
 def read(path: Path) -> Snapshot:
     """The snapshot in a baseline.
 
@@ -166,7 +153,7 @@ def read(path: Path) -> Snapshot:
         if path.stat().st_size > MAX_BYTES:
             what = f"is over {MAX_BYTES >> 20} MiB"
             raise SelectionError(Problem(what, "name a baseline", file=str(path)))
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_input(path))
         if not isinstance(document, dict) or document.get("kind") != KIND:
             remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
             raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
@@ -247,9 +234,6 @@ def _sample(numbers: Sequence[float]) -> Sample:
     if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
         raise ValueError(f"no ratio: {numbers}")
     return sample
-
-
-# ------------------------------------------------------------------------------------- joining
 
 
 def joined(snapshots: Sequence[Snapshot]) -> Snapshot:

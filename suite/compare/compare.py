@@ -46,7 +46,6 @@ class Change:
     exact: bool = True
 
     def sentence(self) -> str:
-        """What changed, without the id."""
         if self.detail:
             return f"{self.figure} {self.word}: {self.detail}"
         values = f"{exact_figures.show(self.before)}, now {exact_figures.show(self.after)}"
@@ -69,7 +68,6 @@ class Pairing:
 
     @property
     def id(self) -> str:
-        """The id that both have."""
         return self.after.id
 
 
@@ -92,14 +90,12 @@ class Timing:
 
     @property
     def change(self) -> str:
-        """The ratio of the two ratios, with its interval."""
         difference = self.difference
         low, middle, high = map(math.exp, (difference.low, difference.mean, difference.high))
         return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
     @property
     def moved(self) -> bool:
-        """Whether it certainly changed."""
         return self.verdict not in ("same", "inconclusive")
 
     @property
@@ -110,8 +106,6 @@ class Timing:
 
 @dataclass(frozen=True)
 class Apart:
-    """A result of both runs that cannot be compared, and why."""
-
     id: str
     why: str
 
@@ -145,7 +139,6 @@ class RunComparison:
 
     @property
     def comparable(self) -> int:
-        """Results that were compared."""
         return len({pair.id for pair in self.pairs} | {time.id for time in self.times})
 
     @property
@@ -274,13 +267,14 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
 def _timing(
     pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
 ) -> Timing:
+    from shardproof.bench import stats
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
     verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = math.expm1(welch.smallest_effect(difference, least))
+    smallest = math.expm1(stats.smallest_effect(difference, least))
     return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 
@@ -301,7 +295,6 @@ def verdict_on(difference: Difference, least: float, larger_is_better: bool) -> 
 
 
 def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:
-    """What to know about the runs as wholes."""
     if before.hardware != after.hardware:
         yield f"other hardware: {before.hardware}; now {after.hardware}"
     for name in ("suite", "torch", "python", "commit"):
@@ -329,7 +322,6 @@ def _versions(snapshot: Snapshot, name: str) -> str:
 
 
 def reasons(results: Sequence[Apart]) -> list[tuple[str, list[str]]]:
-    """Why results are not comparable, most frequent first, with their ids."""
     groups: dict[str, list[str]] = defaultdict(list)
     for item in results:
         groups[item.why].append(item.id)

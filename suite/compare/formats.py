@@ -36,7 +36,6 @@ CSV_HEADINGS = (
 
 
 def terminal(report: ComparisonReport, console: Console) -> None:
-    """The tables on a terminal, then the summary."""
     from rich.text import Text
 
     console.print(Text(report.heading, style="bold"), soft_wrap=True)
@@ -49,7 +48,6 @@ def terminal(report: ComparisonReport, console: Console) -> None:
 
 
 def markdown(report: ComparisonReport) -> str:
-    """Summary and tables as Markdown, without the heading of the whole."""
     parts = [f"{markdown_text(line)}\n" for line in report.summary]
     return "\n".join([*parts, *(section(table, 2) for table in report.tables)])
 
@@ -61,18 +59,13 @@ def section(table: Table, level: int) -> str:
 
 
 def html(report: ComparisonReport) -> str:
-    """The same as one self-contained page."""
     from jinja2 import Environment, FileSystemLoader
 
     jinja = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     return jinja.get_template("compare.html").render(report=report)
 
 
-# ------------------------------------------------------------------------------- for machines
-
-
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
-    """One line a compared figure, as CSV; ratios carry the interval of their change."""
     rows = [row for item in comparisons for row in _csv_rows(item, only_changed)]
     return Table("", CSV_HEADINGS, rows).csv()
 
@@ -108,7 +101,6 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
 
 
 def _change(change: Change) -> dict[str, object]:
-    """The cells of a figure that differs."""
     cells = {"figure": change.figure, "reference": change.before, "now": change.after}
     return {**cells, "verdict": change.word, "where": change.detail}
 
@@ -127,7 +119,6 @@ def _csv_row(
 def json_document(
     reference: Snapshot, comparisons: Sequence[RunComparison], only_changed: bool
 ) -> str:
-    """Everything as JSON."""
     whole = {
         "format": FORMAT,
         "reference": _run(reference),

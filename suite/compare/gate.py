@@ -41,9 +41,8 @@ Rule = Literal[
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
-#: Verdicts that decide nothing: a run of these alone holds nothing.
-_UNDECIDED = verdicts.OPEN | {"skip"}
-_DECIDED = frozenset(verdicts.VERDICTS) - _UNDECIDED
+#: Of the others a run holds nothing.
+_DECIDED = frozenset(verdicts.VERDICTS) - verdicts.OPEN - {"skip"}
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 
@@ -61,12 +60,10 @@ class GateFinding:
 
     @property
     def headline(self) -> str:
-        """The message's first line."""
         return next(iter(self.message.splitlines()), "")
 
     @property
     def place(self) -> str:
-        """``file:line``."""
         return self.file + (f":{self.line}" if self.line is not None else "")
 
 
@@ -102,7 +99,6 @@ class Gate:
         return self.decided / max(1, self.decided + self.open + late)
 
     def of(self, state: State) -> list[GateFinding]:
-        """Findings of one state."""
         return [finding for finding in self.findings if finding.state == state]
 
     @property
@@ -114,7 +110,6 @@ class Gate:
         return verdicts.HELD if enough else verdicts.NOT_DECIDED
 
     def sentence(self) -> str:
-        """The outcome in one line."""
         broken, reported, excused = (
             len(self.of(state)) for state in ("breaks", "reported", "excused")
         )
@@ -165,8 +160,6 @@ def judge(
 
 
 class _Judge:
-    """The rules; each method yields the findings of one."""
-
     def __init__(
         self, comparison: RunComparison, policy_file: PolicyFile, today: datetime.date
     ) -> None:
@@ -230,7 +223,6 @@ class _Judge:
             yield self._finding("reported", "verdict", entry, message)
 
     def figures(self) -> Iterator[GateFinding]:
-        """Exact figures that differ."""
         rules = self.policy.figures
         for pair in self.comparison.pairs:
             if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNDECIDED:
@@ -304,7 +296,6 @@ class _Judge:
                     yield from self._perhaps(level, rule, pair.after, message)
 
     def faults(self) -> Iterator[GateFinding]:
-        """Planted faults that were killed and survive now."""
         for change in self.comparison.kills:
             if change.word == "worse":
                 message = "the planted fault survives; it was killed in the baseline"
@@ -372,8 +363,6 @@ class _Judge:
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""
 
-    # ------------------------------------------------------------------------------- small things
-
     def _in_scope(self, name: str) -> bool:
         return any(old_words.glob(name, pattern) for pattern in self.policy.cases.scope)
 
@@ -400,7 +389,6 @@ class _Judge:
     def _perhaps(
         cls, level: Level, rule: Rule, entry: Entry | str, message: str
     ) -> Iterator[GateFinding]:
-        """What a policy's ``level`` makes of it."""
         if level != "ignore":
             yield cls._finding("breaks" if level == "break" else "reported", rule, entry, message)
 

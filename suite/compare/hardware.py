@@ -24,7 +24,6 @@ NOTE = (
 def report(
     reference: Snapshot, others: Sequence[RunComparison], only_changed: bool = False
 ) -> ComparisonReport:
-    """The tables across hardware; ``others`` have ``reference`` as theirs."""
     snapshots = [reference, *(c.after for c in others)]
     made = ComparisonReport(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
     made.tables.append(machines(reference, others))
@@ -37,7 +36,6 @@ def report(
 
 
 def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
-    """A row a machine."""
     rows = []
     for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
         last, kills = snapshot.versions[-1], snapshot.kills
@@ -92,7 +90,6 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
 
 
 def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: bool) -> list[Table]:
-    """Ratios of times and efficiencies, a row a ratio and a column a machine."""
     columns = [reference, *(c.after for c in others)]
     compared: list[Mapping[tuple[str, str], Timing]] = [
         {},
@@ -136,7 +133,6 @@ def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: b
 
 
 def _beside(columns: Sequence[Snapshot]) -> Table:
-    """Modelled efficiencies and the dimensionless scorecard, machine by machine."""
     rows = []
     names = dict.fromkeys(
         (name, figure)

@@ -174,7 +174,6 @@ class Policy(Model):
     )
 
     def level(self, verdict: str) -> VerdictLevel:
-        """What ``verdict`` does."""
         word = cast(Verdict, verdict)
         return self.verdicts.get(word) or VERDICTS.get(word, "report")
 
@@ -188,7 +187,6 @@ class PolicyFile:
     node: Node | None = None
 
     def line(self, path: Sequence[str | int]) -> int | None:
-        """The line of the part that ``path`` leads to."""
         return None if self.node is None else self.node.locate(path)
 
 

@@ -32,8 +32,6 @@ TIME_NOTE = (
 
 @dataclass
 class ComparisonReport:
-    """Everything that a comparison says, in order."""
-
     heading: str
     summary: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -42,7 +40,6 @@ class ComparisonReport:
 def report(
     comparisons: Sequence[RunComparison], by: str = "", only_changed: bool = False
 ) -> ComparisonReport:
-    """The report of comparisons that share their reference."""
     reference = comparisons[0].before
     names = ", ".join(comparison.after.name for comparison in comparisons)
     made = ComparisonReport(f"{names} against {reference.name}")
@@ -63,7 +60,6 @@ def report(
 
 
 def sentence(comparison: RunComparison) -> str:
-    """The comparison in one sentence."""
     counts = words(comparison.changes)
     shown = {"worse": "worse", "better": "better", "changed": "changed otherwise"}
     clauses = [f"{counts[w]} exact figures {shown[w]}" for w in shown if counts.get(w)]
@@ -90,7 +86,6 @@ def sentence(comparison: RunComparison) -> str:
 
 
 def runs(snapshots: Sequence[Snapshot]) -> Table:
-    """Which runs, of what, where."""
     rows = []
     for number, snapshot in enumerate(snapshots):
         last = snapshot.versions[-1]
@@ -111,13 +106,11 @@ def runs(snapshots: Sequence[Snapshot]) -> Table:
 
 
 def incomparable(comparison: RunComparison) -> Table:
-    """What cannot be compared, by reason."""
     rows = [(why, f"{len(ids):,}", some(ids, EXAMPLES)) for why, ids in reasons(comparison.apart)]
     return Table("Not comparable", ("why", "results", "which"), rows, align="lr")
 
 
 def presence(comparison: RunComparison) -> Table:
-    """What only one run has."""
     left_out = comparison.left_out
     parts = (
         ("missing", "in the reference only", comparison.missing),
@@ -130,7 +123,6 @@ def presence(comparison: RunComparison) -> Table:
 
 
 def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
-    """Exact figures by implementation and backend, by strategy or by backend."""
     names, key = BY[by]
     members: dict[tuple[str, ...], list[Pairing]] = defaultdict(list)
     for pair in comparison.pairs:
@@ -167,7 +159,6 @@ def _verdicts(pairs: Sequence[Pairing]) -> str:
 
 
 def verdicts_of(entries: Iterable[Entry]) -> str:
-    """Counts of verdicts in order of gravity."""
     counts = Counter(entry.verdict for entry in entries)
     order = [word for word in verdicts.VERDICTS if word in counts]
     order += sorted(set(counts) - set(order))
@@ -193,7 +184,6 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
 
 
 def changes(differences: Sequence[Change]) -> Table:
-    """Every exact figure that differs, worse ones first."""
     rows = [
         (
             change.word,
@@ -211,7 +201,6 @@ def changes(differences: Sequence[Change]) -> Table:
 
 
 def times(timings: Sequence[Timing], only_changed: bool) -> Table:
-    """Ratios of both runs and the interval of their difference."""
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for time in timings:
@@ -249,7 +238,6 @@ def verdict_of(time: Timing) -> str:
 
 
 def interval(sample: Sample) -> str:
-    """A ratio with its interval."""
     from shardproof.compare import welch
 
     if sample.blocks < 2:

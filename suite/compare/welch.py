@@ -19,28 +19,28 @@ from shardproof.compare.snapshot import Sample
 
 @dataclass(frozen=True)
 class Difference(stats.Estimate):
-    """Delta of two log ratios; ``error`` is its standard error, ``freedom`` Welch's.
+    """Delta of two log ratios.
 
     ``blocks`` are those of both.  ``p`` is that of the interval, ``p_holm`` by Holm over all that
     were compared with it.
     """
 
-    error: float
-    freedom: float
-    p_holm: float
+    welch: float
+    p_holm: float = 1.0
+
+    @property
+    def freedom(self) -> float:
+        return self.welch
 
 
 def interval(sample: Sample) -> tuple[float, float]:
     """The paired t interval of a ratio itself (1: no difference)."""
-    half = quantile(stats.CONFIDENCE, sample.blocks - 1) * sample.error
+    half = _half_width(sample)
     return math.exp(sample.mean - half), math.exp(sample.mean + half)
 
 
-def quantile(confidence: float, freedom: float) -> float:
-    """Two-sided quantile of Student's t for any real degrees of freedom."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, (1 + confidence) / 2))
+def _half_width(sample: Sample) -> float:
+    return stats.t_quantile(stats.CONFIDENCE, sample.blocks - 1) * sample.error
 
 
 def difference(x: Sample, y: Sample, confidence: float = stats.CONFIDENCE) -> Difference:
@@ -48,39 +48,27 @@ def difference(x: Sample, y: Sample, confidence: float = stats.CONFIDENCE) -> Di
 
     :raises ValueError: a sample of fewer than 2 blocks.
     """
-    from scipy.special import stdtr
-
     if min(x.blocks, y.blocks) < 2:
         raise ValueError(f"an interval needs at least 2 blocks, not {min(x.blocks, y.blocks)}")
-    mean, error = x.mean - y.mean, math.hypot(x.error, y.error)
-    freedom = float(x.blocks + y.blocks - 2)
+    mean, error, blocks = x.mean - y.mean, math.hypot(x.error, y.error), x.blocks + y.blocks
+    freedom = blocks - 2.0
     if error > 0:
         freedom = 1 / sum((s.error / error) ** 4 / (s.blocks - 1) for s in (x, y))
-    half = quantile(confidence, freedom) * error
-    p = 2 * float(stdtr(freedom, -abs(mean) / error)) if error > 0 else float(mean == 0)
-    blocks = x.blocks + y.blocks
-    sd = error * math.sqrt(blocks)
-    return Difference(
-        blocks, mean, mean - half, mean + half, sd, p, False, error, freedom, p_holm=p
-    )
+    half, sd = stats.t_quantile(confidence, freedom) * error, error * math.sqrt(blocks)
+    made = Difference(blocks, mean, mean - half, mean + half, sd, None, False, freedom)
+    p = stats.difference_p(made)
+    return replace(made, p=p, p_holm=p)
 
 
 def margin(x: Sample | None, y: Sample | None) -> float:
     """Smallest relevant difference in log units, from the A/A pairs of both sessions."""
     floor = math.log1p(stats.SMALLEST_MARGIN)
-    known = [same for same in (x, y) if same is not None and same.blocks > 1]
-    if not known:
-        return floor
-    if len(known) == 1:
-        half = quantile(stats.CONFIDENCE, known[0].blocks - 1) * known[0].error
-        return max(floor, half)
-    return max(floor, difference(known[0], known[1]).half_width)
-
-
-def smallest_effect(difference: Difference, least: float, power: float = stats.POWER) -> float:
-    """The difference (log units) that as many blocks would find in ``power`` of all cases."""
-    hurdle = max(least, quantile(stats.CONFIDENCE, difference.freedom) * difference.error)
-    return hurdle + quantile(2 * power - 1, difference.freedom) * difference.error
+    match [same for same in (x, y) if same is not None and same.blocks > 1]:
+        case [one]:
+            return max(floor, _half_width(one))
+        case [one, other]:
+            return max(floor, difference(one, other).half_width)
+    return floor
 
 
 def adjusted(differences: Sequence[Difference]) -> list[Difference]:

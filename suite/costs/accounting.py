@@ -30,7 +30,6 @@ class Accounting:
 
     @property
     def total(self) -> int:
-        """All three."""
         return self.parameters + self.gradients + self.optimizer
 
     def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:

@@ -20,7 +20,6 @@ class Single(CostModel):
     source = "one process sends nothing"
 
     def flows(self) -> list[Flow]:
-        """None."""
         return []
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -35,7 +34,6 @@ class Single(CostModel):
         }
 
     def held_by(self, rank: int) -> Sequence[TensorFacts]:
-        """The parameters that ``rank`` holds."""
         return self.facts.parameters
 
     def item(self, tensor: TensorFacts) -> int:
@@ -47,7 +45,6 @@ class Single(CostModel):
         return sum(t.numel * self.item(t) for t in used(self.held_by(rank), step))
 
     def local(self, rank: int) -> Local:
-        """All elements of what ``rank`` holds."""
         return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 

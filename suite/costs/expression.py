@@ -1,26 +1,20 @@
 """Formulas of scenario files: the name of a cost (``ddp.payload_bytes``) or an expression.
 
 Everything is an exact :class:`~fractions.Fraction`, because the gate is equality: shares such as
-``(N-1)/N`` of a payload have no exact float for three ranks.  The grammar is closed::
-
-    sum     := product (("+" | "-") product)*
-    product := unary (("*" | "/") unary)*
-    unary   := "-" unary | atom
-    atom    := number | name | ("min" | "max" | "ceil") "(" sum ("," sum)* ")" | "(" sum ")"
-
-A name is a formula or a fact (:data:`FACTS`).  Text is parsed by hand and never evaluated as code.
+``(N-1)/N`` of a payload have no exact float for three ranks.  An expression is Python's, of
+``+ - * /``, parentheses, decimal numbers, ``min``, ``max``, ``ceil`` and names: each a formula or a
+fact (:data:`FACTS`).  Text is parsed, and never evaluated as code.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shardproof.case import AXES
@@ -34,7 +28,6 @@ if TYPE_CHECKING:
 Number = int | Fraction
 Facts = Mapping[str, Number]
 Term = Callable[[Facts], Fraction]
-Operator = Callable[[Fraction, Fraction], Fraction]
 
 #: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
 FACTS: dict[str, str] = {
@@ -69,8 +62,22 @@ class CaseFacts(dict[str, Number]):
         self.model_facts = model_facts
 
 
+#: Characters of an expression, which bound its depth as well.
 MAX_TEXT = 500
-MAX_DEPTH = 32
+_FOREIGN = re.compile(r"[^A-Za-z0-9_.+*/(),\s-]")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+_SIGNS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+#: Function -> what it does with its values, and how many it takes (``None``: one or more).
+_FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
+    "min": (min, None),
+    "max": (max, None),
+    "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
+}
 
 
 class FormulaError(ValueError):
@@ -140,11 +147,60 @@ def evaluate(text: str, facts: Facts) -> Fraction:
         return parse(text)(facts)
     except ZeroDivisionError:
         raise FormulaError(text, 1, "division by zero for this case") from None
+    except RecursionError:
+        raise FormulaError(text, 1, "nested too deep") from None
 
 
 def parse(text: str) -> Term:
-    """A function of the facts; names are checked here, so that a typo shows before any run."""
-    return _Parser(text).parse()
+    """A function of the facts; names are checked here, so that a typo shows before any run.
+
+    :raises FormulaError: text outside the grammar.
+    """
+    if len(text) > MAX_TEXT:
+        raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
+    if foreign := _FOREIGN.search(text):
+        raise FormulaError(text, foreign.start() + 1, f"unexpected {foreign[0]!r}")
+    text = re.sub(r"\s", " ", text.strip())
+    try:
+        return _term(ast.parse(f"{text}\n", mode="eval").body, text)
+    except SyntaxError as error:
+        column = min(error.offset or 1, len(text) + 1)
+        what = "unexpected end of text" if column > len(text) else error.msg.partition(".")[0]
+        raise FormulaError(text, column, what) from None
+    except (RecursionError, MemoryError):
+        raise FormulaError(text, 1, "nested too deep") from None
+
+
+def _term(node: ast.expr, text: str) -> Term:
+    shown = text[node.col_offset : node.end_col_offset]
+
+    def refused(what: str) -> FormulaError:
+        return FormulaError(text, node.col_offset + 1, what)
+
+    match node:
+        case ast.Constant() if _NUMBER.fullmatch(shown):
+            value = Fraction(shown)
+            return lambda facts: value
+        case ast.UnaryOp(ast.USub(), operand):
+            inner = _term(operand, text)
+            return lambda facts: -inner(facts)
+        case ast.BinOp(left, sign, right) if type(sign) in _SIGNS:
+            one, other, operation = _term(left, text), _term(right, text), _SIGNS[type(sign)]
+            return lambda facts: operation(one(facts), other(facts))
+        case ast.Call(ast.Name(name), given) if name in _FUNCTIONS:
+            function, arity = _FUNCTIONS[name]
+            if not given or len(given) != (arity or len(given)):
+                raise refused(f"{name} takes {arity or 'at least 1'} value")
+            arguments = [_term(argument, text) for argument in given]
+            return lambda facts: function([argument(facts) for argument in arguments])
+        case ast.Name() | ast.Attribute():
+            if shown in FORMULAS:
+                return FORMULAS[shown].value
+            if shown in FACTS:
+                return lambda facts: Fraction(facts[shown])
+            known = [*FORMULAS, *FACTS, *_FUNCTIONS]
+            raise refused(f"unknown name {shown!r}, {nearest(shown, known)}")
+    raise refused(f"unexpected {shown!r}")
 
 
 def facts_of(case: Case) -> CaseFacts:
@@ -176,120 +232,3 @@ def facts_of(case: Case) -> CaseFacts:
         "rounds": model_facts.rounds,
     }
     return CaseFacts(numbers, model_facts)
-
-
-# ----------------------------------------------------------------------------------- the grammar
-
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)"
-    r"|(?P<sign>[-+*/(),]))"
-)
-
-
-#: Function -> what it does with its values, and how many it takes (``None``: one or more).
-_FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
-    "min": (min, None),
-    "max": (max, None),
-    "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
-}
-#: Sign -> how tightly it binds, and what it does.
-_SIGNS: dict[str, tuple[int, Operator]] = {
-    "+": (1, operator.add),
-    "-": (1, operator.sub),
-    "*": (2, operator.mul),
-    "/": (2, operator.truediv),
-}
-
-
-class _Parser:
-    """Recursive descent; a token is (kind, text, column)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        if len(text) > MAX_TEXT:
-            raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
-        self.tokens = deque(self._tokens())
-
-    def parse(self) -> Term:
-        term = self._sum(0)
-        kind, text, column = self.tokens[0]
-        if kind != "end":
-            raise FormulaError(self.text, column, f"unexpected {text!r}")
-        return term
-
-    def _tokens(self) -> Iterator[tuple[str, str, int]]:
-        position, end = 0, len(self.text.rstrip())
-        while position < end:
-            match = _TOKEN.match(self.text, position)
-            if match is None:
-                column = position + len(self.text[position:]) - len(self.text[position:].lstrip())
-                raise FormulaError(self.text, column + 1, f"unexpected {self.text[column]!r}")
-            kind = str(match.lastgroup)
-            yield kind, match[kind], match.start(kind) + 1
-            position = match.end()
-        yield "end", "end of text", end + 1
-
-    def _take(self, sign: str) -> bool:
-        """Whether ``sign`` comes next; then it is passed."""
-        if self.tokens[0][1] != sign:
-            return False
-        self.tokens.popleft()
-        return True
-
-    def _expect(self, sign: str) -> None:
-        _, given, column = self.tokens[0]
-        if not self._take(sign):
-            raise FormulaError(self.text, column, f"expected {sign!r}, not {given!r}")
-
-    def _sum(self, depth: int, least: int = 1) -> Term:
-        """Operands between signs that bind at least so tightly, put together from the left."""
-        term = self._unary(depth)
-        while (sign := self.tokens[0][1]) in _SIGNS and _SIGNS[sign][0] >= least:
-            self.tokens.popleft()
-            binding, operation = _SIGNS[sign]
-            term = partial(_combined, operation, term, self._sum(depth, binding + 1))
-        return term
-
-    def _unary(self, depth: int) -> Term:
-        if depth == MAX_DEPTH:
-            raise FormulaError(self.text, self.tokens[0][2], f"nested deeper than {MAX_DEPTH}")
-        if self._take("-"):
-            inner = self._unary(depth + 1)
-            return lambda facts: -inner(facts)
-        return self._atom(depth + 1)
-
-    def _atom(self, depth: int) -> Term:
-        kind, text, column = self.tokens[0]
-        if self._take("("):
-            inner = self._sum(depth)
-            self._expect(")")
-            return inner
-        self.tokens.popleft()
-        if kind == "number":
-            number = Fraction(text)
-            return lambda facts: number
-        if kind != "name":
-            raise FormulaError(self.text, column, f"expected a number, name or '(', not {text!r}")
-        if text in _FUNCTIONS:
-            return self._call(text, column, depth)
-        if text in FORMULAS:
-            return FORMULAS[text].value
-        if text in FACTS:
-            return lambda facts: Fraction(facts[text])
-        known = [*FORMULAS, *FACTS, *_FUNCTIONS]
-        raise FormulaError(self.text, column, f"unknown name {text!r}, {nearest(text, known)}")
-
-    def _call(self, name: str, column: int, depth: int) -> Term:
-        function, arity = _FUNCTIONS[name]
-        self._expect("(")
-        arguments = [self._sum(depth)]
-        while self._take(","):
-            arguments.append(self._sum(depth))
-        self._expect(")")
-        if arity is not None and len(arguments) != arity:
-            raise FormulaError(self.text, column, f"{name} takes {arity} value")
-        return lambda facts: function([argument(facts) for argument in arguments])
-
-
-def _combined(operation: Operator, left: Term, right: Term, facts: Facts) -> Fraction:
-    return operation(left(facts), right(facts))

@@ -25,12 +25,10 @@ class FSDP(Zero3):
 
     @property
     def kind(self) -> str:
-        """The sharding strategy."""
         return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
     def is_silent(self) -> bool:
-        """Whether gradients are reduced once a step only."""
         return bool(self.facts.option("accumulate_without_communication", False))
 
     @property
@@ -69,7 +67,6 @@ class FSDP(Zero3):
         return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
     def flows(self) -> list[Flow]:
-        """Gathers, gathers again, reductions over both axes, the norm."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
@@ -138,7 +135,6 @@ class FSDP(Zero3):
         return self.is_silent and self.facts.rounds > 1
 
     def in_flight(self, rank: int, step: int) -> int:
-        """As ZeRO-3, and the chunks that units rest in."""
         rests = 1 < self.rests < self.facts.size("shard")
         chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
         return super().in_flight(rank, step) + chunks

@@ -65,10 +65,7 @@ class Hybrid(CostModel):
 
     @cached_property
     def stages(self) -> Stages:
-        """Where the stages lie."""
         return stages_of(self.facts)
-
-    # ------------------------------------------------------------------- what the data axes see
 
     def _models(self, pipe: int, tensor: int) -> list[CostModel]:
         """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
@@ -84,7 +81,6 @@ class Hybrid(CostModel):
         return models + [self.model([t], [], tensor, tied=True) for t in tied]
 
     def is_tied(self, tensor: TensorFacts) -> bool:
-        """Whether several stages use ``tensor``."""
         return len(self.stages.homes(tensor)) > 1
 
     def model(
@@ -132,7 +128,6 @@ class Hybrid(CostModel):
 
     @property
     def data_axes(self) -> dict[str, int]:
-        """The data axes as their strategy knows them."""
         facts = self.facts
         sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
         if self.data != "ddp":
@@ -145,10 +140,7 @@ class Hybrid(CostModel):
         number = at["replicate"] * self.facts.size("shard") + at["shard"]
         return self.models(at["pipe"], at["tensor"]), number
 
-    # ---------------------------------------------------------------------------------- traffic
-
     def flows(self) -> list[Flow]:
-        """Of the data axes, of the layers, between stages, the norm."""
         facts = self.facts
         flows = [
             self.renamed(one)
@@ -191,8 +183,6 @@ class Hybrid(CostModel):
             axes = {"pipe": facts.size("pipe"), "replicate": data}
             yield from Pipeline(replace(facts, parameters=local, axes=axes)).tied_messages()
 
-    # ----------------------------------------------------------------------------------- memory
-
     resident, at_point = _added("resident"), _added("at_point")
     host, host_traffic = _added("host"), _added("host_traffic")
 
@@ -232,13 +222,11 @@ class Hybrid(CostModel):
         return self.layers.laid_out(self.local(rank).parameters)
 
     def why_not_measured(self) -> str:
-        """What any of the models says."""
         every = range(self.facts.world)
         reasons = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
         return next((text for text in reasons if text), "")
 
     def local(self, rank: int) -> Local:
-        """Elements of all models of ``rank``."""
         models, number = self.of(rank)
         parts = [model.local(number) for model in models]
         return Local(

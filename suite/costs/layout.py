@@ -26,25 +26,25 @@ class Flat:
 
     members: tuple[TensorFacts, ...]
     shards: int
+    #: Elements that a shard is a multiple of.
+    multiple: int = 1
 
     @property
     def dtype(self) -> str:
-        """The members' dtype as built."""
         return self.members[0].dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(t.numel for t in self.members)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
-        return -(-self.numel // self.shards)
+        return -(-self.numel // (self.shards * self.multiple)) * self.multiple
 
     @property
     def padded(self) -> int:
-        """Elements with padding."""
         return self.shard_numel * self.shards
 
     def padded_bytes(self, dtype: str | None = None) -> int:
@@ -81,12 +81,10 @@ class Unit:
 
     @property
     def members(self) -> tuple[TensorFacts, ...]:
-        """All tensors of the unit."""
         return tuple(t for flat in self.flats for t in flat.members)
 
     @property
     def trained(self) -> tuple[Flat, ...]:
-        """Layouts of what is trained."""
         return tuple(f for f in self.flats if f.members[0].trainable)
 
 

@@ -51,7 +51,6 @@ class TensorFacts:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
@@ -108,11 +107,8 @@ class ModelFacts(Stored):
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     label_smoothing: float | None = None
 
-    # --------------------------------------------------------------------------------- the mesh
-
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return math.prod(self.axes.values())
 
     def size(self, axis: str) -> int:
@@ -139,8 +135,6 @@ class ModelFacts(Stored):
         """Forward and backward passes that the group makes in a step: those of its busiest rank."""
         return max(self.micro_batches, default=0)
 
-    # --------------------------------------------------------------------------- the tensors
-
     @property
     def trainable(self) -> tuple[TensorFacts, ...]:
         """Parameters that are trained, in registration order."""
@@ -148,7 +142,6 @@ class ModelFacts(Stored):
 
     @property
     def float_buffer_bytes(self) -> int:
-        """Floating-point buffers."""
         return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
 
     @property
@@ -159,10 +152,7 @@ class ModelFacts(Stored):
         by_name = {t.name: t for t in self.trainable}
         return [[by_name[name] for name in names] for names in self.groups]
 
-    # ----------------------------------------------------------------------------- the options
-
     def option(self, name: str, default: Any) -> Any:
-        """The option ``name`` of the implementation."""
         value = self.options.get(name)
         return default if value is None else value
 

@@ -47,12 +47,10 @@ class Offloaded(CostModel):
 
     @cached_property
     def inner(self) -> Zero1 | Zero3:
-        """The same without offload."""
         return self.whole(self.facts)
 
     @property
     def shards_rest_there(self) -> bool:
-        """Whether shards of parameters are on the host as well."""
         return self.facts.option(OPTION, "none") == "parameters"
 
     # The same as without offload.

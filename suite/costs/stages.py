@@ -78,12 +78,10 @@ def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
 
 
 def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
-    """The units of each stage."""
     ends = [0, *itertools.accumulate(options.get("split") or split(units, stages))]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def stages_of(facts: ModelFacts) -> Stages:
-    """The stages of ``facts``."""
     place = place_of(facts.options, facts.size("pipe"))
     return Stages(place, split_units(facts.options, len(facts.units), len(place)))

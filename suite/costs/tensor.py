@@ -51,22 +51,14 @@ class TensorParallel(CostModel):
         is_cross_entropy = facts.label_smoothing is not None
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
-    # ------------------------------------------------------------------------------- the layout
-
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
 
-    def kv_copies(self, layer: str) -> int:
-        """How many ranks hold the same KV head of the fused projection ``layer``."""
-        return max(1, self.ranks // self.heads(layer)[1])
-
     def heads(self, layer: str) -> tuple[int, int]:
-        """Query and KV heads of the attention that ``layer`` is part of."""
         return self.facts.heads[layer.rpartition(".")[0]]
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Of ``tensor`` on ``rank``."""
         layer = tensor.name.rpartition(".")[0]
         if self.ranks == 1 or not self.is_split(tensor):
             return tensor.numel
@@ -80,14 +72,12 @@ class TensorParallel(CostModel):
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
     def is_split(self, tensor: TensorFacts) -> bool:
-        """Whether the ranks have different parts of ``tensor``."""
         layer = tensor.name.rpartition(".")[0]
         if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
             return True
         return self.is_split_by_columns(tensor)
 
     def is_split_by_columns(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` is the weight of a row-parallel layer."""
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "weight" and self.in_unit(layer, ROWS)
 
@@ -100,12 +90,10 @@ class TensorParallel(CostModel):
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
                 terms += [(tensor, tensor.numel)] if self.is_sequence else []
-            elif layer.endswith("attention.qkv") and self.kv_copies(layer) > 1:
+            elif layer.endswith("attention.qkv") and self.ranks > self.heads(layer)[1]:
                 queries, kv = self.heads(layer)
                 terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
         return terms
-
-    # ---------------------------------------------------------------------------------- traffic
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -126,7 +114,6 @@ class TensorParallel(CostModel):
 
     @property
     def classes(self) -> int:
-        """Size of the vocabulary."""
         names = ("head.weight", "embed.token.weight")
         return next(t for t in self.facts.parameters if t.name in names).shape[0]
 
@@ -204,13 +191,9 @@ class TensorParallel(CostModel):
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:
-        """The global norm's scalar."""
         return norm_flow(self.facts, "tensor")
 
-    # ----------------------------------------------------------------------------------- memory
-
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Every tensor, and how many of its elements ``rank`` holds."""
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -259,7 +242,6 @@ class TensorParallel(CostModel):
         return False
 
     def local(self, rank: int) -> Local:
-        """Own parts of everything."""
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 

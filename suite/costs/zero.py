@@ -64,14 +64,12 @@ class Zero1(CostModel):
 
     @cached_property
     def flats(self) -> list[Flat]:
-        """The buckets."""
         order = list(reversed(self.facts.trainable))
         limit = int(self.facts.option("bucket_bytes", BUCKET_BYTES))
         return buckets(order, limit, self.facts.size("shard"))
 
     @property
     def reductions(self) -> int:
-        """m, the reductions of a step: once."""
         return 1
 
     def flows(self) -> list[Flow]:
@@ -88,12 +86,10 @@ class Zero1(CostModel):
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """``(tensor, elements)`` that ``rank`` updates."""
         shard = self.facts.place(rank, "shard")
         return [part for flat in self.flats for part in flat.parts(shard)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Whole parameters and gradients, own part of the optimizer's state."""
         facts = self.facts
         narrow = any(facts.compute(flat.dtype) != flat.dtype for flat in self.flats)
         parts = self.parts(rank)
@@ -159,7 +155,6 @@ class Zero1(CostModel):
         return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank))}
 
     def local(self, rank: int) -> Local:
-        """Whole parameters; sums of gradients and optimizer state of own parts."""
         whole = {t.name: t.numel for t in self.facts.parameters}
         return Local.of(self.facts, whole, {t.name: n for t, n in self.parts(rank)})
 
@@ -179,7 +174,6 @@ class Zero2(Zero1):
 
     @property
     def reductions(self) -> int:
-        """m: every round is reduced."""
         return self.facts.rounds
 
     def kept_bytes(self, flat: Flat) -> int:
@@ -221,17 +215,14 @@ class Zero3(CostModel):
 
     @cached_property
     def units(self) -> list[Unit]:
-        """What is gathered together."""
         return units(self.facts, self.facts.size("shard"))
 
     @property
     def flats(self) -> list[Flat]:
-        """All layouts."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def trained(self) -> list[Flat]:
-        """Layouts that have gradients."""
         return [flat for unit in self.units for flat in unit.trained]
 
     @property
@@ -269,7 +260,6 @@ class Zero3(CostModel):
         }
 
     def refuse_uncalled(self) -> None:
-        """Raise where some unit is not called by every micro-batch."""
         for name in self.uncalled:
             text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
             raise NoCostModel(text)
@@ -282,7 +272,6 @@ class Zero3(CostModel):
         return (forwards + 1) * self.facts.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """``(tensor, elements)`` that ``rank`` owns, frozen ones too."""
         return [part for flat in self.flats for part in flat.parts(self.facts.place(rank, "shard"))]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -312,7 +301,6 @@ class Zero3(CostModel):
         return self.communication_at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
-        """Own parts of everything."""
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
@@ -420,7 +408,6 @@ class Zero3(CostModel):
         return False
 
     def whole_bytes(self) -> dict[str, int]:
-        """Bytes of every unit that is called when it is gathered."""
         compute, called = self.facts.compute, self.facts.called
         return {
             unit.name: sum(flat.padded_bytes(compute(flat.dtype)) for flat in unit.flats)
@@ -429,7 +416,6 @@ class Zero3(CostModel):
         }
 
     def _prefetched(self, phase: str) -> int:
-        """Units that are gathered while another computes."""
         return int(self.facts.option(f"prefetch_{phase}", 1))
 
     def _ahead_of_blocks(self) -> list[str]:
@@ -459,7 +445,6 @@ class Zero3(CostModel):
 
 
 def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
-    """The size of the root unit and so many of the largest others."""
     inner = sorted((size for name, size in sizes.items() if name), reverse=True)
     return [sizes.get("", 0), *inner[:others]]
 

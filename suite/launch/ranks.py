@@ -105,7 +105,7 @@ class _Watch:
         self._launch = launch
         self._budget_s = budget_s
         self._memory_bytes = memory_bytes
-        self._watchdog = Watchdog(launch)
+        self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.link)
         #: CPU seconds of each rank when the first one failed.
         self._spent_at_failure: list[float] | None = None
         self._processes: list[RankProcess] = []

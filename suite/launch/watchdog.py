@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.rank_process import Link
 
 #: Seconds between two looks at ranks that are let run.
 TICK_SECONDS = 0.05
@@ -41,27 +43,27 @@ class _Rank:
 
 
 class Watchdog:
-    """Samples the ranks of one launch."""
+    """Samples ranks whose heartbeats are in the file ``beats``."""
 
-    def __init__(self, launch: RankLaunch) -> None:
-        self._launch = launch
-        self._ranks = [_Rank() for _ in range(launch.world)]
+    def __init__(self, beats: Path, world: int, link: Link | Backend) -> None:
+        self._beats, self._link = beats, link
+        self._ranks = [_Rank() for _ in range(world)]
         self._events: list[tuple[int, int, int]] = []
         self._alive: list[_Rank] = []
         self._looks = 0
 
     def look(self, alive: Sequence[RankProcess]) -> None:
         """Take one sample of the living processes; 20 a second are asked for."""
-        beats = heartbeat.read(self._launch.heartbeat)
+        beats = heartbeat.read(self._beats)
         self._alive = []
         for rank in (rank for process in alive for rank in process.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
-            if self._launch.link.threads and beat.state >= heartbeat.DONE:
+            if self._link.threads and beat.state >= heartbeat.DONE:
                 continue  # its thread has ended, its process has not
             self._alive.append(seen)
             pid = next(process.pid for process in alive if rank in process.ranks)
-            thread = beat.native if self._launch.link.threads else None
+            thread = beat.native if self._link.threads else None
             letter, cpu = process_control.activity_of(pid, thread)
             waited, seen.waits = seen.waits, beat.waits % 2 == 1
             if not (waited and seen.waits):
@@ -103,7 +105,7 @@ class Watchdog:
         return False
 
     def _is_idle(self, rank: _Rank) -> bool:
-        if rank.waits and self._launch.link.polls:
+        if rank.waits and self._link.polls:
             return True
         most = _IDLE_SHARE * self._looks * TICK_SECONDS
         return rank.runnable <= self._looks / 2 and rank.cpu - rank.cpu_at_event <= most

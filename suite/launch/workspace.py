@@ -45,7 +45,8 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for lock in base.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            with lock.open() as stream:
+            # Without waiting, should it be a pipe.
+            with os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK)) as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:

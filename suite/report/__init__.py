@@ -1,9 +1,4 @@
-"""A run, shown: on the terminal, as Markdown, and as one self-contained page.
-
-tables, memory, kills, capability_matrix, limits, summary, environment   rows and sentences, pure
-svg, bars, curves, forest, timelines, heat                    drawings from the same rows
-terminal, text, page                                          the three forms
-"""
+"""A run, shown: on the terminal, as Markdown, and as one self-contained page."""
 
 from shardproof.report.page import html
 from shardproof.report.tables import closing, medians, skips

@@ -88,7 +88,6 @@ def badge(label: str, message: str, state: State, about: str) -> str:
 
 
 def of_cell(cell: CapabilityCell) -> str:
-    """The badge of one cell."""
     parts = [part for part in (cell.implementation, cell.backend, cell.capability) if part]
     return badge(" ".join(parts) or "shardproof", cell.text, cell.state, cell.sentence)
 

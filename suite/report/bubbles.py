@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardproof.checks.results import CaseResult
-from shardproof.report.tables import Figures, name_of
+from shardproof.report.tables import Figures
 from shardproof.table import Table
 
 _ROW = ("schedule", "ranks x micro-batches")
@@ -59,30 +59,26 @@ class Pipeline:
 
     @property
     def size(self) -> str:
-        """Ranks x micro-batches."""
         return f"{self.ranks} x {self.micro_batches}"
 
     @property
     def window(self) -> Figures | None:
-        """What the schedule says of one window."""
         window: Figures | None = self.figures[0].get(f"window of {self.micro_batches}")
         return window
 
     @property
     def measured(self) -> Figures | None:
-        """Times of ranks, of processes where there are any."""
         return next((f["measured"] for f in self.figures if f.get("measured")), None)
 
 
 def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
-    """One for each row, in the table's order."""
     groups: dict[tuple[int, int, str, str], list[tuple[bool, Figures]]] = defaultdict(list)
     for result in results:
         case, figures = result.case, result.figures("schedule")
         if case.scenario.startswith("bubble") and "in_flight" in figures:
             size = case.mesh["pipe"], case.workload.micro_batches
             on_threads = case.backend == "in_memory"
-            groups[(*size, case.implementation, name_of(case))].append((on_threads, figures))
+            groups[(*size, case.implementation, case.system)].append((on_threads, figures))
     return [
         Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])
         for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])
@@ -108,7 +104,6 @@ def _bubble_row(one: Pipeline) -> tuple[str, ...] | None:
 
 
 def _held_row(one: Pipeline) -> tuple[str, ...]:
-    """Texts of :data:`HELD_HEADINGS`."""
     window, counted = one.window, one.figures[-1]["in_flight"]
     measured = [f["activations"] for f in one.figures if isinstance(f.get("activations"), Mapping)]
     worst = max(measured[0].values(), key=lambda row: int(row["peak"])) if measured else None
@@ -122,7 +117,6 @@ def _held_row(one: Pipeline) -> tuple[str, ...]:
 
 
 def _notes(timed: Iterable[Pipeline]) -> list[str]:
-    """What belongs below the table of bubbles."""
     shared = {
         (one.measured["ranks"], one.measured["cores"]) for one in timed if one.measured is not None
     }
@@ -131,7 +125,6 @@ def _notes(timed: Iterable[Pipeline]) -> list[str]:
 
 
 def tables(results: Iterable[CaseResult]) -> list[Table]:
-    """The tables of bubbles and of what is held, where they have rows."""
     rows = pipelines(results)
     timed = [row for one in rows if (row := _bubble_row(one)) is not None]
     held = [_held_row(one) for one in rows]

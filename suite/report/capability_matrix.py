@@ -182,7 +182,6 @@ class CapabilityCell:
 
     @property
     def judged(self) -> int:
-        """Cases with a verdict other than ``skip``."""
         return self.counts.total() - self.counts["skip"]
 
     @property
@@ -192,7 +191,6 @@ class CapabilityCell:
 
     @property
     def state(self) -> State:
-        """The worst that the cases say."""
         if self._number(verdicts.RED):
             return "fail"
         if self._number(verdicts.OPEN):
@@ -265,7 +263,6 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
 
 
 def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
-    """One cell of all cases, each counted once with its verdict."""
     cell = CapabilityCell("", "", "")
     for result in results:
         cell._add(result.case, verdicts.kind(result.verdict))
@@ -274,7 +271,6 @@ def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> 
 
 
 def columns(cells: Iterable[CapabilityCell]) -> list[str]:
-    """The capabilities that some cell is about, in order of columns."""
     there = {cell.capability for cell in cells}
     return [name for name in CAPABILITIES if name in there]
 
@@ -300,7 +296,6 @@ class CapabilityMatrix:
 
 
 def matrix(run: Run) -> CapabilityMatrix:
-    """The matrix of all cases of a run."""
     there = cells(run.cases, run.left_out)
     names = columns(there)
     by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in there}

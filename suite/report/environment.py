@@ -16,7 +16,6 @@ _KNOWN = ("command", "started", "ended", "exit_code", "suite", "commit", "python
 
 
 def environment(run: Run) -> Table:
-    """A row for each fact, a column for each invocation."""
     invocations = [_flat(one.model_dump(exclude_unset=True)) for one in run.header.invocations]
     names = dict.fromkeys(name for facts in invocations for name in facts)
     headings = ("fact", *(f"invocation {number}" for number, _ in enumerate(invocations, 1)))

@@ -21,7 +21,6 @@ LEGEND = "; ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mar
 
 
 def kill_matrix(kills: Sequence[Kill]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Fault x check, as one of :data:`MARKS`."""
     columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
     lines = []
     for kill in kills:
@@ -34,7 +33,6 @@ def kill_matrix(kills: Sequence[Kill]) -> tuple[list[str], list[tuple[str, list[
 
 
 def table(kills: Sequence[Kill]) -> Table:
-    """The kill matrix with what became of each fault; survivors are marked."""
     columns, lines = kill_matrix(kills)
     marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
     survivors = any(not kill.killed for kill in kills)
@@ -90,5 +88,4 @@ def judged(kills: Sequence[Kill]) -> list[Kill]:
 
 
 def survivors(kills: Sequence[Kill]) -> list[Kill]:
-    """The faults that were run and not killed."""
     return [kill for kill in judged(kills) if not kill.killed]

@@ -38,18 +38,15 @@ class Limit:
 
     @property
     def table(self) -> Table:
-        """The rows, with how many more there are."""
         more = f"And {self.rest} more rows: the lines of cases.jsonl hold them."
         return Table(self.title, self.headings, self.rows, notes=(more,) if self.rest else ())
 
     @property
     def count(self) -> int:
-        """Rows that there are."""
         return len(self.rows) + self.rest
 
 
 def limits(run: Run) -> list[Limit]:
-    """Every table that has rows."""
     return [
         limit
         for limit in (
@@ -111,7 +108,6 @@ def _of_kinds(
     kinds: Collection[str],
     key: Callable[[CaseResult], tuple[str, ...]],
 ) -> dict[tuple[str, ...], list[str]]:
-    """Ids of the cases whose verdict is one of ``kinds``, by ``key``."""
     return _grouped((key(r), r.id) for r in results if verdicts.kind(r.verdict) in kinds)
 
 
@@ -166,7 +162,6 @@ def _open_times(run: Run) -> Limit:
 
 
 def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
-    """The implementation and every check of each case that ran."""
     for result in results:
         if verdicts.kind(result.verdict) != "skip":
             yield from ((result.case.implementation, outcome) for outcome in result.checks)
@@ -175,7 +170,6 @@ def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
 def _with_members(
     groups: Mapping[tuple[str, ...], list[str]], most: int
 ) -> dict[tuple[str, ...], list[str]]:
-    """``groups`` whose keys end with the distinct members, of which ``most`` are named."""
     return {(*key, some(sorted(set(members)), most)): members for key, members in groups.items()}
 
 

@@ -24,7 +24,6 @@ def head(verdict: object) -> str:
 
 
 def look(verdict: object) -> str:
-    """The style of a verdict of a case, a check, a cell of the matrix or a timing."""
     if verdict in _LOOKS:
         return _LOOKS[str(verdict)]
     word = head(verdict)

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.bench import tables as times
+from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -40,8 +41,6 @@ _REASON = 300
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """Cases of one implementation on one backend."""
-
     anchor: str
     implementation: str
     backend: str
@@ -52,8 +51,6 @@ class CaseGroup:
 
 @dataclass(frozen=True)
 class BrokenItem:
-    """Something that broke, with its map of errors."""
-
     anchor: str
     item: Break
     map: heat.Map | None
@@ -95,7 +92,7 @@ def html(run: Run) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         headline=summary.headline(run),
         provenance=run.provenance,
-        started=_moment(run.header.invocations[0].started),
+        started=run.header.invocations[0].started.replace("T", " ").replace("+00:00", " UTC"),
         tiles=_tiles(run),
         broken=broken[:SHOWN],
         more_broken=_by_implementation(broken[SHOWN:]),
@@ -116,10 +113,10 @@ def html(run: Run) -> str:
         timelines=drawn,
         more_timelines=more,
         panels=curves.panels(cells),
-        scaling=curves.table(cells),
-        scaling_remarks=curves.remarks(cells),
+        scaling=curves.table(cells) if cells else None,
+        scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
-        comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
+        comparison_notes=[[text.strip() for text in times.details(pair)] for pair in pairs],
         lost=times.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",
@@ -136,7 +133,6 @@ def parts(name: str) -> Markup:
 
 
 def _broken(run: Run) -> list[BrokenItem]:
-    """Everything that broke; the first failed cases with a map of their errors."""
     broken, drawn = [], 0
     for number, item in enumerate(summary.breaks(run), 1):
         picture = None
@@ -164,7 +160,6 @@ def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[Bro
 
 
 def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
-    """Cases by implementation and backend, gravest first."""
     members: dict[tuple[str, str], list[CaseResult]] = {}
     for result in cases_by_gravity(results):
         key = result.case.implementation, result.case.backend
@@ -202,7 +197,3 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
             heads = Counter(head(line["verdict"]) for line in timed)
             tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]
     return tiles
-
-
-def _moment(moment: str) -> str:
-    return moment.replace("T", " ").replace("+00:00", " UTC")

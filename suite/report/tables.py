@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof import verdicts
-from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
 from shardproof.table import Mark, Table
@@ -35,19 +34,17 @@ class Row:
 
     @property
     def red(self) -> bool:
-        """Whether a case broke."""
         return any(verdicts.kind(result.verdict) in verdicts.RED for result in self.members)
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of :data:`HEADINGS`."""
-        worst = max(self.members, key=_share_of)
+        worst, counts = max(self.members, key=_share_of), verdicts.count(self.members)
         counted = [r for r in self.members if r.bytes_sent and r.bytes_expected]
         sent, expected = bytes_of(counted) if counted else (None, None)
         return (
             self.implementation,
             self.backend,
             _span(sorted({result.case.world for result in self.members})),
-            counts_text(verdicts.count(self.members)),
+            ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
             error_of(worst),
             bytes_text(sent, expected) + _times(*textbook(counted)),
             f"{statistics.median(result.seconds for result in self.members):.2f}",
@@ -61,7 +58,6 @@ HEADINGS = (
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
-    """:func:`rows` as a table; rows of what broke are marked."""
     made = rows(results, detailed)
     marks: list[Mark] = ["bad" if row.red else "" for row in made]
     return Table("Results", HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
@@ -72,7 +68,7 @@ def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
     groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
         case = result.case
-        name, world = (name_of(case), case.world) if detailed else (case.implementation, 0)
+        name, world = (case.system, case.world) if detailed else (case.implementation, 0)
         groups[name, case.backend, world].append(result)
     return [
         Row(implementation, backend, members)
@@ -80,13 +76,7 @@ def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
     ]
 
 
-def name_of(case: Case) -> str:
-    """The implementation of a case, with the label of its options."""
-    return case.implementation + (f"+{case.label}" if case.label else "")
-
-
 def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
-    """Bytes sent, and those of the formulas."""
     sent = expected = Fraction(0)
     for result in results:
         sent += Fraction(result.bytes_sent or 0)
@@ -113,11 +103,6 @@ def _span(worlds: Sequence[int]) -> str:
     return ", ".join(map(str, worlds))
 
 
-def counts_text(counts: Mapping[str, int]) -> str:
-    """Verdicts that there are, gravest first."""
-    return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
-
-
 def error_is_ratio(result: CaseResult) -> bool:
     """Whether the error of a result is a multiple of what one device alone errs by."""
     lane: str = result.figures("equivalence").get("judged_in", result.case.lane)
@@ -140,7 +125,6 @@ def error_of(result: CaseResult) -> str:
 
 
 def bytes_text(sent: Fraction | None, expected: Fraction | None) -> str:
-    """Bytes beside those of the formula."""
     if sent is None or expected is None:
         return "-"
     if sent == expected:
@@ -173,7 +157,6 @@ def whole(value: Fraction) -> str:
 
 
 def medians(results: Iterable[CaseResult]) -> dict[str, float]:
-    """Median seconds of a judged case by backend."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for result in results:
         if verdicts.kind(result.verdict) != "skip":
@@ -198,5 +181,4 @@ def skips(results: Iterable[CaseResult]) -> list[str]:
 
 
 def closing(run: Run) -> str:
-    """Counts of all verdicts of the run, in words."""
     return verdicts.summary(verdicts.count(run.cases), len(run.left_out))

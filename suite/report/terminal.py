@@ -21,7 +21,6 @@ def show(results: Sequence[CaseResult], write: Print) -> None:
 
 
 def show_kills(lines: Sequence[Kill], write: Print) -> None:
-    """The kill matrix: fault x check, then every survivor with what happened."""
     from rich.text import Text
 
     write(kills.table(lines).titled(""))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
+from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
@@ -63,9 +64,6 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     write_whole(path, new)
 
 
-# ------------------------------------------------------------------------------------ sections
-
-
 def _broken(run: Run) -> Iterator[str]:
     broken = summary.breaks(run)
     if not broken:
@@ -75,7 +73,8 @@ def _broken(run: Run) -> Iterator[str]:
         yield summary.by_cause(broken).markdown()
         yield from (f"The first {IN_FULL} of {len(broken)}:", "")
     for item in broken[:IN_FULL]:
-        yield f"- **{markdown_text(item.verdict)}** `{_code(item.name)}`"
+        name = item.name.replace("`", "'")
+        yield f"- **{markdown_text(item.verdict)}** `{name}`"
         rerun = ["", item.rerun] if item.rerun else []
         fenced = _fenced([*item.reason.splitlines(), *rerun])
         yield from ("", *(f"  {line}".rstrip() for line in fenced), "")
@@ -116,7 +115,7 @@ def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         cells = stored.cells(run)
         yield from _section(curves.table(cells))
-        for heading, items in curves.remarks(cells):
+        for heading, items in remarks_by_system(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
 
@@ -140,16 +139,11 @@ def _limits(run: Run) -> Iterator[str]:
         yield from limit.table.notes
 
 
-# --------------------------------------------------------------------------------------- forms
-
-
 def _section(table: Table) -> tuple[str, ...]:
-    """A table below a heading."""
     return ("", f"## {table.title}", "", table.markdown())
 
 
 def _titled(table: Table) -> Iterator[str]:
-    """A table below its title, and its notes."""
     yield from (f"{table.title}:", "", table.markdown())
     for note in table.notes:
         yield from (note, "")
@@ -172,7 +166,3 @@ def _fenced(lines: Iterable[str]) -> list[str]:
     shown = list(lines)
     fence = "~" * max([4, *(len(run) + 1 for line in shown for run in re.findall("~{4,}", line))])
     return [f"{fence}text", *shown, fence]
-
-
-def _code(text: str) -> str:
-    return text.replace("`", "'")

@@ -6,7 +6,7 @@ import json
 import statistics
 from pathlib import Path
 
-from shardproof.files import write_whole
+from shardproof.files import read_input, write_whole
 
 _KEPT = 5
 
@@ -18,8 +18,8 @@ class Durations:
         self.path = path
         self._known: dict[str, list[float]] = {}
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            stored = json.loads(read_input(path))
+        except (OSError, ValueError, RecursionError):
             stored = {}  # estimates are a convenience: without them the defaults do
         if isinstance(stored, dict):
             self._known = {

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 
 from shardproof import VERSION, old_words
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import write_whole
+from shardproof.files import read_input
 
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
@@ -75,6 +75,7 @@ class Invocation(_Part):
     started: str = ""
     ended: str | None = None
     exit_code: int | None = None
+    pid: int | None = None
     suite: str
     commit: str | None = None
     python: str
@@ -98,9 +99,9 @@ class Header(_Part):
         """The invocation that wrote last."""
         return self.invocations[-1]
 
-    def write(self, folder: Path) -> None:
-        """Write ``run.json``, whole or not at all."""
-        write_whole(folder / NAME, json.dumps(self.model_dump(exclude_unset=True), indent=1) + "\n")
+    def text(self) -> str:
+        """The file's text."""
+        return json.dumps(self.model_dump(exclude_unset=True), indent=1) + "\n"
 
 
 class OtherFormat(SelectionError):
@@ -113,7 +114,7 @@ def read_header(folder: Path) -> Header | None:
     :raises SelectionError: it is damaged, or of another format.
     """
     try:
-        header = Header.model_validate_json((folder / NAME).read_bytes())
+        header = Header.model_validate_json(read_input(folder / NAME))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):

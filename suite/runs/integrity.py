@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardproof.errors import InputError, Problem, SelectionError
-from shardproof.files import DAMAGE
+from shardproof.files import DAMAGE, read_input
 from shardproof.runs import records
 from shardproof.runs.records import Manifest, RecordError
 
@@ -42,7 +42,7 @@ def _differences(path: Path) -> Iterator[tuple[bool, str]]:
         return
     cases = path / "cases.jsonl"
     is_there = cases.is_file()
-    lines = cases.read_bytes().split(b"\n") if is_there else [b""]
+    lines = read_input(cases).split(b"\n") if is_there else [b""]
     ended = lines.pop()
     if not is_there:
         yield False, f"{cases}: missing"

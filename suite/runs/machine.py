@@ -33,6 +33,7 @@ def begun(command: Sequence[str], now: str) -> Invocation:
         started=now,
         ended=None,
         exit_code=None,
+        pid=os.getpid(),
         suite=VERSION,
         commit=_commit(),
         python=platform.python_version(),

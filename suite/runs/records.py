@@ -22,20 +22,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shardproof.files import write_whole
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import open_input, read_input, write_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "records"
 _META = b"shardproof"
+#: Bytes that a record may unpack to, and those of its widest value that is no text.
+MOST_UNPACKED, _WIDEST = 2 << 30, 16
 #: Section -> its columns; one without a type holds text.
 _COLUMNS: dict[str, dict[str, str]] = {
     section: dict(
@@ -68,6 +72,26 @@ _OF_STEP = ("step", "loss", "norm")
 
 class RecordError(ValueError):
     """A record that cannot be read; the message names the file."""
+
+
+class LeadsOut(SelectionError):
+    """A name in a run that leads out of its folder."""
+
+
+def require_inside(run: Path, name: object, where: str) -> None:
+    """Refuse a file ``name``, given by ``where``, outside of the folder ``run``.
+
+    :raises LeadsOut: it has ``..``, is absolute, or leads there by a link.
+    """
+    try:
+        if not isinstance(name, str) or (run / name).resolve().is_relative_to(run.resolve()):
+            return
+    except (OSError, ValueError, RuntimeError):
+        what = "is no path"
+    else:
+        what = "leads out of the run"
+    remedy = "take a whole copy: a run names files of its own, without links"
+    raise LeadsOut(Problem(what, remedy, str(name), where))
 
 
 def file_name(case_id: str) -> str:
@@ -103,25 +127,60 @@ def write(folder: Path, account: Mapping[str, Any]) -> tuple[str, str]:
 
 def read(path: Path) -> dict[str, Any]:
     """The account (JSON form) in ``path``."""
-    import pyarrow.parquet as pq
-
     with _readable(path):
-        table = pq.read_table(path)
+        table = read_table(path)
         return _join(json.loads(table.schema.metadata[_META]), table)
 
 
 def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of the sections ``names`` of the record in ``path``; what else it holds is not read."""
+    with _readable(path):
+        table = read_table(path, {"section"}.union(*(_COLUMNS[name] for name in names)))
+        return {name: _rows(table, name) for name in names}
+
+
+def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
+    """A Parquet file, or those of ``columns`` that it has.
+
+    Some hundred bytes may stand for any number of equal values: counted before they are unpacked.
+
+    :raises ValueError: it would unpack to more than :data:`MOST_UNPACKED`.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    by_name = {}
-    with _readable(path):
-        there = set(pq.read_schema(path).names)
-        for name in names:
-            columns = ["section", *(column for column in _COLUMNS[name] if column in there)]
-            table = pq.read_table(path, columns=columns, filters=[("section", "==", name)])
-            by_name[name] = table.drop_columns(["section"]).to_pylist()
-    return by_name
+    with open_input(path) as stream:
+        plain = pq.ParquetFile(stream)
+        groups = map(plain.metadata.row_group, range(plain.metadata.num_row_groups))
+        parts = [g.column(n) for g in groups for n in range(g.num_columns)]
+        size = sum(part.num_values * _WIDEST + part.total_uncompressed_size for part in parts)
+        _bounded(size)
+        texts = [f.name for f in plain.schema_arrow if f.type in (pa.string(), pa.binary())]
+        chosen = [n for n in plain.schema_arrow.names if not columns or n in columns]
+        # Each text once, with the number of its place: so the size of all can be told.
+        table = pq.ParquetFile(stream, read_dictionary=texts).read(chosen)
+    for column in (column for column in table.columns if pa.types.is_dictionary(column.type)):
+        for chunk in column.chunks:
+            lengths = pc.cast(pc.binary_length(chunk.dictionary), pa.int64())
+            size += pc.sum(lengths.take(chunk.indices)).as_py() or 0
+    _bounded(size)
+    schema = pa.schema([plain.schema_arrow.field(name) for name in chosen])
+    return table.cast(schema.with_metadata(plain.schema_arrow.metadata))
+
+
+def _bounded(size: int) -> None:
+    if size > MOST_UNPACKED:
+        raise ValueError(f"it would unpack to {size:,} bytes, more than any record has")
+
+
+def _rows(table: pa.Table, section: str) -> list[dict[str, Any]]:
+    import pyarrow.compute as pc
+
+    known = [name for name in _COLUMNS[section] if name in table.column_names]
+    part = table.filter(pc.equal(table["section"], section)).select(known)
+    rows: list[dict[str, Any]] = part.to_pylist()
+    return rows
 
 
 @contextmanager
@@ -136,7 +195,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open_input(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _table(section: str, rows: list[dict[str, Any]]) -> pa.Table:
@@ -185,14 +245,7 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
 
 def _join(rest: dict[str, Any], table: pa.Table) -> dict[str, Any]:
     """The inverse of :func:`_split`."""
-    import pyarrow.compute as pc
-
-    def rows(section: str) -> list[dict[str, Any]]:
-        part = table.filter(pc.equal(table["section"], section))
-        known = [name for name in _COLUMNS[section] if name in table.column_names]
-        listed: list[dict[str, Any]] = part.select(known).to_pylist()
-        return listed
-
+    rows = partial(_rows, table)
     timings = {row["name"]: row["seconds"] for row in rows("timing")}
     whole = [w | {"data": base64.b64encode(w["data"]).decode()} for w in rows("whole")]
     account = rest | {"timings": timings, "whole": whole}
@@ -255,10 +308,23 @@ class Manifest:
         append_line(self._path, line_bytes)
         self._last = line_bytes
 
+    @contextmanager
+    def sealing(self, file: str, sha256: str) -> Iterator[None]:
+        """:meth:`seal`, before the file is written inside; taken back if that fails."""
+        before = self._path.stat().st_size if self._path.exists() else 0
+        self.seal(file, sha256)
+        try:
+            yield
+        except OSError:
+            os.truncate(self._path, before)
+            self._last = None
+            raise
+
     def read(self) -> dict[tuple[str, int | None], str]:
         """(file, line or ``None``) -> SHA-256.
 
         :raises RecordError: a damaged manifest.
+        :raises LeadsOut: an entry about a file outside of the run.
         """
         digests = {}
         last = b""
@@ -267,6 +333,7 @@ class Manifest:
                 entry = ManifestEntry.model_validate_json(raw)
             except ValueError:
                 raise RecordError(f"{self._path}: line {number} is damaged") from None
+            require_inside(self._path.parent, entry.file, f"{self._path}:{number}")
             digests[entry.file, entry.line] = entry.sha256
             if entry.before != hashlib.sha256(last).hexdigest():
                 raise RecordError(f"{self._path}: line {number} does not follow the one before it")
@@ -276,7 +343,7 @@ class Manifest:
     def mend(self) -> None:
         """Drop a last line that a kill cut off."""
         if self._path.exists():
-            content = self._path.read_bytes()
+            content = read_input(self._path)
             self._last = None
             os.truncate(self._path, content.rfind(b"\n") + 1)
 
@@ -296,4 +363,4 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def _raw_lines(path: Path) -> Iterable[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else ()
+    return read_input(path).splitlines() if path.exists() else ()

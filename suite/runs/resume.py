@@ -10,6 +10,7 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import DAMAGE, read_input
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import Run, read
 
@@ -18,10 +19,10 @@ def planned(path: Path) -> list[Case]:
     """Every case that an invocation of the run in ``path`` was about to run, once."""
     file = path / "planned.jsonl"
     cases: dict[str, Case] = {}
-    for raw in file.read_bytes().splitlines() if file.exists() else ():
+    for raw in read_input(file).splitlines() if file.exists() else ():
         try:
             case = Case.from_dict(json.loads(raw))
-        except (ValueError, KeyError, TypeError):
+        except DAMAGE:
             continue  # cut off by a kill, before any case of that invocation ran
         cases[case.id] = case
     if not cases:

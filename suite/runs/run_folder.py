@@ -15,6 +15,8 @@ later keeps its result.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -24,22 +26,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, UNWRITABLE
-from shardproof.runs.header import FORMAT, ComparisonKey, Header, other_format, read_header
-from shardproof.runs.records import Manifest, append_line, digest, write
+from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
+from shardproof.runs.header import (
+    FORMAT,
+    NAME,
+    ComparisonKey,
+    Header,
+    other_format,
+    read_header,
+)
+from shardproof.runs.records import Manifest, append_line, require_inside, write
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
 #: A line as JSON; those of ``bench`` and ``scaling`` are read by :mod:`shardproof.bench`.
 Line = dict[str, Any]
 _LINES = "cases.jsonl"
+#: A file system without locks, as some of clusters are.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @dataclass
@@ -86,9 +97,17 @@ class RunFolder:
     """Writes one run; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, path: Path, command: Sequence[str]) -> None:
-        self.path = path
+        self.path, self._lines = path, path / _LINES
         path.mkdir(parents=True, exist_ok=True)
-        header = read_header(path)
+        self._lock = self._locked()
+        try:
+            self._begin(command)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, command: Sequence[str]) -> None:
+        path, header = self.path, read_header(self.path)
         if header is not None and header.format != FORMAT:
             raise other_format(header, path)  # one run, one format
         from shardproof.runs import machine  # who only reads runs does without
@@ -96,15 +115,13 @@ class RunFolder:
         self._header = header or Header(format=FORMAT, id=path.name, invocations=[])
         self._invocation = machine.begun(command, _now())
         self._header.invocations.append(self._invocation)
-        self._lines = path / _LINES
         self._manifest = Manifest(path)
         self._data: set[str] = set()
         self._closed = False
         self._manifest.mend()
         self._manifest.read()  # a damaged one is refused before anything is written
-        self._lines.touch()
         self._mend_last_line()
-        self._count = self._lines.read_bytes().count(b"\n")
+        self._count = read_input(self._lines).count(b"\n")
         self._write_header()
 
     @classmethod
@@ -130,15 +147,19 @@ class RunFolder:
                 raise
             # The header of before stays whole; whoever filled the disk has said so already.
             print(f"{error.filename}: {error.strerror}: no end was noted", file=sys.stderr)
+        finally:
+            self._lock.close()
 
     def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
         """Say what is about to run, so that what is missing later is seen to be missing."""
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)
         self._invocation.key = comparison_key(cases)
-        with (self.path / "planned.jsonl").open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(case.to_dict()) + "\n" for case in cases)
-        self.seal("planned.jsonl")
+        file = self.path / "planned.jsonl"
+        before = read_input(file) if file.exists() else b""
+        before = before[: before.rfind(b"\n") + 1]  # without what a kill cut off
+        lines = "".join(json.dumps(case.to_dict()) + "\n" for case in cases)
+        self.write(file.name, before + lines.encode())
         self._write_header()
 
     def plan_benches(self, ids: Sequence[str]) -> None:
@@ -162,9 +183,12 @@ class RunFolder:
         self._count += 1
         self._manifest.seal(_LINES, hashlib.sha256(line).hexdigest(), self._count)
 
-    def seal(self, file: str) -> None:
-        """Note the digest of a file of this run as it is now."""
-        self._manifest.seal(file, digest(self.path / file))
+    def write(self, file: str, content: str | bytes) -> None:
+        """Write a file of this run, and note its digest; both or, on a full disk, neither."""
+        if isinstance(content, str):
+            content = content.encode("utf-8", "backslashreplace")
+        with self._manifest.sealing(file, hashlib.sha256(content).hexdigest()):
+            write_whole(self.path / file, content)
 
     def leave_out(self, case: Case, reason: str) -> None:
         """Record a case that was selected and not run."""
@@ -186,18 +210,46 @@ class RunFolder:
         self._write_header()
 
     def _write_header(self) -> None:
-        self._header.write(self.path)
-        self.seal("run.json")
+        self.write(NAME, self._header.text())
+
+    def _locked(self) -> BinaryIO:
+        """``cases.jsonl``, locked: one process at a time writes; a dead one holds no lock.
+
+        :raises SelectionError: another one does.
+        """
+        if self._lines.exists():
+            open_input(self._lines).close()
+        lines = self._lines.open("ab")
+        try:
+            fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lines.close()
+            header = read_header(self.path)
+            pid = header.last.pid if header is not None else None
+            what, remedy = "another process writes into this run", "wait for its end, or end it"
+            raise SelectionError(Problem(what, remedy, f"pid {pid}", str(self.path))) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return lines
 
     def _mend_last_line(self) -> None:
         """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
-        content = self._lines.read_bytes()
+        content = read_input(self._lines)
         if content and not content.endswith(b"\n"):
             os.truncate(self._lines, content.rfind(b"\n") + 1)
-        lines = self._lines.read_bytes().splitlines()
+        lines = read_input(self._lines).splitlines()
         listed = self._manifest.read()
         if lines and listed and (_LINES, len(lines)) not in listed:
             self._manifest.seal(_LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
+
+
+def require_run_or_new(path: Path) -> None:
+    """:raises SelectionError: the folder ``path`` holds something, and no run."""
+    ours = {_LINES, Manifest.NAME}  # all that a disk had room for
+    if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
+        remedy = "name a run folder, a new one or an empty one"
+        raise SelectionError(Problem("is a folder that holds no run", remedy, file=str(path)))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:
@@ -219,6 +271,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
 
     :raises SelectionError: no run there, its ``run.json`` cannot be read, or it has another format.
     :raises SelectionError: a line lacks what this version needs, and there is no ``damaged``.
+    :raises LeadsOut: a line names a file outside of the run.
     """
     header = read_header(path)
     if header is None:
@@ -241,6 +294,8 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
         "scaling": run.scalings.append,
     }
     for number, line in last.values():
+        for name in (line.get("record"), line.get("times")):
+            require_inside(path, name, f"{path / _LINES}:{number}")
         if line["kind"] in readers:
             try:
                 readers[line["kind"]](line)
@@ -293,18 +348,17 @@ def lines(run: Path) -> Iterator[Line]:
 def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:
     if not path.exists():
         return
-    with path.open("rb") as stream:
-        for number, raw in enumerate(stream, 1):
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError):
-                if strict and raw.endswith(b"\n"):
-                    remedy = "`shardproof verify` tells what else was changed"
-                    problem = Problem("is damaged", remedy, file=str(path), line=number)
-                    raise SelectionError(problem) from None
-                continue  # cut off by a kill
-            if isinstance(line, dict) and isinstance(line.get("kind"), str):
-                yield number, old_words.stored_line(line)
+    for number, raw in enumerate(lines_of(path), 1):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            if strict and raw.endswith(b"\n"):
+                remedy = "`shardproof verify` tells what else was changed"
+                problem = Problem("is damaged", remedy, file=str(path), line=number)
+                raise SelectionError(problem) from None
+            continue  # cut off by a kill
+        if isinstance(line, dict) and isinstance(line.get("kind"), str):
+            yield number, old_words.stored_line(line)
 
 
 def _now() -> str:

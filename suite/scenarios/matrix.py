@@ -64,8 +64,6 @@ _AXES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of axis values."""
-
     implementation: ImplementationChoice
     backend: str
     mesh: tuple[tuple[str, int], ...]
@@ -78,7 +76,6 @@ class Cell:
 
     @property
     def system(self) -> str:
-        """Name of the implementation with its label."""
         label = self.implementation.label
         return self.implementation.name + (f"+{label}" if label else "")
 
@@ -179,7 +176,6 @@ class _Expansion:
             self._check_workload(at, variant)
 
     def _check_name(self, path: Keys, kind: str, name: str) -> bool:
-        """Whether ``name``, a user's own implementation or one of the vocabulary's, is known."""
         known = getattr(self.vocabulary, f"{kind}s")
         if name in known or (kind == "implementation" and ":" in name):
             return True
@@ -187,7 +183,6 @@ class _Expansion:
         return False
 
     def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
-        """The parts of the file that have axes, and their paths."""
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
@@ -262,7 +257,6 @@ class _Expansion:
             yield Cell(**dict(zip(_AXES, values, strict=True)), tier=tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
-        """Report the first fault of the first cell that has one."""
         for cell in cells:
             for path, what, remedy in self._faults(cell):
                 self._add(path, what, remedy, " ".join(filter(None, cell.key)))
@@ -312,17 +306,14 @@ class _Expansion:
             )
 
     def _related(self, cell: Cell) -> Expect:
-        """The expectation that holds the relation of ``cell``, if any."""
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
     def _other(self, cell: Cell) -> Other | None:
-        """The second run in the relation of ``cell``."""
         relation = self._related(cell).relation
         return relation.same_as if isinstance(relation, SameAs) else None
 
     def _relation_at(self, cell: Cell) -> Keys:
-        """The path of the relation of ``cell``."""
         given = self._related(cell)
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
@@ -405,7 +396,6 @@ class _Expansion:
         )
 
     def _source(self, choice: ImplementationChoice) -> str:
-        """File and line of ``choice``."""
         for path, axes in self._parts():
             for index, own in enumerate(axes.implementation):
                 if own is choice:
@@ -428,7 +418,6 @@ def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], 
 
 
 def matches(rule: Match, cell: Cell) -> bool:
-    """Whether every key that ``rule`` gives holds for ``cell``."""
     label = cell.implementation.label or ""
     words = {
         "implementation": (cell.implementation.name, cell.system),
@@ -475,7 +464,8 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
-                source="",  # the file names another system there
+                # The file, to run it again; its line names another system.
+                source=f"{case.source.rpartition(':')[0]}:",
             ),
         )
     return list(substituted.values())

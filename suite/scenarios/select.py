@@ -6,6 +6,7 @@ upper or lower case; ids also match by their old words.  A whole case id selects
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 
@@ -14,7 +15,8 @@ from shardproof.errors import Problem, SelectionError
 
 Predicate = Callable[[str], bool]
 
-_TOKEN = re.compile(r"\s*(?:(?P<paren>[()])|(?P<word>[\w:+\-.\[\]\\/]+))")
+_WORD = re.compile(r"[\w:+\-.\[\]\\/]+")
+_OPERATORS = ("and", "or", "not")
 MAX_DEPTH = 64
 
 
@@ -23,79 +25,41 @@ def compile_expression(text: str) -> Predicate:
 
     :raises SelectionError: text outside of the grammar, with its column.
     """
-    if not text.strip():
+    text = re.sub(r"\s", " ", text.strip())
+    if not text:
         return lambda name: True
-    return _Parser(text).parse()
 
-
-class _Parser:
-    """``not`` binds tightest, then ``and``, then ``or``; a token is (text, column)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
-        self.depth = 0
-        self.tokens: list[tuple[str, int]] = []
-        at, end = 0, len(text.rstrip())
-        while at < end:
-            match = _TOKEN.match(text, at)
-            if match is None:
-                column = at + len(text[at:]) - len(text[at:].lstrip())
-                raise self._error(column + 1, f"unexpected {text[column]!r}")
-            token = match["paren"] or match["word"]
-            self.tokens.append((token, match.end() - len(token) + 1))
-            at = match.end()
-        self.tokens.append(("", end + 1))
-
-    def parse(self) -> Predicate:
-        predicate = self._any()
-        token, column = self.tokens[self.position]
-        if token:
-            raise self._error(column, f"unexpected {token!r}")
-        return predicate
-
-    def _error(self, column: int, what: str) -> SelectionError:
+    def refused(column: int, what: str) -> SelectionError:
         remedy = "combine words with and, or, not and parentheses, e.g. 'gloo and not adamw'"
-        return SelectionError(Problem(f"-k: {what} in column {column}", remedy, self.text))
+        return SelectionError(Problem(f"-k: {what} in column {column}", remedy, text))
 
-    def _take(self, token: str) -> bool:
-        if self.tokens[self.position][0] == token:
-            self.position += 1
-            return True
-        return False
-
-    def _any(self) -> Predicate:
-        parts = self._chain("or", self._all)
-        return lambda name: any(part(name) for part in parts)
-
-    def _all(self) -> Predicate:
-        parts = self._chain("and", self._not)
-        return lambda name: all(part(name) for part in parts)
-
-    def _chain(self, word: str, part: Callable[[], Predicate]) -> list[Predicate]:
-        parts = [part()]
-        while self._take(word):
-            parts.append(part())
-        return parts
-
-    def _not(self) -> Predicate:
-        self.depth += 1
-        token, column = self.tokens[self.position]
-        if self.depth > MAX_DEPTH:
-            raise self._error(column, f"nested deeper than {MAX_DEPTH}")
-        try:
-            if self._take("not"):
-                inner = self._not()
+    def predicate(node: ast.expr, depth: int) -> Predicate:
+        at = node.col_offset
+        if depth > MAX_DEPTH:
+            raise refused(at + 1, f"nested deeper than {MAX_DEPTH}")
+        match node:
+            case ast.BoolOp(operation, values):
+                parts = [predicate(value, depth + 1) for value in values]
+                decides = any if isinstance(operation, ast.Or) else all
+                return lambda name: decides(part(name) for part in parts)
+            case ast.UnaryOp(ast.Not(), operand):
+                inner = predicate(operand, depth + 1)
                 return lambda name: not inner(name)
-            if self._take("("):
-                inner = self._any()
-                if not self._take(")"):
-                    raise self._error(self.tokens[self.position][1], "expected ')'")
-                return inner
-            if token in ("", ")", "and", "or"):
-                raise self._error(column, f"expected a word, not {token or 'the end'!r}")
-            self.position += 1
-            word = token.lower()
-            return lambda name: old_words.matches(name, lambda text: word in text.lower(), token)
-        finally:
-            self.depth -= 1
+            case ast.Name(stand_in):
+                token = text[at : at + len(stand_in)]
+                word = token.lower()
+                return lambda name: old_words.matches(name, lambda id: word in id.lower(), token)
+        raise refused(at + 1, "expected a word or an operator")
+
+    # Python parses what is left when names of as many letters stand in for words.
+    python = _WORD.sub(lambda m: m[0] if m[0] in _OPERATORS else "_" * len(m[0]), text)
+    if foreign := re.search(r"[^\w\s()]", python):
+        raise refused(foreign.start() + 1, f"unexpected {foreign[0]!r}")
+    try:
+        return predicate(ast.parse(f"{python}\n", mode="eval").body, 1)
+    except SyntaxError as error:
+        column = min(error.offset or 1, len(text) + 1)
+        what = "unexpected end" if column > len(text) else error.msg.partition(".")[0]
+        raise refused(column, what) from None
+    except (RecursionError, MemoryError):
+        raise refused(1, f"nested deeper than {MAX_DEPTH}") from None

@@ -1,9 +1,8 @@
 """YAML text as plain nodes with their lines; no tag ever builds an object.
 
-The text is read as libyaml's *event stream*.  Limits (size, depth, aliases and their expansion)
-apply to the events, before anything is built: an alias bomb costs nothing, and a million ``[`` are
-refused (``yaml.compose`` recurses in C and would end the process).  A small closed table resolves
-scalars instead of PyYAML's constructors.  It follows YAML 1.2 where YAML 1.1 is surprising:
+The text is read as libyaml's *event stream*, with limits on size, depth, aliases and their
+expansion: an alias bomb costs nothing, because an alias is the node that it names, and a million
+``[`` are X YAML 1.2 where YAML 1.1 is surprising:
 ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``, ``off``, ``yes`` or
 ``no`` is an error, because it may mean a word or a boolean.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 
 from shardproof.errors import Problem, ScenarioError
+from shardproof.files import open_input
 
 MAX_BYTES = 1 << 20
 MAX_ALIASES = 100
@@ -52,9 +52,10 @@ class Node:
     value: Scalar | list[Node] | dict[str, Node]
     keys: dict[str, Node]
     height: int = 0
+    #: Nodes inside and itself, aliases expanded.
+    size: int = 1
 
     def plain(self) -> Any:
-        """The same as nested ``dict``, ``list`` and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -90,7 +91,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     try:
         if path.is_dir():
             raise refuse("is a folder", "name a .yaml file")
-        with path.open("rb") as stream:
+        with open_input(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         more = "; `shardproof list scenarios` shows all" if noun == SCENARIO else ""
@@ -118,18 +119,16 @@ def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) ->
     if len(text) > MAX_BYTES:
         raise ScenarioError(Problem("text is over 1 MiB", _too_large(noun), None, file))
     reader = _Reader(file, noun)
-    events = reader.check(text)
-    if not events and optional:
+    node = reader.document(text)
+    if node is None and optional:
         return Node(1, {}, {})
-    if not events:
+    if node is None:
         needed = "name, about, matrix and checks" if noun == SCENARIO else "name and about"
         raise reader.error(1, "empty file", f"a {noun} needs at least {needed}")
-    stream = iter(events)
-    node = reader.build(next(stream), stream)
     if not isinstance(node.value, dict):
         start = "about" if optional else "name"
         remedy = f"start with `{start}: ...`"
-        raise reader.error(node.line, "not a mapping", remedy, _show(node.value))
+        raise reader.error(node.line, "not a mapping", remedy, value_text(node.value))
     return node
 
 
@@ -144,54 +143,29 @@ class _Reader:
         self.file = file
         self.noun = noun
         self.anchors: dict[str | None, Node] = {}
+        self.aliases = self.total = 0
 
     def error(self, line: int, what: str, remedy: str, value: str | None = None) -> ScenarioError:
         return ScenarioError(Problem(what, remedy, value, self.file, line))
 
-    # ---------------------------------------------------------------- pass 1: limits, no objects
+    def document(self, text: str) -> Node | None:
+        """The only document, within every limit; ``None``: there is none."""
+        events = self._events(text)
+        first = next(events, None)
+        node = None if first is None else self._node(first, events, 1)
+        next(events, None)  # goes on to the end, where another document may begin
+        return node
 
-    def check(self, text: str) -> list[Any]:
-        """The node events of the only document, within every limit."""
-        events: list[Any] = []
-        sizes: dict[str | None, int] = {}
-        open_nodes: list[tuple[str | None, int]] = []
-        aliases = documents = 0
-        total = 0
+    def _events(self, text: str) -> Iterator[Any]:
+        documents = 0
         try:
             for event in _events(text):
-                line = event.start_mark.line + 1
-                if isinstance(event, yaml.DocumentStartEvent):
-                    documents += 1
-                    if documents > 1:
-                        raise self.error(
-                            line, "second document", f"one {self.noun} per file; remove `---`"
-                        )
-                if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
-                    continue
-                events.append(event)
-                if isinstance(event, yaml.CollectionEndEvent):
-                    anchor, before = open_nodes.pop()
-                    if anchor:
-                        sizes[anchor] = total - before
-                    continue
-                if isinstance(event, yaml.AliasEvent):
-                    aliases += 1
-                    total += self._alias_size(event, sizes, aliases, line)
-                else:
-                    self._check_tag(event, line)
-                    total += 1
-                    if isinstance(event, yaml.CollectionStartEvent):
-                        # A repeated anchor means the new node, which is open from here on.
-                        sizes.pop(event.anchor, None)
-                        open_nodes.append((event.anchor, total - 1))
-                    elif event.anchor:
-                        sizes[event.anchor] = 1
-                if len(open_nodes) > MAX_DEPTH:
-                    raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
-                if total > MAX_NODES:
-                    raise self.error(
-                        line, f"over {MAX_NODES:,} nodes once aliases are expanded", "use fewer"
-                    )
+                documents += isinstance(event, yaml.DocumentStartEvent)
+                if documents > 1:
+                    line, remedy = event.start_mark.line + 1, "per file; remove `---`"
+                    raise self.error(line, "second document", f"one {self.noun} {remedy}")
+                if isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
+                    yield event
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             what = " ".join(filter(None, (error.context, error.problem))) or "cannot be read"
@@ -202,25 +176,6 @@ class _Reader:
                 raise
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self.error(1, f"not valid YAML: {first}", "remove control characters") from None
-        return events
-
-    def _alias_size(self, event: Any, sizes: dict[str | None, int], aliases: int, line: int) -> int:
-        if aliases > MAX_ALIASES:
-            raise self.error(line, f"more than {MAX_ALIASES} aliases", "write the values out")
-        if event.anchor not in sizes:
-            raise self.error(
-                line,
-                "unknown or self-containing alias",
-                "define `&name` first",
-                f"*{event.anchor}",
-            )
-        return sizes[event.anchor]
-
-    def _check_tag(self, event: Any, line: int) -> None:
-        tag = getattr(event, "tag", None)
-        if tag is not None and tag != "!" and tag not in _TAGS:
-            shown = tag.replace(_PREFIX, "!!")
-            raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
 
     @staticmethod
     def _syntax_hint(text: str, line: int) -> str:
@@ -229,53 +184,66 @@ class _Reader:
             return "indent with spaces, not tabs"
         return "check the indentation, quotes and brackets above"
 
-    # -------------------------------------------------------------------------- pass 2: the nodes
+    def _count(self, nodes: int, line: int) -> None:
+        self.total += nodes
+        if self.total > MAX_NODES:
+            what = f"over {MAX_NODES:,} nodes once aliases are expanded"
+            raise self.error(line, what, "use fewer")
 
-    def build(self, event: Any, events: Iterator[Any]) -> Node:
+    def _node(self, event: Any, events: Iterator[Any], depth: int) -> Node:
         """The node that begins with ``event``; takes its rest from ``events``."""
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            return self.anchors[event.anchor]
-        node = Node(line, None, {})
+            return self._alias(event, line)
+        before, node = self.total, Node(line, None, {})
+        self._count(1, line)
+        # A repeated anchor means the new node, which is open from here on.
+        self.anchors.pop(event.anchor, None)
         if isinstance(event, yaml.ScalarEvent):
+            self._check_tag(event.tag, _TAGS, line)
             node.value = self._scalar(event, line)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            self._expect_tag(event.tag, "seq", line)
-            node.value = list(self._items(events))
         else:
-            self._expect_tag(event.tag, "map", line)
-            self._mapping(events, node)
-        if isinstance(node.value, (dict, list)):
+            if depth > MAX_DEPTH:
+                raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
+            inside = self._inside(events, depth + 1)
+            is_list = isinstance(event, yaml.SequenceStartEvent)
+            self._check_tag(event.tag, {_PREFIX + ("seq" if is_list else "map")}, line)
+            node.value = [child for _, child in inside] if is_list else self._mapping(inside, node)
             inner = node.value.values() if isinstance(node.value, dict) else node.value
             node.height = 1 + max((child.height for child in inner), default=0)
         if node.height > MAX_DEPTH:
             raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "use fewer aliases")
+        node.size = self.total - before
         if event.anchor:
             self.anchors[event.anchor] = node
         return node
 
-    def _expect_tag(self, tag: str | None, kind: str, line: int) -> None:
-        if tag not in (None, "!", _PREFIX + kind):
-            raise self.error(line, "YAML tag on another kind of value", "remove it", tag)
+    def _alias(self, event: yaml.AliasEvent, line: int) -> Node:
+        self.aliases += 1
+        if self.aliases > MAX_ALIASES:
+            raise self.error(line, f"more than {MAX_ALIASES} aliases", "write the values out")
+        node = self.anchors.get(event.anchor)
+        if node is None:
+            what, remedy = "unknown or self-containing alias", "define `&name` first"
+            raise self.error(line, what, remedy, f"*{event.anchor}")
+        self._count(node.size, line)
+        return node
 
-    def _items(self, events: Iterator[Any]) -> Iterator[Node]:
-        while True:
-            event = next(events)
-            if isinstance(event, yaml.CollectionEndEvent):
-                return
-            yield self.build(event, events)
+    def _check_tag(self, tag: str | None, valid: Collection[str], line: int) -> None:
+        if tag not in (None, "!", *valid):
+            shown = str(tag).replace(_PREFIX, "!!")
+            raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
 
-    def _mapping(self, events: Iterator[Any], node: Node) -> None:
+    def _inside(self, events: Iterator[Any], depth: int) -> Iterator[tuple[Any, Node]]:
+        while not isinstance(event := next(events), yaml.CollectionEndEvent):
+            yield event, self._node(event, events, depth)
+
+    def _mapping(self, inside: Iterator[tuple[Any, Node]], node: Node) -> dict[str, Node]:
         value: dict[str, Node] = {}
         merged: list[tuple[Node, Node]] = []
-        while True:
-            event = next(events)
-            if isinstance(event, yaml.CollectionEndEvent):
-                break
-            key = self.build(event, events)
-            child = self.build(next(events), events)
+        for (event, key), (_, child) in zip(inside, inside, strict=True):
             if not isinstance(key.value, str):
-                raise self.error(key.line, "key is not a word", "quote it", _show(key.value))
+                raise self.error(key.line, "key is not a word", "quote it", value_text(key.value))
             if key.value == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
                 merged.append((key, child))
                 continue
@@ -294,7 +262,7 @@ class _Reader:
                     if name not in value:
                         value[name] = child
                         node.keys[name] = part.keys[name]
-        node.value = value
+        return value
 
     def _scalar(self, event: yaml.ScalarEvent, line: int) -> Scalar:
         text, tag = event.value, event.tag
@@ -335,7 +303,10 @@ def _resolve(text: str) -> Any:
     return text
 
 
-def _show(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of a file as messages write it."""
     if isinstance(value, dict):
         return "a mapping"
-    return "a list" if isinstance(value, list) else repr(value)
+    if isinstance(value, list):
+        return "an empty list" if not value else "a list"
+    return "null" if value is None else str(value)

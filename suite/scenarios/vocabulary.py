@@ -30,7 +30,6 @@ class Vocabulary:
 
 @cache
 def installed() -> Vocabulary:
-    """The names of this installation."""
     from shardproof import registry
     from shardproof.backends import BACKENDS
     from shardproof.checks import CHECKS

@@ -74,7 +74,6 @@ class Calibration(BaseModel):
 
 
 def thresholds() -> dict[str, float]:
-    """The thresholds in use, by dtype."""
     return {
         "float64": FP64_BOUND,
         **{d: WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
@@ -212,7 +211,6 @@ def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: No
 
 
 def lines(measured: Calibration) -> list[str]:
-    """The figures for people."""
     return [
         f"{dtype:9} {source:24} clean median {spread.median:.3g}, max {spread.max:.3g}; "
         f"threshold {measured.thresholds[dtype]:g}"

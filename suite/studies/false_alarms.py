@@ -50,7 +50,6 @@ class Slowed(registry.load(PARENT)):  # type: ignore[misc]
     """The parent, whose every step computes on for a tenth of its own time."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """The parent's step and the delay."""
         began = time.perf_counter()
         result: StepResult = super().step(batch, observe)
         until = time.perf_counter() + SLOWDOWN * (time.perf_counter() - began)
@@ -102,7 +101,6 @@ class Counts:
 
 
 def count(lines: Sequence[PairLine]) -> Counts:
-    """The counts among comparisons."""
     alike: list[Interval] = []
     slowed: list[PairLine] = []
     ratios = []
@@ -146,7 +144,6 @@ def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
 
 
 def sentences(counts: Counts) -> list[str]:
-    """The counts in words, a line each."""
     lines = []
     if counts.alarms_interval is not None:
         low, high = counts.alarms_interval
@@ -176,7 +173,6 @@ def held(counts: Counts) -> bool:
 
 
 def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float | None) -> None:
-    """Time those of ``pairs`` that ``folder`` does not have yet, while there is time."""
     began, longest = time.monotonic(), 0.0
     done = {line["id"] for line in run_folder.read(folder.path).benches}
     todo = [pair for pair in pairs if pair.id not in done]
@@ -219,6 +215,7 @@ def run(
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
     others = [line for path in also for line in stored.pairs(run_folder.read(path))]
+    run_folder.require_run_or_new(results)
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
             _measure(folder, sessions(alike, slowed), minutes)

@@ -25,7 +25,7 @@ from shardproof.bench.model.records import Rounds
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Side
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.files import to_plain
+from shardproof.files import to_plain, write_whole
 from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
@@ -113,7 +113,6 @@ def verdict(score: measurement.Score) -> str:
 def tables(
     runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
 ) -> list[Table]:
-    """Predictions beside measurements, scorecards, and the fits behind them."""
     names = [run.name for run in runs]
     predicted, cards = [], []
     for name, score in zip(names, scores, strict=True):
@@ -159,7 +158,6 @@ def markdown(
     machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:
-    """The page of the evidence."""
     rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
     closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
     parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
@@ -198,7 +196,7 @@ def run(
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
     if records is not None:
-        records.write_text(json.dumps(to_plain(measured)))
+        write_whole(records, json.dumps(to_plain(measured)))
     try:
         scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula
@@ -211,7 +209,7 @@ def run(
     text = markdown(runs, scores, machine, about)
     print(text, end="")
     if out is not None:
-        out.write_text(text)
+        write_whole(out, text)
     words = {verdict(score) for score in scores}
     if "NO" in words:
         return verdicts.BROKEN

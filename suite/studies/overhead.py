@@ -56,7 +56,6 @@ class Null(Implementation):
 
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        """One rank."""
         return Capabilities(max_world=1)
 
     def setup(self, *_: object, **__: object) -> None:
@@ -70,26 +69,23 @@ class Null(Implementation):
         return StepResult(loss=self.loss)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Nothing is held."""
         return []
 
 
 class _NoWork:
-    """A workload without data."""
+    """A workload without data, and the build of its model."""
+
+    units: tuple[str, ...] = ()
+    cross_entropy = None
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         return [Batch(step, ())] * coordinates
 
     def build_for(self, rank: int, coordinate: int = 0) -> Any:
-        return _NoBuild()
+        return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
-
-
-class _NoBuild:
-    units: tuple[str, ...] = ()
-    cross_entropy = None
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         return nn.Identity()

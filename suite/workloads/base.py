@@ -139,8 +139,6 @@ class Family(ABC):
 
 
 class ModelBuild:
-    """The :class:`~shardproof.contract.Build` of one rank."""
-
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
         self.cross_entropy = workload.family.cross_entropy(workload.params)
@@ -170,7 +168,6 @@ class ModelBuild:
         return StackPart(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """The family's loss: a weighted sum over the targets of ``micro``."""
         return self._workload.family.loss(self._workload.params, outputs, micro)
 
 
@@ -197,11 +194,8 @@ class Workload:
         self._narrow = narrow
         self._cached: tuple[int, Samples, Tensor] | None = None
 
-    # ------------------------------------------------------------------------------ the model
-
     @property
     def digest(self) -> str:
-        """Digest of the data set."""
         return self.family.digest
 
     def model(self, device: str = "cpu") -> Stack:
@@ -256,12 +250,10 @@ class Workload:
 
     @cached_property
     def frozen(self) -> set[str]:
-        """Parameters that do not require gradients."""
         return set(self.parameter_names) - set(self.trainable_names)
 
     @cached_property
     def unused(self) -> set[str]:
-        """Trainable parameters that no forward uses: they never have a gradient."""
         return {name for name in self.trainable_names if ".unused." in f".{name}"}
 
     @property
@@ -281,21 +273,16 @@ class Workload:
 
     @property
     def depends_on_cut(self) -> bool:
-        """Whether gradients depend, by definition, on how the global batch is cut."""
         return self.family.depends_on_cut(self.params) or any(
             TRAITS[name].by_cut for name in self.traits
         )
 
     @cached_property
     def zero_gradient(self) -> dict[str, list[Region]]:
-        """Slices whose true gradient is 0 (one ``(start, stop)`` per dimension)."""
         return self.family.zero_gradient(self.params)
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        """Copy ``state`` (the true initial one by default) into ``module``."""
         load_state(module, self._state if state is None else state)
-
-    # ------------------------------------------------------------------------------ the batches
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
@@ -345,7 +332,6 @@ class Workload:
         return sorted(share, key=key)
 
     def _flags(self, step: int, index: int) -> int:
-        """Flag bits of sample ``index`` of the global batch."""
         wanted = {
             "conditional_by_rank": index < (self.spec.global_batch + 1) // 2,
             "conditional_by_micro_batch": index % self._period == 0,
@@ -359,7 +345,6 @@ class Workload:
         return flags
 
     def _global_batch(self, step: int) -> tuple[Samples, Tensor]:
-        """Samples and weights of the global batch of ``step``."""
         cached = self._cached  # read once: threads share a workload
         if cached is not None and cached[0] == step:
             return cached[1], cached[2]

@@ -80,11 +80,9 @@ class DigitsCNN(Family):
     }
 
     def size(self) -> int:
-        """Number of images."""
         return len(data.digits()[1])
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
-        """The net with the odd modules of ``traits``."""
         channels, layers = params["channels"], params["layers"]
         middle, ends = layers // 2, ("tied_over_units",)
         stack = Stack(
@@ -118,7 +116,6 @@ class DigitsCNN(Family):
         return bool(params["norm"] == "batch")
 
     def samples(self, params: Params, picks: Picks) -> Samples:
-        """The images as they are."""
         images, labels = data.digits()
         index = torch.tensor(picks.index)
         pixels = images[index].to(torch.float32)

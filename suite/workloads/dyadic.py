@@ -104,7 +104,6 @@ class DyadicMLP(Family):
     knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2)}
 
     def size(self) -> int:
-        """Number of names."""
         return len(data.character_names())
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
@@ -139,7 +138,6 @@ class DyadicMLP(Family):
         return parts / whole
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
-        """The loss is a hinge."""
         return None
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:

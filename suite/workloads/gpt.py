@@ -138,7 +138,6 @@ class CharnamesGPT(Family):
     }
 
     def check(self, params: Params) -> None:
-        """The heads must divide the width, the KV heads the heads."""
         sizes = {**params, "kv_heads": _kv_heads(params)}
         for divided, by in (("width", "heads"), ("heads", "kv_heads")):
             if sizes[divided] % sizes[by]:
@@ -148,11 +147,9 @@ class CharnamesGPT(Family):
                 )
 
     def size(self) -> int:
-        """Number of names."""
         return len(data.character_names())
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
-        """The GPT with the odd modules of ``traits``."""
         width, layers = params["width"], params["layers"]
         middle, keyed = layers // 2, "dropout_counter" in traits
         stack = Stack(
@@ -206,7 +203,6 @@ class CharnamesGPT(Family):
 
 
 def _kv_heads(params: Params) -> int:
-    """Key and value heads: as many as query heads unless told."""
     return int(params["kv_heads"] or params["heads"])
 
 

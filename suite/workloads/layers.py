@@ -146,7 +146,6 @@ def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Ten
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy ``state`` into the parameters and buffers of ``module``, by name."""
     with torch.no_grad():
         for name, tensor, _ in named_tensors(module):
             tensor.copy_(state[name])

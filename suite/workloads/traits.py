@@ -173,16 +173,12 @@ def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:
 
 
 class OneLayer(nn.Module):
-    """A layer that keeps the width."""
-
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.layer = Linear(width, width, **place)
 
 
 class Tied(nn.Module):
-    """Two layers that share one weight."""
-
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.first = Linear(width, width, **place)
@@ -194,23 +190,17 @@ class Tied(nn.Module):
 
 
 class Branch(OneLayer):
-    """The computation of a conditional branch."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.tanh(self.layer(hidden))
 
 
 class Frozen(Branch):
-    """A layer with a frozen weight and a trainable bias."""
-
     def __init__(self, width: int, place: Place) -> None:
         super().__init__(width, place)
         self.layer.weight.requires_grad_(False)
 
 
 class Unused(OneLayer):
-    """Parameters that nothing uses."""
-
     calls: ClassVar[Mapping[str, int]] = {"layer": 0}
 
     def forward(self, hidden: Tensor) -> None:
@@ -218,8 +208,6 @@ class Unused(OneLayer):
 
 
 class Twice(OneLayer):
-    """One layer that runs twice."""
-
     #: Child -> calls per forward, where not one.
     calls: ClassVar[Mapping[str, int]] = {"layer": 2}
 

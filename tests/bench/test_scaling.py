@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -527,7 +528,8 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
 
     rows = load_times(run / two["times"])
     rows = [replace(row, seconds=3 * row.seconds) if row.side == "plain" else row for row in rows]
-    write_times(run, two["id"], rows)
+    forged: Any = SimpleNamespace(path=run, write=lambda n, data: (run / n).write_bytes(data))
+    write_times(forged, two["id"], rows)
     problems = verify(run).problems
     assert any("was changed" in problem for problem in problems)
     assert any("raw times give" in problem for problem in problems)

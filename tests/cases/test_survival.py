@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from small_disk import remount, small_disk
 
 from shardproof.commands.verify import verify
 from shardproof.runs.resume import planned
@@ -155,36 +158,89 @@ def test_ctrl_c_once_and_twice(tmp_path: Path, times: int) -> None:
     assert done == {case.id for case in planned(folder)}
 
 
+@pytest.mark.parametrize("sent", [signal.SIGHUP, signal.SIGTERM])
+def test_other_signals_end_a_run_as_ctrl_c_does(tmp_path: Path, sent: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for(folder, process, 1)
+    process.send_signal(sent)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "stopped: " in output and "Traceback" not in output
+    assert all_gone(folder), left_running(folder)
+    assert read(folder).header.last.exit_code == 130
+    assert verify(folder).problems == []
+
+
+def test_a_terminal_that_is_closed_ends_its_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(folder)}
+    command = [sys.executable, "-m", "shardproof", "run", *SELECTION, "--results", str(folder)]
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        os.execvpe(command[0], command, environment)
+    deadline = time.monotonic() + 120
+    while not lines(folder) and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert all_gone(folder), left_running(folder)
+    assert read(folder).header.last.exit_code == 130
+    assert verify(folder).problems == []
+
+
+def test_nohup_keeps_a_run_from_ending(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(folder)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(folder, process, 1)
+    process.send_signal(signal.SIGHUP)
+    wait_for(folder, process, 2)
+    assert process.poll() is None and lines(folder) >= 2
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) and process.returncode == 130
+
+
+def test_one_folder_takes_one_runner_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = start(folder)
+    wait_for(folder, first, 1)
+    for more in ((), ("--resume",)):
+        second = start(folder, *more)
+        output = second.communicate(timeout=60)[0]
+        assert second.returncode == 2, output
+        assert f"another process writes into this run (pid {first.pid}) - " in output, output
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert verify(folder).problems == []
+    assert len(read(folder).header.invocations) == 1
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True, capture_output=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 256) as folder:
+        yield folder
 
 
-def test_a_full_disk_is_a_sentence_and_loses_nothing(small_disk: Path) -> None:
-    folder = small_disk / "run"
+def test_a_full_disk_is_a_sentence_and_loses_nothing(disk: Path) -> None:
+    folder = disk / "run"
     process = start(folder)
     output = process.communicate(timeout=170)[0]
-    assert process.returncode == 3, output
+    assert process.returncode == 2, output
     assert "Traceback" not in output
     told = re.search(r"^(\S+): No space left on device", output, re.MULTILINE)
-    assert told and told[1].startswith(str(small_disk)), output
+    assert told and told[1].startswith(str(disk)), output
     assert f"shardproof run --resume --results {folder}" in output
     assert all_gone(folder), left_running(folder)
     run = read(folder)
     assert run.cases, "cases that ended before are kept"
     assert all((folder / case.record).is_file() for case in run.cases)
-    command = ["mount", "-o", "remount,size=64m", str(small_disk)]
-    subprocess.run(command, check=True, capture_output=True)
+    remount(disk, "size=64m")
     process = start(folder, "--resume")
     output = process.communicate(timeout=170)[0]
     assert process.returncode == 0, output

@@ -422,7 +422,7 @@ def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> Non
 
     with Pool(2, [launch_programs.sleep]) as pool:
         for end in pool.run(launch_programs.sleep, items()):
-            ends.append(end)  # noqa: PERF402 - seen by items() as they come
+            ends.append(end)
         assert not psutil.Process(pool.fork_server.pid).children(recursive=True)
     assert {e.key for e in ends} == {"late", *(f"short{i}" for i in range(6))}
     for ended in ends:

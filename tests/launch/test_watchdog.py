@@ -7,41 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control, watchdog
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
 
 #: Looks after which ranks that sleep outside of calls stand still (a budget of 60 s).
 ASLEEP = 1200
 
 
-class Link:
-    """As the watchdog sees a backend."""
-
-    threads = False
-
-    def __init__(self, polls: bool = False) -> None:
-        self.polls = polls
-
-
 class World:
     """Ranks whose state and CPU are made up; ``shares`` is the share of a core that each gets."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, world: int, polls: bool) -> None:
-        launch = RankLaunch(
-            Link(polls),  # type: ignore[arg-type]
-            world,
-            lambda rank, size: None,
-            folder,
-            timeout_s=60.0,
-            ledgers=True,
-            disturbances=None,
-            began=0.0,
-        )
-        heartbeat.create(launch.heartbeat, world)
-        self.writers = [heartbeat.Writer(launch.heartbeat, rank) for rank in range(world)]
-        self.watchdog = Watchdog(launch)
+        self.beats = folder / "heartbeat"
+        heartbeat.create(self.beats, world)
+        self.writers = [heartbeat.Writer(self.beats, rank) for rank in range(world)]
+        self.watchdog = Watchdog(self.beats, world, Backend("made_up", threads=False, polls=polls))
         self.letters, self.shares = ["S"] * world, [0.0] * world
         self._cpu = [0.0] * world
         self._processes = [RankProcess(rank, (rank,), None) for rank in range(world)]
@@ -163,7 +145,7 @@ def test_a_wait_of_a_helper_thread_is_not_the_ranks(world: Callable[..., World])
     thread = threading.Thread(target=made.writers[0].wait, args=(True,))
     thread.start()
     thread.join()
-    beat = heartbeat.read(made.watchdog._launch.heartbeat)[0]
+    beat = heartbeat.read(made.beats)[0]
     assert beat.waits == 0
 
 

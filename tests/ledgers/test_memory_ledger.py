@@ -621,3 +621,18 @@ def test_price() -> None:
 
     best(None)
     assert best(Run().ledger) < 2 * best(None)
+
+
+def test_what_the_suite_copies_for_itself_is_unseen_and_what_it_frees_is_not() -> None:
+    run = Run()
+    with run.ledger:
+        kept = torch.ones(4)
+        with run.ledger.unseen():
+            copy = kept.clone()
+            del kept
+        seen = torch.ones(2)
+    assert copy.numel() == 2 * seen.numel()
+    made = [storage.operation for storage in run.ledger.log.storages]
+    assert made == ["aten.ones.default"] * 2
+    sizes = [size for index, size, _, _ in run.ledger.log.events if index >= 0]
+    assert sizes[:3] == [16, 0, 8]

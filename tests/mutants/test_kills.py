@@ -45,7 +45,7 @@ def representatives() -> list[Any]:
 
 @pytest.mark.timeout(600)
 def test_planted_faults_are_killed_beside_passing_parents() -> None:
-    kills = run_mutants(representatives(), 1, lambda result: None)
+    kills = run_mutants([pair(m) for m in representatives()], 1, lambda result: None)
     assert len(kills) >= 20
     assert not {kill.name: kill.why_not for kill in kills if not kill.killed}
 
@@ -156,12 +156,25 @@ def test_where_time_may_run_out_every_file_of_faults_gets_its_turn(monkeypatch: 
     mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
     files = {mutant.implementation.__module__ for mutant in mutants}
     for stop_after in (None, 60.0):
-        kills = run_mutants(mutants, 1, lambda result: None, stop_after)
+        kills = run_mutants([pair(m) for m in mutants], 1, lambda result: None, stop_after)
         assert [kill.name for kill in kills] == [mutant.name for mutant in mutants]
     whole, hurried = ([name for name in order if name.startswith("mutants/")] for order in orders)
     assert whole == [f"mutants/{mutant.name}" for mutant in mutants] != hurried
     first = [registry.load_mutant(name).implementation.__module__ for name in hurried[: len(files)]]
     assert set(first) == files and sorted(hurried) == sorted(whole)
+
+
+def test_memory_is_weighed_only_where_a_kill_may_need_it() -> None:
+    killers = {name: registry.load_mutant(name).killed_by for name in registry.mutant_names()}
+    light = {name: pair(registry.load_mutant(name), weigh_all=False) for name in killers}
+    weighed = {name for name, both in light.items() if "memory" in both.case.checks}
+    assert weighed < set(killers)
+    for name, both in light.items():
+        whole = pair(registry.load_mutant(name))
+        assert both.case.checks == both.parent.checks
+        assert {*both.case.checks, "memory"} == {*whole.case.checks}
+        needs = {"memory", "schedule", "undecidable", "judge error"}.intersection(killers[name])
+        assert bool(needs) == (name in weighed), name
 
 
 def test_mutants_of_one_trigger_share_their_parents_case() -> None:

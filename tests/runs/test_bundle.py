@@ -65,8 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             optimizer=OptimizerSpec(),
         )
         line = evidence.result(session.Measured(sides, problem=("precondition", "not today")))
-        times = evidence.write_times(path, sides.id, [])
-        folder.seal(times)
+        times = evidence.write_times(folder, sides.id, [])
         folder.add(line.to_dict() | {"times": times}, "bench")
     (path / "local" / "case0000").mkdir(parents=True)
     (path / "local" / "case0000" / "rank0.log").write_text("hello")

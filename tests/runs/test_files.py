@@ -14,9 +14,8 @@ from shardproof.files import SparselyStored, Stored, from_plain, write_whole
 
 
 @pytest.mark.parametrize("data", ["ä\n", "ä\n".encode(), [b"\xc3", b"\xa4\n"]])
-@pytest.mark.parametrize("durable", [False, True])
-def test_text_bytes_and_pieces_are_written(tmp_path: Path, data: object, durable: bool) -> None:
-    write_whole(tmp_path / "file", data, durable=durable)  # type: ignore[arg-type]
+def test_text_bytes_and_pieces_are_written(tmp_path: Path, data: object) -> None:
+    write_whole(tmp_path / "file", data)  # type: ignore[arg-type]
     assert (tmp_path / "file").read_text(encoding="utf-8") == "ä\n"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

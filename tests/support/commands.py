@@ -7,18 +7,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
 
 def shardproof(
-    *arguments: str, cwd: Path = ROOT, paths: Sequence[Path] = (), timeout: float = 150
+    *arguments: str,
+    cwd: Path = ROOT,
+    paths: Sequence[Path] = (),
+    timeout: float = 150,
+    stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     """What the command did; modules in ``paths`` can be imported, too.
 
     :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
     """
-    return _done(_command(arguments), cwd, paths, timeout)
+    return _done(_command(arguments), cwd, paths, timeout, stdout)
 
 
 def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
@@ -27,13 +32,18 @@ def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedP
 
 
 def _done(
-    command: Sequence[str], cwd: Path, paths: Sequence[Path], timeout: float
+    command: Sequence[str],
+    cwd: Path,
+    paths: Sequence[Path],
+    timeout: float,
+    stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=cwd,
         env=_environment(paths),
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=timeout,
         check=False,

@@ -45,9 +45,6 @@ from shardproof.scenarios.schema import Label, Size, Words
 MOST_SAMPLES = 4096
 
 
-# ---------------------------------------------------------------------------- scenario files
-
-
 class SystemModel(SideModel):
     """An implementation and its options; a bare name stands for `{implementation: ...}`."""
 

@@ -35,7 +35,7 @@ def digest(
         gradients=gradients,
         update=alone - gradients[cell.samples(launch.first.world)],
         alone=alone,
-        calls=step_time.seen(watched.calls),
+        calls=watched.calls,
         flops=watched.flops,
         elements=watched.elements,
         cores_per_rank=min(len(record.cores) for record in records) or None,
@@ -44,7 +44,6 @@ def digest(
 
 
 def _median(ranks: Sequence[Sequence[Sequence[float]]]) -> float:
-    """Median over steps of the slowest rank's seconds."""
     return statistics.median(s for segment in step_time.slowest(ranks) for s in segment)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from shardproof.bench import stats
 from shardproof.bench.lines import CellLine, Efficiency
 from shardproof.bench.subjects import BASES
 from shardproof.bench.tables import interval
@@ -13,12 +13,12 @@ from shardproof.table import Mark, Table
 
 HEADINGS = (
     *("scaling", "system", "backend", "ranks", "verdict"),
-    *("E, plain T1 [95 %]", "E, wrapped T1 [95 %]", "modelled E"),
+    *("E, plain T1 [95 %]", "E, wrapped T1 [95 %]", "modelled E", "target"),
     *("T1 plain ms", "T1 wrapped ms", "T_N ms", "tokens/s 1", "tokens/s N"),
-    *("achieved / predicted", "exposed", "memory / formula"),
+    *("achieved / predicted", "achieved / probed", "exposed", "memory / formula"),
 )
 #: Those that a terminal has room for; the others are in Markdown and in the report.
-NARROW = (*HEADINGS[:9], HEADINGS[10], HEADINGS[13])
+NARROW = (*HEADINGS[:8], HEADINGS[9], HEADINGS[11], HEADINGS[14])
 
 
 MODELLED_TITLE = (
@@ -27,19 +27,22 @@ MODELLED_TITLE = (
 )
 
 
-def table(lines: Sequence[CellLine], headings: Sequence[str] = HEADINGS) -> Table:
-    """A row for each measured cell, and one for all oversubscribed worlds of a system; with the
-    columns ``headings``.  The modelled figures of every world: :func:`modelled_table`.
+def table(
+    lines: Sequence[CellLine], headings: Sequence[str] = HEADINGS, fold: bool = True
+) -> Table:
+    """A row for each measured cell, and (``fold``) one for all oversubscribed worlds of a system;
+    with the columns ``headings``.  The modelled figures of every world: :func:`modelled_table`.
     """
-    rows: list[tuple[str, ...]] = []
+    from shardproof.bench import stats  # scipy is slow to import
+
+    rows: list[list[str]] = []
     for members in _groups(lines):
-        refused = [line for line in members if line.verdict == "oversubscribed"]
-        rows += [_row(line) for line in members if line not in refused]
-        if refused:
-            rows.append(_refused_row(refused))
+        refused = [line for line in members if fold and line.verdict == "oversubscribed"]
+        rows += [_row([line]) for line in members if line not in refused]
+        rows += [_row(refused)] if refused else []
     places = [HEADINGS.index(heading) for heading in headings]
     marks: list[Mark] = ["bad" if {"below", *stats.BROKEN} & set(row) else "" for row in rows]
-    return Table("", headings, [[row[place] for place in places] for row in rows], marks=marks)
+    return Table("Scaling", headings, [[row[place] for place in places] for row in rows], marks)
 
 
 def modelled_table(lines: Sequence[CellLine]) -> Table:
@@ -57,7 +60,6 @@ def modelled_table(lines: Sequence[CellLine]) -> Table:
 
 
 def markdown(lines: Sequence[CellLine]) -> str:
-    """Both tables as Markdown."""
     modelled = modelled_table(lines)
     below = f"\n{MODELLED_TITLE}:\n\n{modelled.markdown()}" if modelled.rows else ""
     return table(lines).markdown() + below
@@ -70,36 +72,28 @@ def _groups(lines: Sequence[CellLine]) -> list[list[CellLine]]:
     return [sorted(members, key=lambda line: line.world) for members in groups.values()]
 
 
-def _row(line: CellLine) -> tuple[str, ...]:
-    efficiency, card = line.efficiency or {}, line.scorecard
-    scores = ["-"] * 3
-    if card is not None:
-        scores = [_number(card.achieved_over_predicted), _share(card.exposed_share)]
-        scores.append(_number(card.memory_over_formula))
-    return (
-        *(line.mode, line.title, line.backend, str(line.world), line.verdict),
+def _row(lines: Sequence[CellLine]) -> list[str]:
+    line, last = lines[0], lines[-1]
+    worlds, modelled = str(line.world), _share(line.modelled_efficiency)
+    if line is not last:
+        worlds += f" to {last.world:,}"
+        known = [one for one in lines if one.modelled_efficiency is not None]
+        ends = known[:: max(1, len(known) - 1)]
+        shown = (f"{_share(one.modelled_efficiency)} at {one.world:,}" for one in ends)
+        modelled = ", ".join(shown) or "-"
+    efficiency, seconds, rates = line.efficiency or {}, line.median_seconds, line.tokens_per_second
+    card = {} if line.scorecard is None else asdict(line.scorecard)
+    return [
+        *(line.mode, line.title, line.backend, worlds, line.verdict),
         *(_efficiency(efficiency.get(base)) for base in BASES),
-        _share(line.modelled_efficiency),
-        *_seconds(line, *BASES, "ranks"),
-        *_rates(line, "plain", "ranks"),
-        *scores,
-    )
-
-
-def _refused_row(lines: Sequence[CellLine]) -> tuple[str, ...]:
-    first, last = lines[0], lines[-1]
-    worlds = str(first.world) if first is last else f"{first.world} to {last.world:,}"
-    known = [
-        (line.world, line.modelled_efficiency)
-        for line in lines
-        if line.modelled_efficiency is not None
+        *(modelled, f"{line.target:.0%}"),
+        *(f"{1e3 * seconds[s]:.1f}" if s in seconds else "-" for s in (*BASES, "ranks")),
+        *(f"{rates[side]:,.0f}" if side in rates else "-" for side in ("plain", "ranks")),
+        _number(card.get("achieved_over_predicted")),
+        _number(card.get("achieved_over_probed")),
+        _share(card.get("exposed_share")),
+        _number(card.get("memory_over_formula")),
     ]
-    ends = dict([known[0], known[-1]]) if known else {}
-    figures = ", ".join(f"{_share(value)} at {world:,}" for world, value in ends.items()) or "-"
-    return (
-        *(first.mode, first.title, first.backend, worlds, "oversubscribed", "-", "-"),
-        *(figures, *_seconds(first, *BASES), "-", *_rates(first, "plain"), "-", "-", "-", "-"),
-    )
 
 
 def _efficiency(value: Efficiency | None) -> str:
@@ -112,16 +106,6 @@ def _share(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _seconds(line: CellLine, *sides: str) -> list[str]:
-    seconds = line.median_seconds
-    return [f"{1e3 * seconds[side]:.1f}" if side in seconds else "-" for side in sides]
-
-
-def _rates(line: CellLine, *sides: str) -> list[str]:
-    rates = line.tokens_per_second
-    return [f"{rates[side]:,.0f}" if side in rates else "-" for side in sides]
 
 
 def remarks(lines: Sequence[CellLine]) -> list[str]:

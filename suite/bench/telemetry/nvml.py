@@ -162,7 +162,6 @@ def stop(api: Any) -> str:
 
 
 def handles(api: Any) -> list[Any]:
-    """A handle for every GPU that NVML sees."""
     return [api.nvmlDeviceGetHandleByIndex(index) for index in range(api.nvmlDeviceGetCount())]
 
 

@@ -66,7 +66,6 @@ class Seen:
     problem: str = ""
 
     def add(self, other: Seen) -> None:
-        """Take what was seen later to what was seen before."""
         self.samples += other.samples
         self.fixed = other.fixed or self.fixed
         for gpu, reasons in other.missing.items():
@@ -152,9 +151,6 @@ def pids_in(workdir: Path) -> list[int]:
 def announce(workdir: Path, pid: int) -> None:
     """Leave this rank's process id in the name of an empty file, which is never half written."""
     (workdir / f"pid-{pid}").touch()
-
-
-# ----------------------------------------------------------------------------------- summaries
 
 
 def summary(
@@ -284,11 +280,7 @@ def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
     return {name: max(int(s.get(key, 0)) for s in on_gpus) for key, name in ALLOCATOR.items()}
 
 
-# ---------------------------------------------------------------------------------------- texts
-
-
 def texts(telemetry: Telemetry | None) -> list[str]:
-    """Telemetry for people, one sentence or figure a line."""
     if telemetry is None:
         return []
     lines = []

@@ -22,17 +22,13 @@ from typing import ClassVar
 
 from shardproof.contract import Options
 from shardproof.costs.ddp import Single
-from shardproof.costs.layout import chunk
+from shardproof.costs.layout import Flat, chunk
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
 
 #: DeepSpeed is judged in fp32 only.
 FP32 = 4
 _PAPER = "ZeRO (arXiv 1910.02054) section VII"
-
-
-def _ceil(count: int, divisor: int) -> int:
-    return -(-count // divisor)
 
 
 class _DeepSpeed(Single):
@@ -66,7 +62,6 @@ class DeepSpeedZero0(_DeepSpeed):
         return [f.in_any_calls() for f in flow(facts, "replicate", "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Whole tensors, gradients left out."""
         held = super().resident(rank, step, updated)
         return {kind: size for kind, size in held.items() if kind != "gradients"}
 
@@ -77,8 +72,6 @@ class DeepSpeedZero0(_DeepSpeed):
 
 
 class _Sharded(_DeepSpeed):
-    """What stages 1 to 3 share."""
-
     @property
     @abstractmethod
     def states(self) -> list[int]:
@@ -91,23 +84,19 @@ class _Sharded(_DeepSpeed):
 
     @property
     def groups(self) -> list[list[TensorFacts]]:
-        """The parameter groups that have any."""
         return [group for group in self.facts.grouped if group]
 
     @property
     def zero(self) -> Options:
-        """The section ``zero_optimization``."""
         section: Options = self.facts.option("zero_optimization", {})
         return section
 
     @property
     def ranks(self) -> int:
-        """N."""
         return self.facts.size("shard")
 
     @property
     def offloaded(self) -> bool:
-        """Whether the optimizer is."""
         return (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
@@ -128,14 +117,16 @@ class DeepSpeedZero1(_Sharded):
 
     @property
     def reductions(self) -> int:
-        """Once a step."""
         return 1
 
     @property
+    def flats(self) -> list[Flat]:
+        """The flat buffer of each group."""
+        return [Flat(tuple(group), self.ranks, multiple=2) for group in self.groups]
+
+    @property
     def padded(self) -> list[int]:
-        """Elements of each group's flat buffer."""
-        block = 2 * self.ranks
-        return [_ceil(sum(t.numel for t in group), block) * block for group in self.groups]
+        return [flat.padded for flat in self.flats]
 
     @property
     def states(self) -> list[int]:
@@ -144,7 +135,6 @@ class DeepSpeedZero1(_Sharded):
         return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
-        """Reductions, norms of the groups, gathers."""
         facts, zero = self.facts, self.zero
         to_owners = (
             not zero.get("use_multi_rank_bucket_allreduce", True)
@@ -163,16 +153,7 @@ class DeepSpeedZero1(_Sharded):
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
-        fragments = []
-        for group, padded in zip(self.groups, self.padded, strict=True):
-            low = padded // self.ranks * rank
-            high, at = low + padded // self.ranks, 0
-            for tensor in group:
-                count = min(high, at + tensor.numel) - max(low, at)
-                at += tensor.numel
-                if count > 0:
-                    fragments.append((tensor, count))
-        return fragments
+        return [(t, n) for flat in self.flats for t, n in flat.parts(rank) if n]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Flat buffers, padding included; one step counter a group.
@@ -200,7 +181,6 @@ class DeepSpeedZero1(_Sharded):
         return held | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
-        """Whole parameters; fragments of the rest."""
         own = {tensor.name: count for tensor, count in self.fragments(rank)}
         every = {t.name: t.numel for t in self.facts.parameters}
         return Local(every, own, own if slots(self.facts) else {})
@@ -218,7 +198,6 @@ class DeepSpeedZero2(DeepSpeedZero1):
 
     @property
     def reductions(self) -> int:
-        """One a micro-batch."""
         return self.facts.rounds
 
 
@@ -246,8 +225,7 @@ class DeepSpeedZero3(_Sharded):
     )
 
     def shard(self, tensor: TensorFacts) -> int:
-        """Elements of a rank's shard."""
-        return _ceil(tensor.numel, self.ranks)
+        return -(-tensor.numel // self.ranks)
 
     @property
     def traced(self) -> bool:
@@ -256,12 +234,10 @@ class DeepSpeedZero3(_Sharded):
 
     @property
     def sharded(self) -> int:
-        """Bytes of a rank's shards."""
         return FP32 * sum(self.shard(t) for t in self.facts.parameters)
 
     @property
     def trained(self) -> int:
-        """Bytes of a rank's shards of what is trained."""
         return FP32 * sum(self.shard(t) for t in self.facts.trainable)
 
     @property
@@ -290,7 +266,6 @@ class DeepSpeedZero3(_Sharded):
         return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_reduce", norms)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards with their padding."""
         held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
         return held if self.traced else {"parameters": self.sharded} | held
 
@@ -329,7 +304,6 @@ class DeepSpeedZero3(_Sharded):
         return reasons
 
     def local(self, rank: int) -> Local:
-        """Shards, padding left out."""
         parts = {t.name: chunk(t.numel, self.ranks, rank) for t in self.facts.parameters}
         held = {name: count for name, count in parts.items() if count}
         own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}

@@ -90,7 +90,6 @@ class DeepSpeedPipeline(Pipeline):
     )
 
     def flows(self) -> list[Flow]:
-        """Messages between stages, losses, tied gradients, the norm."""
         facts = self.facts
         messages = [f for f in super().flows() if f.operation in ("send", "recv")]
         norm = [FP32] if facts.clipped else []

@@ -39,8 +39,6 @@ class TorchHybrid(TorchTensorParallel):
         self.shards, self.replicas = facts.size("shard"), facts.size("replicate")
         self.is_sharded = "shard" in facts.axes
 
-    # ------------------------------------------------------------------------------- the layout
-
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
         whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
@@ -51,19 +49,16 @@ class TorchHybrid(TorchTensorParallel):
         return whole // rest, rest
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Of the rows of its tensor rank, the chunk of its shard."""
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
         return chunk(rows, self.shards, self.facts.place(rank, "shard")) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """With the padding that makes shards equal."""
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Of the own stages."""
         mine = self.facts.place(rank, "pipe")
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
@@ -77,15 +72,12 @@ class TorchHybrid(TorchTensorParallel):
                 rest = [t for t in rest if not all(within(owner, name) for owner in t.owners)]
             yield rest
 
-    # ---------------------------------------------------------------------------------- traffic
-
     @property
     def windows(self) -> int:
         """Schedule calls of every data coordinate in the step."""
         return len(self.facts.inputs[self.facts.step][0]) if self.facts.inputs else 0
 
     def flows(self) -> list[Flow]:
-        """Of all axes."""
         facts = self.facts
         if facts.option("reshard_after_forward", False):
             raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
@@ -110,7 +102,8 @@ class TorchHybrid(TorchTensorParallel):
         """Gathers, reductions and their way over the replicas, of every tensor rank."""
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
-            reduced = self.payload_of((t for t in members if self.is_reduced(t)), rank)
+            ever = [t for t in members if t.trainable and t.first_use is not None]
+            reduced = self.payload_of(ever, rank)
             groups, crossing = self.replicas * self.windows, self.shards * self.windows
             yield from grouped_flow("shard", "all_gather", [whole], self.shards, groups)
             yield from grouped_flow("shard", "reduce_scatter", [reduced], self.shards, groups)
@@ -118,14 +111,9 @@ class TorchHybrid(TorchTensorParallel):
             yield from grouped_flow("replicate", "all_reduce", parts, self.replicas, crossing)
 
     def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
-        """Bytes of all shards, padding included."""
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
-
-    def is_reduced(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` ever has a gradient."""
-        return tensor.trainable and tensor.first_use is not None
 
     def sums(self) -> list[Flow]:
         """Terms, when a window is reduced; without data axes once a step."""
@@ -149,17 +137,13 @@ class TorchHybrid(TorchTensorParallel):
             flows += grouped_flow("shard", "all_reduce", stacked, self.shards, copies)
         return flows
 
-    # ----------------------------------------------------------------------------------- memory
-
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Shards with padding."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return super().held_elements(tensor, rank)
 
     @property
     def pads_gradients(self) -> bool:
-        """Where they are sharded."""
         return self.is_sharded
 
     def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]

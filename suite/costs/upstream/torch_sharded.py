@@ -54,14 +54,11 @@ SCALAR_BYTES = 8
 
 
 class _Upstream(CostModel):
-    """What the systems of PyTorch share."""
-
     divided = (True, True, True)
     rests_as_built = True
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces."""
         silent = self.facts.option("accumulate_without_communication", False)
         return 1 if silent else self.facts.rounds
 
@@ -89,11 +86,7 @@ class _Upstream(CostModel):
         return shard + SCALAR_BYTES * (2 + len(self.facts.trainable))
 
     def local(self, rank: int) -> Local:
-        """Own parts of everything."""
         return Local.of(self.facts, {t.name: n for t, n in self.kept(rank) if n})
-
-
-# ------------------------------------------------------------------------------------------ FSDP2
 
 
 class FSDP2(_Upstream):
@@ -115,26 +108,21 @@ class FSDP2(_Upstream):
 
     @property
     def ranks(self) -> int:
-        """Over which parameters are sharded."""
         return self.facts.size("shard")
 
     @cached_property
     def units(self) -> list[tuple[str, tuple[TensorFacts, ...]]]:
-        """The root first."""
         return whole_units(self.facts)
 
     def padded(self, tensor: TensorFacts) -> int:
-        """Elements of all chunks."""
         rows, *rest = tensor.shape
         return -(-rows // self.ranks) * self.ranks * math.prod(rest)
 
     def rows(self, tensor: TensorFacts, rank: int) -> int:
-        """Elements of the chunk of ``rank``, without padding."""
         rows, *rest = tensor.shape
         return chunk(rows, self.ranks, self.facts.place(rank, "shard")) * math.prod(rest)
 
     def reduced(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` takes part in reduce-scatters."""
         if self.facts.option("reduce_scatter_unused_params", False):
             return tensor.trainable
         return tensor.trainable and tensor.first_use is not None
@@ -161,7 +149,6 @@ class FSDP2(_Upstream):
             )
 
     def flows(self) -> list[Flow]:
-        """Gathers, gathers again, reductions over both axes, the norm."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
@@ -182,7 +169,6 @@ class FSDP2(_Upstream):
         return [*flows, *self.overflow("shard")]
 
     def reduced_bytes(self) -> list[int]:
-        """Of what has a gradient, padding included."""
         return [
             sum(
                 self.padded(t) * ITEMSIZE[self.facts.reduction(t.dtype)]
@@ -199,7 +185,6 @@ class FSDP2(_Upstream):
         return grouped_flow("shard", "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
-        """How often a forward calls unit ``name``."""
         return self.facts.called(name) if name else 1
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -218,8 +203,6 @@ class FSDP2(_Upstream):
     def _chunk(self, tensor: TensorFacts) -> int:
         return self.padded(tensor) // self.ranks * ITEMSIZE[tensor.dtype]
 
-
-# ------------------------------------------------------------------------------------------ FSDP1
 
 #: Bytes at whose multiples FSDP1 lays what it computes with (``_get_aligned_numel``).
 ALIGNMENT = 16
@@ -248,12 +231,10 @@ class FlatParameter:
 
     @property
     def dtype(self) -> str:
-        """As built."""
         return self.members[0].dtype
 
     @property
     def padded(self) -> int:
-        """Elements with all padding."""
         return -(-self.starts[-1] // self.ranks) * self.ranks
 
     def overlap(self, index: int, shard: int, shards: int) -> int | None:
@@ -285,12 +266,10 @@ class FSDP1(_Upstream):
 
     @property
     def kind(self) -> str:
-        """The sharding strategy."""
         return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
     def shards(self) -> int:
-        """Parts of a flat parameter."""
         return 1 if self.kind == "NO_SHARD" else self.facts.size("shard")
 
     @cached_property
@@ -305,11 +284,9 @@ class FSDP1(_Upstream):
 
     @staticmethod
     def trained(flat: FlatParameter) -> bool:
-        """Whether the flat parameter ever has a gradient."""
         return any(t.trainable and t.first_use is not None for t in flat.members)
 
     def flows(self) -> list[Flow]:
-        """Gathers, reductions, the norm."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         silent = self.reductions < facts.rounds
@@ -361,11 +338,9 @@ class FSDP1(_Upstream):
         return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Parts of the shards."""
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
 
     def shard_bytes(self, flat: FlatParameter) -> int:
-        """One shard, padding included."""
         return flat.padded // self.shards * ITEMSIZE[flat.dtype]
 
     def gradient_bytes(self, rank: int) -> int:
@@ -377,7 +352,6 @@ class FSDP1(_Upstream):
         )
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Shards with padding; state of what they really hold."""
         return {
             "parameters": sum(self.shard_bytes(f) for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
@@ -391,9 +365,6 @@ class FSDP1(_Upstream):
         """
         every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
         return super().communication_at_rest(rank, step) + every - self.gradient_bytes(rank)
-
-
-# ------------------------------------------------------------------------- ZeroRedundancyOptimizer
 
 
 class ZeroRedundancyOptimizer(CostModel):
@@ -411,7 +382,6 @@ class ZeroRedundancyOptimizer(CostModel):
 
     @property
     def ddp(self) -> DDP:
-        """The same model under DDP."""
         return DDP(replace(self.facts, axes={"replicate": self.facts.world}))
 
     @cached_property
@@ -426,7 +396,6 @@ class ZeroRedundancyOptimizer(CostModel):
         return owner
 
     def flows(self) -> list[Flow]:
-        """DDP's, and the updated parameters."""
         facts = self.facts
         sent = [t.nbytes for t in facts.trainable]
         if facts.option("parameters_as_bucket_view", False):
@@ -441,7 +410,6 @@ class ZeroRedundancyOptimizer(CostModel):
         return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """DDP's, but state of own parameters only."""
         mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
         state = state_bytes(self.facts, mine, updated)
         held = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
@@ -459,7 +427,6 @@ class ZeroRedundancyOptimizer(CostModel):
         return buckets + facts.float_buffer_bytes + 4 * (len(facts.trainable) + 1)
 
     def local(self, rank: int) -> Local:
-        """Everything, but state of own parameters only."""
         of_ddp = self.ddp.local(rank)
         own = {n: size for n, size in of_ddp.optimizer.items() if self.owner[n] == rank}
         return Local(of_ddp.parameters, of_ddp.gradients, own)

@@ -56,14 +56,10 @@ class TorchTensorParallel(TensorParallel):
         return [(t, n) for t, n in super().terms() if self.is_styled(t) and not self.is_bias(t)]
 
     def is_bias(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` is the bias of a layer split by columns."""
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "bias" and self.in_unit(layer, ROWS)
 
-    # ---------------------------------------------------------------------------------- traffic
-
     def flows(self) -> list[Flow]:
-        """The textbook's hidden states; what torch does otherwise."""
         facts = self.facts
         if self.ranks == 1:
             return []
@@ -98,16 +94,12 @@ class TorchTensorParallel(TensorParallel):
         stacked = [ITEMSIZE[t.dtype] for t in self.facts.trainable if self.is_styled(t)]
         return flow(self.facts, "tensor", "all_reduce", [sum(stacked)])
 
-    # ----------------------------------------------------------------------------------- memory
-
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Of the longest shard of ``tensor``."""
         if not self.is_split(tensor):
             return tensor.numel
         return max(self.elements(tensor, other) for other in range(self.ranks))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """Nothing is in flight."""
         return 0
 
     def unclassified_limit(self, rank: int, step: int) -> int:

@@ -22,18 +22,21 @@ WAIT = 5
 COPY = 6
 #: New storages with the first argument's values.
 DUPLICATE = 7
+#: Storages made in Python, or mapped from a file.
+FOREIGN = 8
 
 # Views that their schemas do not declare.
 _UNDECLARED = ("aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_chunk")
 
-#: Kind and name of the operators met so far.
-KNOWN: dict[Any, tuple[int, str]] = {}
+#: Kind and name of the operators met so far, and each itself, so that its id stays its own: their
+#: hash is computed in Python.
+KNOWN: dict[int, tuple[int, str, Any]] = {}
 
 
-def learn(operator: Any) -> tuple[int, str]:
-    """Kind (one of the above) and name, from now on in :data:`KNOWN`."""
+def learn(operator: Any) -> tuple[int, str, Any]:
+    """Kind (one of the above), name and ``operator``, from now on in :data:`KNOWN`."""
     name = str(operator)
-    KNOWN[operator] = learned = (_kind(operator, name), name)
+    KNOWN[id(operator)] = learned = (_kind(operator, name), name, operator)
     return learned
 
 
@@ -50,8 +53,8 @@ def _kind(operator: Any, name: str) -> int:
         return DUPLICATE
     if name.startswith(_UNDECLARED):
         return EITHER
-    if name.startswith(("aten.lift_fresh", "aten.set_.")):
-        return FRESH  # declared as a view: what torch.tensor made; a storage made in Python
+    if name.startswith(("aten.lift_fresh", "aten.set_.", "aten.from_file.")):
+        return FOREIGN  # the first is declared as a view: what torch.tensor made
     aliases = [result.alias_info for result in operator._schema.returns]
     # reshape and its like reach a mode in inference mode only; they say "view" and may copy.
     if operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):

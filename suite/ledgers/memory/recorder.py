@@ -15,13 +15,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 
 from shardproof.ledgers.memory import installed, operators
 from shardproof.ledgers.memory.log import FILE, LABELS, MemoryLog, Origin, Storage
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
 
 _PIECE_LABELS = {"optimizer": "optimizer_state"}
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_devices: dict[torch.device, str] = {}
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
@@ -97,6 +101,10 @@ class MemoryLedger(TorchDispatchMode):
         finally:
             self._pauses -= 1
 
+    def unseen(self) -> AbstractContextManager[object]:
+        """The suite copies inside, and nobody keeps what it makes; frees are still seen."""
+        return _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext()
+
     def classify(
         self,
         pieces: Mapping[str, Sequence[Piece]] | None = None,
@@ -144,7 +152,9 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in tensors:
             for part in self._countable(tensor) if tensor is not None else ():
                 storage = part.untyped_storage()
-                ref = self._known.get(id(storage)) or self._born(part, storage, "", "before")
+                ref = self._known.get(id(storage)) or self._born(
+                    part, storage, "", "before", _of_file(storage)
+                )
                 matched &= self._label(ref, label, weak)
         return matched
 
@@ -180,7 +190,7 @@ class MemoryLedger(TorchDispatchMode):
             # Wrappers (DTensor) go first and come back here as the tensors that they hold.
             if cls is not FakeTensor and cls.__torch_dispatch__ is not _NO_DISPATCH:
                 return NotImplemented
-        kind, name = operators.KNOWN.get(func) or operators.learn(func)
+        kind, name, _ = operators.KNOWN.get(id(func)) or operators.learn(func)
         if kind == operators.WAIT and self.fakes:
             return args[0]
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -197,7 +207,8 @@ class MemoryLedger(TorchDispatchMode):
                 ref = self._known.get(id(storage))
                 if ref is None:
                     given = kind == operators.EITHER and self._given(storage, args, kwargs)
-                    self._born(part, storage, name, "before" if given else "own")
+                    mapped = kind in (operators.EITHER, operators.FOREIGN) and _of_file(storage)
+                    self._born(part, storage, name, "before" if given else "own", mapped)
                 elif ref.size != (size := storage.nbytes()):
                     self._size(ref, size)
         if kind == operators.DUPLICATE:
@@ -244,7 +255,12 @@ class MemoryLedger(TorchDispatchMode):
         return storage.origin != "observed"
 
     def _born(
-        self, tensor: Tensor, storage: torch.UntypedStorage, operation: str, origin: Origin
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        operation: str,
+        origin: Origin,
+        mapped: bool,
     ) -> _Ref:
         phase, step = self._now
         if origin == "own" and phase == "observe":
@@ -254,10 +270,7 @@ class MemoryLedger(TorchDispatchMode):
         ref = _Ref(storage, self._freed)
         ref.index, ref.key, ref.size = len(self.log.storages), id(storage), -1
         unit = self._unit() if self._unit is not None else ""
-        where = tensor.device
-        device = _devices.get(where) or _devices.setdefault(where, str(where))
-        if _of_file(storage):
-            device = FILE
+        device = FILE if mapped else "cpu" if tensor.is_cpu else str(tensor.device)
         self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
         self._known[ref.key] = ref
         self._size(ref, storage.nbytes())
@@ -274,13 +287,15 @@ class MemoryLedger(TorchDispatchMode):
 
     def _turn(self) -> None:
         """Take note if another phase began."""
-        now = (self._phase(), self.step)
-        if now != self._now:
-            self._now = now
-            self.log.events.append((-1, 0, *now))
+        phase = self._phase()
+        if phase != self._now[0] or self.step != self._now[1]:
+            self._now = (phase, self.step)
+            self.log.events.append((-1, 0, *self._now))
 
     def _countable(self, tensor: Tensor) -> Sequence[Tensor]:
         """The tensors whose storages hold ``tensor``: none for fakes among real ones, and so on."""
+        if type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided:
+            return () if self.fakes else (tensor,)
         if isinstance(tensor, FakeTensor):
             return (tensor,) if tensor.fake_mode is self._fake_mode else ()
         if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:

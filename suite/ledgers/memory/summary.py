@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from shardproof.ledgers.memory.log import Levels, MemoryLog
@@ -51,34 +51,22 @@ def summary(log: MemoryLog) -> list[MemoryRow]:
 
     The peak of a phase is that of each class alone; of ``all``, that of their sum.
     """
-    moves = [
-        MemoryRow("moved", step, where, "", way, size)
-        for (step, where, way), size in log.moved.items()
-    ]
-    return [*_marks(log), *_peaks(log), *moves]
-
-
-def _marks(log: MemoryLog) -> list[MemoryRow]:
     rows: list[MemoryRow] = []
-    events, levels, event = log.replay(), Levels(), 0
-    for name, step, position in log.marks:
-        for _, after, _ in islice(events, position - event):
-            levels = after
-        event = position
-        rows += _rows("mark", step, name, levels)
-    return rows
-
-
-def _peaks(log: MemoryLog) -> list[MemoryRow]:
     best: dict[tuple[int, str], Levels] = {}
-    now = None
-    for moment, levels, changed in log.replay():
+    now, marks = None, deque(log.marks)
+    for event, (moment, levels, changed) in enumerate(log.replay(), 1):
         if moment[1] in PHASES:
             most = best.setdefault(moment, {})
             for key in changed if moment == now else levels:
                 most[key] = max(most.get(key, 0), levels[key])
         now = moment
-    return [row for (step, phase), most in best.items() for row in _rows("peak", step, phase, most)]
+        while marks and marks[0][2] == event:
+            name, step, _ = marks.popleft()
+            rows += _rows("mark", step, name, levels)
+    rows += [r for (step, phase), most in best.items() for r in _rows("peak", step, phase, most)]
+    for (step, where, way), size in log.moved.items():
+        rows.append(MemoryRow("moved", step, where, "", way, size))
+    return rows
 
 
 def _rows(moment: str, step: int, where: str, levels: Levels) -> list[MemoryRow]:

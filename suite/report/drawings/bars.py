@@ -18,7 +18,7 @@ from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report import memory
 from shardproof.report.drawings import svg
-from shardproof.report.tables import Figures, bytes_of, bytes_text, name_of, textbook, whole
+from shardproof.report.tables import Figures, bytes_of, bytes_text, textbook, whole
 from shardproof.table import Cell, Mark, Row, Table
 
 #: Classes of state, in the order in which they are stacked.
@@ -39,19 +39,16 @@ class Bar:
 
 
 def memory_table(results: Iterable[CaseResult]) -> Table:
-    """The bars of memory beside their figures."""
     drawn = "held above, formula below"
     return _table("Memory against formula", drawn, MEMORY_HEADINGS, memory_bars(results))
 
 
 def traffic_table(results: Iterable[CaseResult]) -> Table:
-    """The bars of traffic beside their figures."""
     drawn = "sent above, formula below"
     return _table("Traffic against formula", drawn, TRAFFIC_HEADINGS, traffic_bars(results))
 
 
 def _table(title: str, drawn: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
-    """Bars as a table: the name, the drawing under the heading ``drawn``, and the texts."""
     rows: list[Row] = [
         (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
     ]
@@ -65,7 +62,6 @@ TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's
 
 
 def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
-    """One bar for each distinct cell: the rank that holds most, after the last update."""
     bars = []
     for cells, figures in memory.with_figures(results):
         if not figures["bytes_whole"]:
@@ -133,7 +129,7 @@ def traffic_bars(results: Iterable[CaseResult]) -> list[Bar]:
     for result in results:
         if result.bytes_sent and result.bytes_expected:
             case = result.case
-            groups[name_of(case), case.backend, case.world].append(result)
+            groups[case.system, case.backend, case.world].append(result)
     bars = [_traffic_bar(*key, members) for key, members in sorted(groups.items())]
     return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
 

@@ -9,25 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
 from shardproof.bench.lines import CellLine
+from shardproof.bench.scaling import tables
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
-from shardproof.table import Row, Table
+from shardproof.table import Table
 
-HEADINGS = (
-    *("mode", "implementation", "backend", "ranks", "verdict"),
-    *("efficiency against plain [95 %]", "against wrapped [95 %]", "modelled", "target"),
-    *(
-        "achieved / predicted",
-        "achieved / probed",
-        "exposed communication",
-        "memory / formula",
-    ),
-)
 #: What a curve is against, its mark and its name.
 BASES = (("plain", "circle"), ("wrapped", "square"))
 _WIDTH, _HEIGHT = 330.0, 240.0
@@ -36,49 +27,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing and its heading."""
-
     heading: str
     image: Markup
 
 
-def table(lines: Iterable[CellLine]) -> Table:
-    """Efficiencies with their intervals, and modelled ones."""
-    rows: list[Row] = []
-    for line in sorted(lines, key=_key):
-        score = line.scorecard
-        scores = ["-"] * 4
-        if score is not None:
-            scores = [
-                _plain(score.achieved_over_predicted, "{:.3f}"),
-                _plain(score.achieved_over_probed, "{:.3f}"),
-                _plain(score.exposed_share, "{:.1%}"),
-                _plain(score.memory_over_formula, "{:.3f}"),
-            ]
-        rows.append(
-            (
-                *(line.mode, line.title, line.backend, str(line.world)),
-                chip(line.verdict),
-                *(_interval(line, base) for base, _ in BASES),
-                _plain(line.modelled_efficiency, "{:.1%}"),
-                f"{line.target:.0%}",
-                *scores,
-            )
-        )
-    return Table("Scaling", HEADINGS, rows, align="lllrlrrrrrrrr", row_header=1)
-
-
-def remarks(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
-    """How each system was measured, and what to make of single rows."""
-    if not lines:
-        return []  # what judges scaling is slow to import
-    from shardproof.bench.scaling import tables
-
-    return tables.remarks_by_system(lines)
+def table(lines: Sequence[CellLine]) -> Table:
+    made = tables.table(sorted(lines, key=_key), fold=False)
+    rows = [[*row[:4], chip(str(row[4])), *row[5:]] for row in made.rows]
+    return replace(made, rows=rows, align="lllrl" + "r" * 13, row_header=1)
 
 
 def panels(lines: Iterable[CellLine]) -> list[Panel]:
-    """One panel for each mode, system and backend."""
     groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
     for line in lines:
         groups[line.cell.name, line.title, line.backend].append(line)
@@ -93,18 +52,8 @@ def _key(line: CellLine) -> tuple[str, str, str, int]:
 
 
 def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
-    """Efficiency against ``base`` and the ends of its interval."""
     interval = (line.efficiency or {}).get(base)
     return None if interval is None else (interval.ratio, interval.low, interval.high)
-
-
-def _interval(line: CellLine, base: str) -> str:
-    ends = _measured(line, base)
-    return "-" if ends is None else "{:.1%} [{:.1%}, {:.1%}]".format(*ends)
-
-
-def _plain(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -> Markup:

@@ -35,7 +35,6 @@ def _text_of(value: object) -> object:
 
 
 def number(value: object) -> object:
-    """Floats without needless digits."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return value
@@ -77,21 +76,18 @@ def text(x: float, y: float, label: object, class_: str = "", anchor: str = "sta
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight line."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def rect(
     x: float, y: float, width: float, height: float, class_: str, hint: str | None = None
 ) -> Markup:
-    """A rectangle, with a hint that shows under the pointer."""
     content = () if hint is None else (element("title", hint),)
     width = max(width, 0.0)
     return element("rect", *content, x=x, y=y, width=width, height=height, class_=class_)
 
 
 def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
-    """Straight lines through ``points``."""
     points_text = " L".join(f"{number(x)} {number(y)}" for x, y in points)
     return element("path", d=f"M{points_text}", class_=class_)
 

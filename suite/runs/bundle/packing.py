@@ -123,7 +123,7 @@ def _size_and_digest(source: Path | bytes) -> tuple[int, str]:
     """Bytes and SHA-256."""
     with _open(source) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-        return stream.tell(), digest
+        return stream.seek(0, os.SEEK_END), digest
 
 
 def _open(source: Path | bytes) -> BinaryIO:

@@ -86,7 +86,6 @@ def by_id(name: str) -> Case | None:
 
 
 def numbered_case(number: int, seed: int) -> Case:
-    """Case ``number`` of the campaign with ``seed``."""
     source = random.Random(f"{seed} {number}")
     while True:
         case = _drawn(source, f"campaign-{seed}::{number:04d}")
@@ -156,7 +155,6 @@ def _drawn(source: random.Random, prefix: str) -> Case | None:
 
 
 def _setup(source: random.Random, system: System) -> Setup:
-    """A mesh, options and a workload that go together."""
     while True:
         mesh = dict(source.choice(list(system.meshes)))
         options = {name: source.choice(choices) for name, choices in system.options.items()}

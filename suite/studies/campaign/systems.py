@@ -39,19 +39,15 @@ SINGLE, SPLIT = ("gpipe", "1f1b"), ("interleaved_zb", "zb_v", "dualpipe_v")
 
 @dataclass(frozen=True)
 class Setup:
-    """What is drawn first."""
-
     options: Options
     mesh: Mapping[str, int]
     workload: str
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``."""
         return self.mesh.get(axis, 1)
 
     @property
     def coordinates(self) -> int:
-        """Shares that the batch is cut into."""
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def windows(self, spec: WorkloadSpec) -> list[list[int]]:
@@ -323,7 +319,6 @@ def _fsdp1(strategy: str, meshes: Meshes) -> System:
 
 
 def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) -> System:
-    """A strategy ``data`` of the data axes, under ``inner`` of its options."""
     options: Choices = {"data": (data,), "data_options": inner, **_STAGES, **_SPLIT_LAYERS, **more}
     return System(
         "reference/hybrid",
