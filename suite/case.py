@@ -108,7 +108,8 @@ class Case(Stored):
     reload_at: int | None = None
     xfail: str | None = None
     skip: str | None = None
-    #: ``file:line`` of the implementation's entry in the scenario; empty: no file gave it.
+    #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
+    #: there; empty: no file gave it.
     source: str = field(default="", compare=False)
 
     @property

@@ -51,7 +51,7 @@ def check(
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             problem = Problem(shorten(fault, _LONGEST), remedy)
-            problems.append(replace(problem, file=file, line=int(line)) if file else problem)
+            problems.append(replace(problem, file=file, line=int(line)) if line else problem)
     if problems:
         raise SelectionError(problems)
 

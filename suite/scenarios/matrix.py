@@ -458,7 +458,8 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
-                source="",  # the file names another system there
+                # The file, to run it again; its line names another system.
+                source=f"{case.source.rpartition(':')[0]}:",
             ),
         )
     return list(substituted.values())
