@@ -73,10 +73,7 @@ def choose(
     minutes: float | None,
     passes: Passes = Passes(),
 ) -> Schedule:
-    """Choose from ``items``, in their order, what fits into ``minutes`` (``None``: all).
-
-    With a cell go those that are modelled from its launches.
-    """
+    """What of ``items`` fits into ``minutes`` (``None``: all); cells go with their source."""
     expected = estimates((item.subject for item in items), durations, passes)
     chosen: list[Measured] = []
     left_out: list[Measured] = []

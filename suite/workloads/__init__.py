@@ -57,10 +57,7 @@ def for_case(case: Case) -> Workload:
 
 
 def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
-    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``.
-
-    Reads no data, builds nothing.
-    """
+    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``; builds nothing."""
     family = lookup(spec.name, WORKLOADS, "workload")
     resolve(family, spec)
     _check_lane(family, lane)
