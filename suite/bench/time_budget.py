@@ -63,8 +63,9 @@ def estimates(
 ) -> dict[str, float]:
     """Seconds by id: the median of the past, else that of its like, else a rough guess."""
     subjects = list(subjects)
-    past = {s.id: durations.estimate(duration_name(s, passes)) for s in subjects}
-    return budget.estimates(subjects, past, _like, lambda subject: _guess(subject, passes))
+    past = [(s, durations.estimate(duration_name(s, passes))) for s in subjects]
+    seconds = budget.estimates(past, _like, lambda subject: _guess(subject, passes))
+    return {subject.id: each for subject, each in zip(subjects, seconds, strict=True)}
 
 
 def choose(

@@ -12,24 +12,12 @@ from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
 from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import WorkloadError, lookup
-from shardproof.workloads.traits import TRAITS, Trait, suggested_groups
+from shardproof.workloads.traits import TRAITS as TRAITS
+from shardproof.workloads.traits import suggested_groups as suggested_groups
 
 WORKLOADS: dict[str, Family] = {
     family.name: family for family in (CharnamesGPT(), DigitsCNN(), DyadicMLP())
 }
-
-__all__ = [
-    "TRAITS",
-    "Trait",
-    "WORKLOADS",
-    "Workload",
-    "WorkloadError",
-    "check",
-    "for_case",
-    "in_lane",
-    "make",
-    "suggested_groups",
-]
 
 
 def make(
