@@ -51,7 +51,7 @@ def check(
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             problem = Problem(shorten(fault, _LONGEST), remedy)
-            problems.append(replace(problem, file=file, line=int(line)) if file else problem)
+            problems.append(replace(problem, file=file, line=int(line)) if line else problem)
     if problems:
         raise SelectionError(problems)
 
@@ -73,7 +73,6 @@ def try_to_load(name: str) -> tuple[str, list[str]]:
 
 
 def _unfinished(end: TaskEnd[str]) -> str:
-    """The fault of an import that never finished."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"
     elif end.signal is not None:
