@@ -220,7 +220,9 @@ def gate(
 def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
     """A run as it is compared, and what is wrong with its evidence (``None``: it has none)."""
     from shardproof.compare import baseline
+    from shardproof.compare.snapshot import of_run
     from shardproof.runs.integrity import changed
+    from shardproof.runs.run_folder import read
 
     with baseline.opened(name) as folder:
         if folder is None:
@@ -233,7 +235,7 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
             doubts = list(changed(folder))
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
             doubts = [doubt.replace(str(folder), name) for doubt in doubts]
-        return baseline.of_folder(folder), doubts
+        return of_run(read(folder, strict=True)), doubts
 
 
 def _day(text: str | None) -> datetime.date:

@@ -249,10 +249,6 @@ class Workload:
         return [name for name, p in self._skeleton.named_parameters() if p.requires_grad]
 
     @cached_property
-    def frozen(self) -> set[str]:
-        return set(self.parameter_names) - set(self.trainable_names)
-
-    @cached_property
     def unused(self) -> set[str]:
         return {name for name in self.trainable_names if ".unused." in f".{name}"}
 
