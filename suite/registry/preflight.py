@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shardproof import registry
-from shardproof.errors import InputError, Problem, SelectionError, shorten
+from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
 
@@ -44,7 +44,7 @@ def check(
     loaded: dict[str, tuple[str, list[str]]]
     loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
     for text in dict.fromkeys(text for _, texts in loaded.values() for text in texts):
-        print(f"warning: {text}", file=sys.stderr)
+        print(printable(f"warning: {text}"), file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
     for name, (fault, _) in loaded.items():
