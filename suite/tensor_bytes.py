@@ -13,6 +13,7 @@ is a tag::
     {"!t": [dtype, [shape], offset]}   tensor, at 16-byte aligned ``offset`` into the data
     {"!u": [...]}                      tuple
     {"!d": [[key, value], ...]}        mapping whose keys are not plain strings
+    {"!s": number}                     a long text that stands in full further up, as that number
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ from shardproof.files import write_whole
 _MAGIC = b"SHPROOF1"
 _HEAD = struct.Struct("<8sQQ")
 _ALIGN = 16
-_PLAIN = frozenset((str, int, float, bool, type(None)))
+_PLAIN = frozenset((int, float, bool, type(None)))
+#: A text of so many characters is written once.
+_LONG = 200
 
 
 class DamagedFile(ValueError):
@@ -72,7 +76,14 @@ def load(path: Path) -> Any:
         return _Reader(data, start).decode(tree)
     except DamagedFile as error:
         raise DamagedFile(f"{path}: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+    ) as error:
         raise DamagedFile(f"{path}: damaged index: {error}") from error
 
 
@@ -80,6 +91,16 @@ def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements in row-major order, on whatever device it lies."""
     plain = tensor.detach().cpu().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def require_plain(tensor: Tensor, place: str) -> None:
+    """Raise :class:`TypeError` that names ``place`` unless ``tensor`` is dense and no subclass."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        hint = "; pack its local tensor" if hasattr(tensor, "to_local") else ""
+        raise TypeError(f"cannot pack {_name(tensor)} at {place or 'the top'}{hint}")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        what = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
+        raise TypeError(f"cannot pack a {what} at {place or 'the top'}")
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -98,29 +119,51 @@ class _Writer:
     def __init__(self) -> None:
         self.chunks: list[Any] = []
         self.size = 0
+        self._texts: dict[str, int] = {}
 
     def encode(self, obj: Any, place: str) -> Any:
         kind = type(obj)
         if kind in _PLAIN:
             return obj
+        if kind is str:
+            return self._text(obj)
         if isinstance(obj, Tensor):
             return {"!t": self._tensor(obj, place)}
         if isinstance(obj, dict):
             return self._mapping(obj, place)
         if isinstance(obj, list):
-            return [self.encode(value, f"{place}[{i}]") for i, value in enumerate(obj)]
+            return self._items(obj, place)
         if isinstance(obj, tuple):
-            return {"!u": [self.encode(value, f"{place}[{i}]") for i, value in enumerate(obj)]}
-        for base in (str, int, float):  # subclasses (enumerations, NumPy's float64) become plain
+            return {"!u": self._items(obj, place)}
+        if isinstance(obj, str):  # subclasses (enumerations, NumPy's float64) become plain
+            return self._text(str(obj))
+        for base in (int, float):
             if isinstance(obj, base):
                 return base(obj)
         raise TypeError(f"cannot pack {_name(obj)} at {place or 'the top'}")
+
+    def _items(self, values: Sequence[Any], place: str) -> list[Any]:
+        return [
+            v if type(v) in _PLAIN else self.encode(v, f"{place}[{i}]")
+            for i, v in enumerate(values)
+        ]
+
+    def _text(self, text: str) -> Any:
+        number = self._texts.get(text)
+        if number is not None:
+            return {"!s": number}
+        if len(text) >= _LONG:
+            self._texts[text] = len(self._texts)
+        return text
 
     def _mapping(self, obj: dict[Any, Any], place: str) -> Any:
         if all(type(key) is str for key in obj) and not (
             len(obj) == 1 and next(iter(obj)).startswith("!")
         ):
-            return {key: self.encode(value, f"{place}.{key}") for key, value in obj.items()}
+            return {
+                key: value if type(value) in _PLAIN else self.encode(value, f"{place}.{key}")
+                for key, value in obj.items()
+            }
         pairs = []
         for key, value in obj.items():
             where = f"{place}[{key!r}]"
@@ -130,12 +173,7 @@ class _Writer:
         return {"!d": pairs}
 
     def _tensor(self, tensor: Tensor, place: str) -> list[Any]:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            hint = "; pack its local tensor" if hasattr(tensor, "to_local") else ""
-            raise TypeError(f"cannot pack {_name(tensor)} at {place or 'the top'}{hint}")
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            what = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-            raise TypeError(f"cannot pack a {what} at {place or 'the top'}")
+        require_plain(tensor, place)
         plain = tensor.detach()
         if plain.device.type != "cpu":
             plain = plain.cpu()
@@ -160,6 +198,7 @@ class _Reader:
     def __init__(self, data: bytearray, start: int) -> None:
         self._data = data
         self._start = start
+        self._texts: list[str] = []
 
     def decode(self, node: Any) -> Any:
         if isinstance(node, dict):
@@ -167,14 +206,18 @@ class _Reader:
                 tag = next(iter(node))
                 if tag.startswith("!"):
                     return self._tagged(tag, node[tag])
-            return {key: self.decode(value) for key, value in node.items()}
+            return {k: v if type(v) in _PLAIN else self.decode(v) for k, v in node.items()}
         if isinstance(node, list):
-            return [self.decode(value) for value in node]
+            return [v if type(v) in _PLAIN else self.decode(v) for v in node]
+        if isinstance(node, str) and len(node) >= _LONG:
+            self._texts.append(node)
         return node
 
     def _tagged(self, tag: str, value: Any) -> Any:
         if tag == "!t":
             return self._tensor(*value)
+        if tag == "!s":
+            return self._texts[value]
         if tag == "!u":
             return tuple(self.decode(item) for item in value)
         if tag == "!d":

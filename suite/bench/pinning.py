@@ -1,9 +1,5 @@
-"""A core for every rank while the clock runs.
-
-A scheduler that puts two ranks on one core for a moment makes their steps two to three times as
-long; it did so for 50 to 100 ms at a time on the machine of the evidence, and an A/A half-width of
-7 % became 3.5 % once each rank kept to its own (results/evidence/bench-calibration.md).  Launchers
-of clusters bind ranks for the same reason.
+"""A core for every rank while the clock runs: where two share one for 50 to 100 ms, A/A half-widths
+double (results/evidence/bench-calibration.md).
 """
 
 from __future__ import annotations
@@ -16,11 +12,7 @@ from shardproof.launch.process_control import by_core
 
 
 def share(cores: Sequence[int], rank: int, world: int) -> list[int]:
-    """The cores of ``rank``: as many as everybody's, neighbours; none where ranks outnumber them.
-
-    >>> share([0, 1, 2, 3, 4], 1, 2)
-    [2, 3]
-    """
+    """The cores of ``rank``: neighbours, as many as everybody has; none where ranks are more."""
     each = len(cores) // world
     return list(cores[rank * each : (rank + 1) * each])
 

@@ -1,17 +1,7 @@
 """Pairs from scenario files and options, and the procedure's constants.
 
-A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend::
-
-    name: data-parallel
-    about: why these pairs
-    workload: {name: charnames_gpt, size: 20m, global_batch: 16, micro_batches: 1}
-    backend: gloo
-    world: 2
-    goal: 1.10                    # upper end of the interval of A over B, at most
-    pairs:
-      - name: ddp
-        a: reference/ddp
-        b: {implementation: pytorch/ddp, options: {gradient_as_bucket_view: true}}
+A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend; its
+``goal`` is the upper end of the interval of A over B, at most.
 """
 
 from __future__ import annotations
@@ -300,9 +290,7 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
 
 
 def known() -> dict[str, Path]:
-    """Timed scenarios of the default folder by name (``ddp``) and by folder and name
-    (``speed/ddp``).
-    """
+    """Timed scenarios of the default folder, as ``ddp`` and as ``speed/ddp``."""
     paths: dict[str, Path] = {}
     for path in load.timed_files(load.default_folder()):
         paths.setdefault(path.stem, path)

@@ -7,13 +7,9 @@
                then, where the model of a step is probed, one round of its probes
     block 1    ...
 
-A segment (one letter of A B B A) is a barrier, then some steps back to back.  A step's time on a
-rank runs from the end of the step before (of the barrier for the first of a segment) to its own
-end; the suite takes the maximum over ranks.  There is no barrier inside a segment, and each rank
-keeps to cores of its own where there are enough.  In these orders each side has one segment after
-itself and one after the other, so the cost of a change of sides falls on both alike.  A side that
-rank 0 runs alone is timed while the other ranks wait in the barrier of the next segment: it meets
-the same machine in the same minute.  Ledgers are off, and that is asserted: they would be measured.
+A segment (one letter of A B B A) is a barrier, then some steps back to back, without a barrier
+between them.  A side that rank 0 runs alone is timed while the other ranks wait in the barrier of
+the next segment.  docs/speed.md gives the reasons.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ def _faults(piece: Piece) -> list[tuple[str, bool, str]]:
     are right.
     """
     shape = piece.global_shape
-    if not (isinstance(piece.tensor, Tensor) and isinstance(piece.name, str) and _numbers(shape)):
+    if not (isinstance(piece.tensor, Tensor) and _is_text(piece.name) and _numbers(shape)):
         return [
             ("tensor", not isinstance(piece.tensor, Tensor), "a Tensor"),
-            ("name", not isinstance(piece.name, str), "a str"),
+            ("name", not _is_text(piece.name), "a str that UTF-8 can hold"),
             ("global_shape", not _numbers(shape), "a tuple of int"),
         ]
     flat = (piece.flat_range,)
@@ -65,6 +65,11 @@ def _faults(piece: Piece) -> list[tuple[str, bool, str]]:
             "(start, stop) in the flattened tensor, or None",
         ),
     ]
+
+
+def _is_text(value: object) -> bool:
+    """Half of a surrogate pair is none: no record can hold it."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
 def _numbers(values: object) -> bool:
@@ -118,7 +123,7 @@ def full_state(system: Implementation, kind: Kind) -> dict[str, Tensor]:
 
 def _tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, Tensor]:
     for name, tensor in asked(system, method, value, Mapping, wanted).items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not _is_text(name) or not isinstance(tensor, Tensor):
             raise _broken(system, method, f"{{{name!r:.80}: {type(tensor).__name__}}}", wanted)
     return dict(value)
 

@@ -25,6 +25,7 @@ from shardproof.costs import tensor
 from shardproof.costs.expression import facts_of
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
@@ -228,7 +229,12 @@ def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
 def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
     """The records that the ranks left."""
     files = (outcome.record for outcome in outcomes)
-    return [RankRecord.from_dict(tensor_bytes.load(file)) for file in files if file is not None]
+    records = [RankRecord.from_dict(tensor_bytes.load(f)) for f in files if f is not None]
+    equal: Shared = {}
+    for record in records:
+        for held in record.held():
+            held.share(equal)
+    return records
 
 
 def _train_oracle(

@@ -13,7 +13,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from shardproof.contract import (
     Point,
     Refused,
 )
+from shardproof.evidence.held import Held
 from shardproof.evidence.records import (
     Evaluation,
     Pieces,
@@ -42,7 +42,6 @@ from shardproof.evidence.records import (
     StepRecord,
     TensorDigest,
     WorkloadFacts,
-    copied,
 )
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
@@ -54,6 +53,8 @@ from shardproof.workloads import Workload
 
 #: What training goes on with after a step, in the order in which another instance loads it.
 LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+#: What the system itself shows, by kind.
+Local = Mapping[str, Sequence[Piece]]
 #: What is looked at, and when.
 KINDS_AT: dict[Point, tuple[Kind, ...]] = {
     "gradients_final": ("gradients",),
@@ -205,7 +206,7 @@ class _Rank:
         """The suite copies inside, and nobody keeps what it makes."""
         return self.memory.unseen() if self.memory else nullcontext()
 
-    def _measure_memory(self, point: str, pieces: Pieces) -> None:
+    def _measure_memory(self, point: str, pieces: Local) -> None:
         """Label what the rank holds at this moment, and mark it."""
         assert self.memory is not None
         modules = [module for made in self.built if (module := made()) is not None]
@@ -216,11 +217,11 @@ class _Rank:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
         looked_at = KINDS if point and self.memory else kinds
-        pieces: Pieces = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
+        pieces: Local = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
         if point and self.memory:
             self._measure_memory(point, pieces)
         with self._unseen():
-            return {kind: copied(pieces[kind]) for kind in kinds}
+            return {kind: Held.copied(pieces[kind]) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
         """Whether state between steps is judged: it takes a plain oracle and fixed members."""
@@ -239,7 +240,7 @@ class _Rank:
                 return None
             after = self._holds(LOADED)
         with self._unseen():
-            changed: list[str] = [kind for kind in LOADED if _differ(before[kind], after[kind])]
+            changed: list[str] = [kind for kind in LOADED if not before[kind].equals(after[kind])]
         return Evaluation(step, share, losses, changed)
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
@@ -312,9 +313,9 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
     by_kind: dict[str, dict[str, int]] = {}
     for kind, pieces in kinds.items():
         sizes: dict[str, int] = {}
-        for piece in pieces:
-            if piece.tensor.numel():
-                sizes[piece.name] = sizes.get(piece.name, 0) + piece.tensor.numel()
+        for name, size in pieces.sizes():
+            if size:
+                sizes[name] = sizes.get(name, 0) + size
         if kind == "optimizer":
             slots: dict[str, int] = {}
             for name, size in sizes.items():
@@ -337,25 +338,6 @@ def _placed(batch: Batch, device: str, factor: float) -> Batch:
 
     windows = tuple(tuple(place(micro) for micro in window) for window in batch.windows)
     return dataclasses.replace(batch, windows=windows)
-
-
-def _differ(before: Sequence[Piece], after: Sequence[Piece]) -> bool:
-    """Whether two lists of copied pieces differ in any name, place or bit."""
-    if len(before) != len(after):
-        return True
-    return any(
-        _place(a) != _place(b) or _bits(a) != _bits(b) for a, b in zip(before, after, strict=True)
-    )
-
-
-def _place(piece: Piece) -> tuple[Any, ...]:
-    where = (piece.global_shape, piece.slices, piece.flat_range)
-    return piece.name, piece.replica, piece.incomplete, *where
-
-
-def _bits(piece: Piece) -> tuple[torch.dtype, torch.Size, bytes]:
-    # Bytes, not values: a NaN equals itself, and 0 is not -0.
-    return piece.tensor.dtype, piece.tensor.shape, tensor_bytes.raw(piece.tensor)
 
 
 def _copy(piece: Piece) -> Piece:

@@ -38,7 +38,9 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
     with opened(name, root) as folder:
         if folder is None:
             return read(Path(name))
-        snapshot = of_folder(folder)  # first: what is damaged is told by its line
+        snapshot = of_run(
+            run_folder.read(folder, strict=True)
+        )  # first: what is damaged is told by its line
         require_unedited(folder)
         return snapshot
 
@@ -67,14 +69,6 @@ def _packed(name: str) -> bool:
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
         raise SelectionError(Problem(why, "name a run or a baseline", file=name)) from None
-
-
-def of_folder(path: Path) -> Snapshot:
-    """The snapshot of the run in ``path``.
-
-    :raises SelectionError: it is damaged, or of another format.
-    """
-    return of_run(run_folder.read(path, strict=True))
 
 
 def save(snapshot: Snapshot, path: Path) -> None:

@@ -85,22 +85,26 @@ def sentence(comparison: RunComparison) -> str:
     return f"{head}{'; ' if comparison.obstacle else ': '}{'; '.join(clauses)}"
 
 
-def runs(snapshots: Sequence[Snapshot]) -> Table:
+def runs(snapshots: Sequence[Snapshot], beside: Sequence[str] = ()) -> Table:
+    """A row a run; ``beside``: how each but the first compares with that."""
     rows = []
     for number, snapshot in enumerate(snapshots):
-        last = snapshot.versions[-1]
+        last, kills = snapshot.versions[-1], snapshot.kills
         rows.append(
             (
-                *(snapshot.name, "compared" if number else "reference", snapshot.hardware),
+                *(snapshot.hardware, snapshot.name, snapshot.taken),
                 ", ".join(dict.fromkeys(version.suite for version in snapshot.versions)),
                 ", ".join(dict.fromkeys(version.torch for version in snapshot.versions)),
-                *(last.python, last.commit or "-", snapshot.taken),
-                *(f"{len(snapshot.cases):,}", f"{len(snapshot.timed):,}"),
+                *(last.python, last.commit or "-"),
+                verdicts_of(snapshot.cases.values()) or "-",
+                f"{len(snapshot.timed):,}",
+                f"{sum(kills.values())} of {len(kills)}" if kills else "-",
+                ("reference", *(beside or ["compared"] * len(snapshots)))[number],
             )
         )
     headings = (
-        *("run", "role", "hardware", "suite", "torch", "Python", "commit", "date", "cases"),
-        "timed",
+        *("hardware", "run", "date", "suite", "torch", "Python", "commit", "verdicts", "timed"),
+        *("faults killed", "exact figures" if beside else "role"),
     )
     return Table("Runs", headings, rows)
 

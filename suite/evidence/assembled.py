@@ -286,6 +286,7 @@ class Evidence(Figures):
     def tensors(self) -> list[TensorRow]:
         """A row per moment, kind, name and replica."""
         rows: list[TensorRow] = []
+        digests: dict[int, str] = {}  # by id: equal copies of a rank's are one object
         norms: dict[str, tuple[float, float]] = {}
         for step, point, kind in self.moments():
             if step >= 0 and not self.has(step, point):
@@ -295,7 +296,8 @@ class Evidence(Figures):
                 first: tuple[Tensor, str] | None = None
                 for replica in sorted(copies):
                     tensor = copies[replica]
-                    digest = tensor_bytes.digest(tensor)
+                    digest = digests.get(id(tensor)) or tensor_bytes.digest(tensor)
+                    digests[id(tensor)] = digest
                     # Replicas are equal as a rule: each content is measured once.
                     if digest not in norms:
                         norms[digest] = sizes(tensor)

@@ -8,13 +8,12 @@ stored form, ``from_dict`` reads it again; a field that it lacks and that has no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from shardproof.contract import Event, Piece
+from shardproof.contract import Event
+from shardproof.evidence.held import Held
 from shardproof.files import SparselyStored, Stored
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
@@ -24,7 +23,7 @@ from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
 
 #: Pieces of a rank by kind of state.
-Pieces = Mapping[str, Sequence[Piece]]
+Pieces = Mapping[str, Held]
 #: Number, kind and name of an entry of the program-order log.
 LoggedEvent = tuple[int, str, str]
 
@@ -117,6 +116,11 @@ class RankRecord(Stored):
         first, last = self.steps[step].events
         return [event for event in self.events if first <= event[0] < last]
 
+    def held(self) -> Iterator[Held]:
+        """All that was seen of the rank's state, in program order."""
+        moments = [self.initial, *(m for s in self.steps for m in s.observed.values()), self.final]
+        return (held for kinds in moments for held in kinds.values())
+
     def without_tensors(self) -> RankRecord:
         """This record without tensors: observation points stay, what was held there goes."""
         steps = [
@@ -135,17 +139,6 @@ class RankRecord(Stored):
         fields = {**data}
         fields["declaration"] = fields.pop("capabilities")
         return super().from_dict(fields)
-
-
-def copied(pieces: Iterable[Piece]) -> list[Piece]:
-    """Copies on the host, so that what the system does next cannot change what was seen."""
-    return [replace(piece, tensor=_contiguous(piece.tensor), source=None) for piece in pieces]
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    import torch
-
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

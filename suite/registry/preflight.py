@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shardproof import registry
-from shardproof.errors import InputError, Problem, SelectionError, shorten
+from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
 
@@ -44,7 +44,7 @@ def check(
     loaded: dict[str, tuple[str, list[str]]]
     loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
     for text in dict.fromkeys(text for _, texts in loaded.values() for text in texts):
-        print(f"warning: {text}", file=sys.stderr)
+        print(printable(f"warning: {text}"), file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
     for name, (fault, _) in loaded.items():
@@ -57,10 +57,7 @@ def check(
 
 
 def try_to_load(name: str) -> tuple[str, list[str]]:
-    """Task of a leader: load one implementation.
-
-    Returns the fault (empty: none), and the warnings about old names that it imports.
-    """
+    """Task of a leader: the fault of one implementation (empty: none), warnings of old names."""
     fault = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)

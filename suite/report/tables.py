@@ -11,7 +11,6 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -24,33 +23,6 @@ from shardproof.table import Mark, Table
 Figures = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """Cases of one implementation and backend, at one world size or at several."""
-
-    implementation: str
-    backend: str
-    members: Sequence[CaseResult]
-
-    @property
-    def red(self) -> bool:
-        return any(verdicts.kind(result.verdict) in verdicts.RED for result in self.members)
-
-    def cells(self) -> tuple[str, ...]:
-        worst, counts = max(self.members, key=_share_of), verdicts.count(self.members)
-        counted = [r for r in self.members if r.bytes_sent and r.bytes_expected]
-        sent, expected = bytes_of(counted) if counted else (None, None)
-        return (
-            self.implementation,
-            self.backend,
-            _span(sorted({result.case.world for result in self.members})),
-            ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
-            error_of(worst),
-            bytes_text(sent, expected) + _times(*textbook(counted)),
-            f"{statistics.median(result.seconds for result in self.members):.2f}",
-        )
-
-
 HEADINGS = (
     *("implementation", "backend", "world", "verdicts"),
     *("worst error / bound", "bytes sent / formula", "median s"),
@@ -58,22 +30,31 @@ HEADINGS = (
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
-    made = rows(results, detailed)
-    marks: list[Mark] = ["bad" if row.red else "" for row in made]
-    return Table("Results", HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
-
-
-def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
-    """One row per (implementation with options, backend, world), or (implementation, backend)."""
+    """A row for each implementation with options, backend and world, or (not ``detailed``)
+    implementation and backend; rows of what broke are marked.
+    """
     groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
         case = result.case
         name, world = (case.system, case.world) if detailed else (case.implementation, 0)
         groups[name, case.backend, world].append(result)
-    return [
-        Row(implementation, backend, members)
-        for (implementation, backend, _), members in sorted(groups.items())
-    ]
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for (name, backend, _), members in sorted(groups.items()):
+        counts = verdicts.count(members)
+        marks.append("bad" if any(counts[verdict] for verdict in verdicts.RED) else "")
+        counted = [r for r in members if r.bytes_sent and r.bytes_expected]
+        sent, expected = bytes_of(counted) if counted else (None, None)
+        rows.append(
+            (
+                *(name, backend, _span(sorted({result.case.world for result in members}))),
+                ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
+                error_of(max(members, key=_share_of)),
+                bytes_text(sent, expected) + _times(*textbook(counted)),
+                f"{statistics.median(result.seconds for result in members):.2f}",
+            )
+        )
+    return Table("Results", HEADINGS, rows, marks, align="llrlllr")
 
 
 def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:

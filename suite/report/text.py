@@ -9,7 +9,7 @@ from pathlib import Path
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import curves
@@ -60,7 +60,7 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
         remedy = f"put one line {begin} and below it one line {end} into it"
         raise SelectionError(Problem("--into: no markers", remedy, str(path)))
-    new = pattern.sub(lambda _: f"{begin}\n{text.rstrip()}\n{end}", old)
+    new = pattern.sub(lambda _: f"{begin}\n{printable(text.rstrip())}\n{end}", old)
     write_whole(path, new)
 
 

@@ -138,8 +138,6 @@ class _Expansion:
     def _add(self, path: Sequence[str | int], what: str, remedy: str, value: str) -> None:
         self.problems.append(self.file.problem(path, what, remedy, value))
 
-    # --------------------------------------------------------------------------------- names
-
     def _check_names(self) -> None:
         scenario = self.scenario
         for index, check in enumerate(scenario.checks):
@@ -210,8 +208,6 @@ class _Expansion:
             if fault is not None:
                 remedy = "correct it, or see `shardproof list traits`"
                 self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
-
-    # --------------------------------------------------------------------------------- cells
 
     def _cells(self) -> list[Cell]:
         scenario = self.scenario
@@ -330,8 +326,6 @@ class _Expansion:
             for key in keys:
                 marks.setdefault(key, reason)
         return marks
-
-    # --------------------------------------------------------------------------------- cases
 
     def _workload(self, variant: WorkloadChoice | None) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardproof import tensor_bytes
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import assemble
+from shardproof.evidence.held import Held, Shared
 
 FULL = torch.arange(12.0).reshape(4, 3)
 
@@ -59,3 +64,35 @@ def test_problems_name_rank_and_region(per_rank: Any, says: str) -> None:
     found = assemble(per_rank)
     assert "w" not in found.tensors
     assert len(found.problems) == 1 and says in found.problems[0], found.problems
+
+
+def test_copies_of_pieces_come_back_as_they_were_and_equal_ones_as_one_tensor(
+    tmp_path: Path,
+) -> None:
+    def pieces(replica: int) -> list[Piece]:
+        return [
+            Piece.whole("a", torch.arange(6.0).view(2, 3).t(), replica),
+            Piece("b", (8,), torch.tensor([1, 2]), flat_range=(2, 4), incomplete=True),
+            Piece("c", (4, 4), torch.empty(0, 4), slices=((4, 4), (0, 4))),
+            Piece("a.step", (), torch.tensor(math.nan), slices=(), replica=replica),
+        ]
+
+    given = [Held.copied(pieces(replica)) for replica in (0, 1)]
+    path = tmp_path / "held"
+    tensor_bytes.dump(path, [held.to_dict() for held in (*given, given[0])])
+    read = [Held.from_dict(fields) for fields in tensor_bytes.load(path)]
+    assert path.read_bytes().count(b'\\"a.step\\"') == 2, "a layout is written once"
+    known: Shared = {}
+    for held in read:
+        held.share(known)
+    for replica, held in enumerate(read[:2]):
+        for piece, wanted in zip(held, pieces(replica), strict=True):
+            assert dataclasses.replace(piece, tensor=wanted.tensor) == wanted
+            assert tensor_bytes.digest(piece.tensor) == tensor_bytes.digest(wanted.tensor)
+            assert piece.tensor.shape == wanted.tensor.shape
+    assert all(a.tensor is b.tensor for a, b in zip(*read[:2], strict=True))
+    assert read[0].equals(read[2]) and not read[0].equals(read[1]), "another replica"
+    minus = Held.copied([Piece("z", (1,), torch.tensor([-0.0]))])
+    assert not minus.equals(Held.copied([Piece("z", (1,), torch.tensor([0.0]))]))
+    with pytest.raises(TypeError, match="piece 'm'"):
+        Held.copied([Piece("m", (1,), torch.empty(1, device="meta"))])

@@ -100,6 +100,13 @@ def test_any_tree_survives(tmp_path_factory: pytest.TempPathFactory, tree: Any) 
     assert repr(found) == repr(tree)  # unlike ==, tells 1 from True and a tuple from a list
 
 
+def test_a_long_text_is_written_once(tmp_path: Path) -> None:
+    texts = ["a" * 300, "b" * 300, "short"]
+    tree = {"x": texts, "y": [*reversed(texts)] * 2, "z": {(texts[1], 1): texts[0]}}
+    assert through(tmp_path, tree) == tree
+    assert (tmp_path / "x.rec").read_bytes().count(b"a" * 300) == 1
+
+
 @pytest.mark.parametrize(
     ("obj", "said"),
     [

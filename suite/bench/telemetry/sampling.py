@@ -1,11 +1,7 @@
-"""Resident memory of ranks and NVML's figures of GPUs while sides run.
+"""Resident memory of ranks and NVML's figures of GPUs while sides run: advisory, nothing is judged.
 
-A thread of the process that leads the session looks every half second; no rank ever does, and the
-cost of looking is reported.  While launches are timed all sides live in the ranks, so what is seen
-there (clocks, reasons for slowing down, memory) belongs to the comparison as a whole.  Figures of
-one side, its energy a step above all, are from passes in which it runs alone and nobody times it.
-
-Nothing here is judged: bytes and watts of a machine are advisory.
+A thread of the process that leads the session looks every half second; no rank ever does.
+docs/speed.md says what belongs to all sides and what to one.
 """
 
 from __future__ import annotations
@@ -53,10 +49,7 @@ class Sample:
 
 @dataclass
 class Seen:
-    """Samples in order of their clocks, and what taking them cost.
-
-    ``missing``: GPU -> figure -> why there is none.
-    """
+    """Samples by clock, and what taking them cost; ``missing``: GPU -> figure -> why not."""
 
     samples: list[Sample] = field(default_factory=list)
     fixed: list[nvml.Fixed] = field(default_factory=list)

@@ -100,9 +100,6 @@ class System:
     chance: float = 1.0
 
 
-# ------------------------------------------------------------------------- what goes together
-
-
 def communicates(setup: Setup) -> bool:
     """Without ``accumulate_without_communication`` every micro-batch is reduced by itself."""
     return not setup.options.get("accumulate_without_communication")
@@ -223,9 +220,6 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
     if setup.options["loss_parallel"]:
         sizes["label_smoothing"] = 0.0
     return sizes
-
-
-# ---------------------------------------------------------------------------- meshes and options
 
 
 def _line(axis: str, most: int = LARGEST_WORLD) -> Meshes:

@@ -1,0 +1,112 @@
+"""What a rank held at one moment, as few tensors: a flat copy for each dtype, and where what lies.
+
+A model of 42 parameters is copied, packed, read and compared as one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof import tensor_bytes
+from shardproof.contract import Piece
+
+#: Equal contents so far, and their parts by shapes: see :meth:`Held.share`.
+Shared = dict[bytes, tuple[Tensor, dict[str, list[Tensor]]]]
+
+
+class Held:
+    """Copies of pieces on the host.
+
+    ``layout`` is JSON: of every piece the name, global shape, slices, flat range, replica,
+    ``incomplete``, dtype and shape; ``flats`` are their elements in that order, by dtype.
+    """
+
+    def __init__(self, layout: str, flats: dict[str, Tensor]) -> None:
+        self.layout, self.flats = layout, flats
+        self._parts: dict[str, list[Tensor]] | None = None
+
+    @classmethod
+    def copied(cls, pieces: Iterable[Piece]) -> Held:
+        """Copies, so that what the system does next cannot change what was seen.
+
+        :raises TypeError: of a piece that is no plain dense tensor.
+        """
+        rows = []
+        parts: dict[str, list[Tensor]] = {}
+        for piece in pieces:
+            tensor = piece.tensor.detach()
+            tensor_bytes.require_plain(tensor, f"piece {piece.name!r}")
+            dtype = tensor_bytes.dtype_name(tensor)
+            parts.setdefault(dtype, []).append(tensor.reshape(-1))
+            where = (piece.name, piece.global_shape, piece.slices, piece.flat_range)
+            rows.append((*where, piece.replica, piece.incomplete, dtype, tensor.shape))
+        return cls(json.dumps(rows), {d: torch.cat(flat).cpu() for d, flat in parts.items()})
+
+    def __iter__(self) -> Iterator[Piece]:
+        rows = _rows(self.layout)
+        parts = self._parts or _parts(rows, self.flats)
+        following = {dtype: iter(tensors) for dtype, tensors in parts.items()}
+        for name, whole, slices, span, replica, incomplete, dtype, _ in rows:
+            tensor = next(following[dtype])
+            yield Piece(name, whole, tensor, slices, span, replica, incomplete=incomplete)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Name and elements of every piece."""
+        return ((row[0], math.prod(row[-1])) for row in _rows(self.layout))
+
+    def equals(self, other: Held) -> bool:
+        """Whether the other holds the same names, places and bits."""
+        # Bytes, not values: a NaN equals itself, and 0 is not -0.
+        return self.layout == other.layout and all(
+            tensor_bytes.raw(flat) == tensor_bytes.raw(other.flats[dtype])
+            for dtype, flat in self.flats.items()
+        )
+
+    def share(self, known: Shared) -> None:
+        """Take the tensors of what is equal to this and in ``known`` already: replicas, as a rule.
+
+        Then one of them is measured for all.
+        """
+        rows, self._parts = _rows(self.layout), {}
+        for dtype, own in self.flats.items():
+            flat, cuts = known.setdefault(dtype.encode() + tensor_bytes.raw(own), (own, {}))
+            shapes = str([row[-1] for row in rows if row[6] == dtype])
+            if shapes not in cuts:
+                cuts[shapes] = _parts(rows, {dtype: flat})[dtype]
+            self.flats[dtype], self._parts[dtype] = flat, cuts[shapes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stored form, with tensors."""
+        return {"layout": self.layout, "flats": self.flats}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Held:
+        """What :meth:`to_dict` described."""
+        return cls(**data)
+
+
+@cache
+def _rows(layout: str) -> list[Any]:
+    """The rows of a layout, with tuples for lists."""
+    return [_tuples(row) for row in json.loads(layout)]
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _parts(rows: list[Any], flats: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The tensors that lie in ``flats``, in the order of ``rows``."""
+    parts = {}
+    for dtype, flat in flats.items():
+        shapes = [row[-1] for row in rows if row[6] == dtype]
+        pieces = flat.split([math.prod(shape) for shape in shapes])
+        parts[dtype] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return parts
