@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons, words
+from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.table import Mark, Table, some
 
@@ -60,7 +60,7 @@ def report(
 
 
 def sentence(comparison: RunComparison) -> str:
-    counts = words(comparison.changes)
+    counts = Counter[str](change.word for change in comparison.changes)
     shown = {"worse": "worse", "better": "better", "changed": "changed otherwise"}
     clauses = [f"{counts[w]} exact figures {shown[w]}" for w in shown if counts.get(w)]
     moved = Counter(time.verdict for time in comparison.times)
@@ -134,7 +134,7 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for group, pairs in sorted(members.items()):
-        counts = words(change for pair in pairs for change in pair.changes)
+        counts = Counter[str](change.word for pair in pairs for change in pair.changes)
         if only_changed and not counts:
             continue
         changed = sum(bool(pair.changes) for pair in pairs)
