@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -415,8 +414,8 @@ def test_a_signal_leaves_nothing_behind(packed: Path, temporary: Path) -> None:
 def test_another_version_judges_with_a_note(packed: Path) -> None:
     _, listing = verify_archive(packed)
     assert len(notes(listing)) == 1
-    [_, note] = notes(replace(listing, judged_by=("0.0.9", VERSION)))
-    assert "\x1b" not in notes(replace(listing, judged_by=("\x1b[2J",)))[1]
+    [_, note] = notes(listing.model_copy(update={"judged_by": ("0.0.9", VERSION)}))
+    assert "\x1b" not in notes(listing.model_copy(update={"judged_by": ("\x1b[2J",)}))[1]
     assert "judged by shardproof 0.0.9" in note and f"again by {VERSION}" in note
 
 

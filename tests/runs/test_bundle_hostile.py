@@ -108,7 +108,7 @@ def test_more_bytes_than_listed_are_refused(
 ) -> None:
     """Zeros shrink to a thousandth: neither a listed, an added nor a hidden file may swell."""
     monkeypatch.setattr(unpacking, "_GRACE", 1 << 16)
-    monkeypatch.setattr(unpacking, "CHUNK", 1 << 12)
+    monkeypatch.setattr(unpacking.form, "CHUNK", 1 << 12)
     zeros = bytes(8 << 20)
     for name in ("r/run.json", "r/added"):
         with pytest.raises(SelectionError, match=r"more bytes than (any run|its list)"):
