@@ -129,9 +129,8 @@ class _Expansion:
         scenario = self.scenario
         for index, check in enumerate(scenario.checks):
             self._check_name(["checks", index], "check", check)
-        self._check_axes(["matrix"], scenario.matrix)
-        for index, include in enumerate(scenario.include):
-            self._check_axes(["include", index], include)
+        for path, axes in self._parts():
+            self._check_axes(path, axes)
         for path, expect in self._expectations():
             other = expect.relation
             if isinstance(other, schema.SameAs) and other.same_as.implementation is not None:
