@@ -73,7 +73,6 @@ def _packed(name: str) -> bool:
 
 
 def save(snapshot: Snapshot, path: Path) -> None:
-    """Write a baseline, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text(snapshot))
 

@@ -184,7 +184,6 @@ class RunFolder:
             write_whole(self.path / file, content)
 
     def leave_out(self, case: Case, reason: str) -> None:
-        """Record a case that was selected and not run."""
         self.add(LeftOut(case.id, case, None, reason), "left out")
 
     def leave_out_bench(self, pair: Options, reason: str) -> None:

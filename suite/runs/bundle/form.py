@@ -62,7 +62,6 @@ class Listing(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
         return sum(member.bytes for member in self.members)
 
     @property
@@ -72,6 +71,5 @@ class Listing(BaseModel):
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def text(self) -> str:
-        """The file's text, which ``unpacking`` reads."""
         fields = {"format": FORMAT, **self.model_dump(), "digest": self.digest}
         return json.dumps(fields, indent=1) + "\n"

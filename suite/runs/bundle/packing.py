@@ -25,8 +25,6 @@ from shardproof.runs.run_folder import read
 
 @dataclass(frozen=True)
 class Packed:
-    """What :func:`pack` wrote."""
-
     path: Path
     listing: Listing
     bytes: int
