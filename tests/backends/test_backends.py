@@ -54,10 +54,9 @@ def test_gloo(ledgers: bool, tmp_path: Path) -> None:
 
 
 def _fail(body: Any, world: int = 4, hub: Hub | None = None) -> list[BaseException | None]:
-    """The ranks' errors; they must come long before the hub's time limit of 20 s."""
-    began = time.monotonic()
+    """The ranks' errors; unless the hub is given, none comes from its time limit."""
     _, found = threads(body, world, hub)
-    assert time.monotonic() - began < 10
+    assert hub is not None or not any(isinstance(error, errors.PeerTimeout) for error in found)
     return found
 
 
