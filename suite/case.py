@@ -108,8 +108,14 @@ class Case(Stored):
     reload_at: int | None = None
     xfail: str | None = None
     skip: str | None = None
-    #: ``file:line`` of the implementation's entry in the scenario; empty: no file gave it.
+    #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
+    #: there; empty: no file gave it.
     source: str = field(default="", compare=False)
+
+    @property
+    def system(self) -> str:
+        """The implementation with the label of its options."""
+        return self.implementation + (f"+{self.label}" if self.label else "")
 
     @property
     def world(self) -> int:

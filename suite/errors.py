@@ -6,6 +6,7 @@ Scenario files and selections raise them; the command line prints them and ends 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,9 +43,25 @@ class SelectionError(InputError):
     """A selection (``-k``, ``--impl``, a name) that cannot be read or matches nothing."""
 
 
+#: What moves a terminal's cursor, turns the direction of text or is half a character; lines stay.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """``text`` that others wrote, for a terminal or a file: such characters are spelt out."""
+    return _UNSEEN.sub(lambda character: repr(character[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """``text`` on one line of printable characters."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def shorten(text: str, limit: int = 80) -> str:
-    """``text`` on one line of printable characters, cut in the middle at ``limit`` characters."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """:func:`one_line`, cut in the middle at ``limit`` characters."""
+    line = one_line(text)
     if len(line) <= limit:
         return line
     half = (limit - 3) // 2

@@ -1,6 +1,6 @@
 """One table, written for a terminal, as Markdown, as CSV and as HTML.
 
-A vocabulary module: it imports nothing of the project, so every room may make tables.
+A vocabulary module: every room may make tables.
 
     table = Table("Bytes sent", ("system", "bytes"), [("zero1", "1,024")], align="lr")
     console.print(table)        # a terminal, through rich
@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Literal
+
+from shardproof.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -74,7 +76,7 @@ class Table:
     @property
     def texts(self) -> list[list[str]]:
         """Rows of plain texts."""
-        return [[str(cell) for cell in row] for row in self.rows]
+        return [[printable(str(cell)) for cell in row] for row in self.rows]
 
     def titled(self, title: str) -> Table:
         """The same table under another title."""

@@ -15,16 +15,12 @@ from shardproof import backends, registry, workloads
 from shardproof.bench.launches import SideRun
 from shardproof.case import DATA_AXES, data_shares
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import Batch, MicroBatch, Observe, Point, StepResult
+from shardproof.contract import Batch, MicroBatch, Observe, StepResult
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory.installed import active
 
 #: Different batches; they come round again, so that no time goes into making them.
 BATCHES = 8
-
-
-def _ignore(point: Point) -> None:
-    """Nobody observes while the clock runs."""
 
 
 def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = None) -> Mesh:
@@ -90,7 +86,7 @@ class Arm:
         self.state = None
         return self
 
-    def step(self, observe: Observe = _ignore) -> StepResult:
+    def step(self, observe: Observe = lambda point: None) -> StepResult:
         """The next optimizer step; over when the device has done it."""
         batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
         self.steps += 1

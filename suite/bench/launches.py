@@ -18,12 +18,9 @@ from shardproof.bench.model.records import AloneSteps, ProbeRecord
 from shardproof.bench.subjects import (
     ALONE_ORDER,
     ORDER,
-    ORDERS,
     PLAIN,
     SCALING,
-    SIDES,
     Cell,
-    Pair,
     Side,
     Subject,
 )
@@ -115,12 +112,6 @@ def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
     )
 
 
-def pair_launch(pair: Pair, meshes: Meshes, number: int, blocks: Sequence[int]) -> Launch:
-    """A, its twin and B on all ranks."""
-    sides = {side: side_run(pair, side, meshes[side]) for side in SIDES}
-    return Launch(sides, ORDERS, number, list(blocks), pace="a")
-
-
 def cell_launch(
     cell: Cell, axis: str, number: int, blocks: Sequence[int], together: bool
 ) -> Launch:
@@ -141,9 +132,6 @@ def cell_launch(
             probed.setdefault(1, replace(ranks, workload=single))
     orders = {SCALING: ORDER if together else ALONE_ORDER}
     return Launch(sides, orders, number, list(blocks), probed=probed)
-
-
-# ---------------------------------------------------------------------------- what ranks return
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
             lambda rank: [probes.watch(run, rank) for run in runs],
             ledgers=True,
         )
-        calls = [call for each in watched for call in step_time.seen(each.calls)]
+        calls = [call for each in watched for call in each.calls]
         ladder = task.ladder or measurement.ladder(calls)
         sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
         products = watched[-1].products

@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from shardproof.bench.model.alpha_beta import Machine
-from shardproof.bench.model.step_time import Call, Scorecard
+from shardproof.bench.model.records import Call
+from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import Cell, Pair, Room
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
@@ -48,8 +49,6 @@ class NoFigures(StoredModel):
 
 #: A loss that is not finite is stored as text.
 Losses = dict[str, list[float]]
-
-# ---------------------------------------------------------------------------------- statistics
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ class Estimate:
         return self.low > 0 or self.high < 0
 
     def ratios(self) -> dict[str, float]:
-        """The fields of an :class:`Interval`."""
         ratios = {key: math.exp(getattr(self, key)) for key in ("low", "high")}
         return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
 
@@ -143,9 +141,6 @@ class InReport(StoredModel):
     p: float
     p_holm: float
     verdict: str
-
-
-# ----------------------------------------------------------------------------------- telemetry
 
 
 class GpuFigures(StoredModel):
@@ -212,9 +207,6 @@ class Memory(StoredModel):
     ratio: float
 
 
-# ------------------------------------------------------------------------------- what was probed
-
-
 class ProbedStep(StoredModel):
     """A step of the slowest rank: seconds ``alone``, without traffic, and what it sends and does;
     ``elements`` are those that are trained.
@@ -275,9 +267,6 @@ class Modelled(StoredModel):
     world: int
     efficiency: float | None
     problem: str = ""
-
-
-# ---------------------------------------------------------------------------------------- lines
 
 
 class Line(StoredModel):

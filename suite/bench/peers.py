@@ -20,7 +20,7 @@ from shardproof.bench.subjects import Pair
 from shardproof.bench.tables import interval
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
+from shardproof.table import Table, some
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 #: What the table is made of: every reference strategy has its pair there.
@@ -62,7 +62,7 @@ def missing(run: Run) -> list[str]:
 
 def why_not(missing: Sequence[str]) -> str:
     """Why a run with these pairs ``missing`` has no table of peers, in a clause."""
-    names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    names = some(missing, 4)
     return f"only a run of the whole scenario `{SCENARIO}` gives one, and this has no {names}"
 
 
@@ -112,9 +112,6 @@ def _peak(line: PairLine) -> str:
     return f"{line.memory.ratio:.3f}" + ("" if line.memory.kind == "ledger" else " (advisory)")
 
 
-# ------------------------------------------------------------------------------------- a section
-
-
 def section(run: Run) -> str:
     """The table of ``run`` with what was measured where, as it stands between the markers.
 
@@ -131,7 +128,6 @@ def section(run: Run) -> str:
 
 
 def _notes(lines: Sequence[PairLine]) -> str:
-    """How to read the table, with what is the same in all rows."""
     timed = [(line, line.figures) for line in lines if line.figures is not None]
     if not timed:
         return "Nothing was timed.\n"

@@ -1,9 +1,5 @@
-"""A core for every rank while the clock runs.
-
-A scheduler that puts two ranks on one core for a moment makes their steps two to three times as
-long; it did so for 50 to 100 ms at a time on the machine of the evidence, and an A/A half-width of
-7 % became 3.5 % once each rank kept to its own (results/evidence/bench-calibration.md).  Launchers
-of clusters bind ranks for the same reason.
+"""A core for every rank while the clock runs: where two share one for 50 to 100 ms, A/A half-widths
+double (results/evidence/bench-calibration.md).
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ out by operator:
     compute         every other operator: forward and backward
     other           the rest of the step: Python, hooks, and waits outside of operators
 
-The profiler makes steps slower, so shares are scaled to the wall time measured without it.  That
-pass also reads two CPU clocks: ``blocked`` is wall time in which the own thread had no core (it
-waited for communication, or for other load), ``threads`` the CPU time of other threads (gloo's).
+The profiler makes steps slower, so shares are scaled to the wall time of the other pass, which also
+reads CPU clocks: ``blocked`` and ``threads`` (docs/speed.md).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from shardproof.bench.model.records import Rounds
 from shardproof.bench.scaling import modelled
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import LETTERS, Cell, Pair, Room, Side, Subject
+from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
@@ -102,7 +102,8 @@ class Measured:
             (axis,) = self.meshes["ranks"]
             together = not self.refused
             return launches.cell_launch(self.subject, axis, number, list(blocks), together)
-        return launches.pair_launch(self.subject, self.meshes, number, list(blocks))
+        sides = {side: self.run(side) for side in SIDES}
+        return Launch(sides, ORDERS, number, list(blocks), pace="a")
 
 
 class Session:
@@ -159,7 +160,6 @@ class Session:
     def _examined(
         self, subject: Subject, sides: Mapping[str, Side]
     ) -> tuple[dict[str, Answer], int | None]:
-        """What each side answered, and the GPUs here (``None``: ranks compute on the CPU)."""
         world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
         task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
         end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
@@ -273,7 +273,6 @@ class Session:
         return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def profile(self, measured: Measured) -> None:
-        """Where a mean step's time goes, by side, on its slowest rank."""
         phases = {}
         for letter in LETTERS:
             try:
@@ -292,7 +291,6 @@ class Session:
         return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
     def _folder(self) -> Path:
-        """A fresh work folder, not yet made."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
 
@@ -314,9 +312,6 @@ class Session:
         with closing(self._pool.run(task, [(name, what, seconds + JUDGING_SECONDS)])) as ends:
             (end,) = list(ends)
         return end
-
-
-# ------------------------------------------------------------------------------ what fits here
 
 
 def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> None:

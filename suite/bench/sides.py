@@ -1,17 +1,7 @@
 """Pairs from scenario files and options, and the procedure's constants.
 
-A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend::
-
-    name: data-parallel
-    about: why these pairs
-    workload: {name: charnames_gpt, size: 20m, global_batch: 16, micro_batches: 1}
-    backend: gloo
-    world: 2
-    goal: 1.10                    # upper end of the interval of A over B, at most
-    pairs:
-      - name: ddp
-        a: reference/ddp
-        b: {implementation: pytorch/ddp, options: {gradient_as_bucket_view: true}}
+A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend; its
+``goal`` is the upper end of the interval of A over B, at most.
 """
 
 from __future__ import annotations
@@ -178,9 +168,6 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
             raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
         axes[axis] = int(size)
     return axes
-
-
-# ---------------------------------------------------------------------------- scenario files
 
 
 def named(value: Any) -> Any:

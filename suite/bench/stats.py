@@ -14,7 +14,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from functools import reduce
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from scipy import stats as distributions
@@ -66,7 +67,8 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
     seen = abs(float(values.sum()))
     limit = seen - 1e-12 * max(1.0, float(np.abs(values).sum()))  # ties count whatever the order
     if len(values) <= EXACT_BLOCKS:
-        left, right = (_signed_sums(part) for part in np.array_split(values, 2))
+        sums = lambda so_far, value: np.concatenate([so_far + value, so_far - value])  # noqa: E731
+        left, right = (reduce(sums, part, np.zeros(1)) for part in np.array_split(values, 2))
         right.sort()
         above = len(right) - np.searchsorted(right, limit - left, side="left")
         below = np.searchsorted(right, -limit - left, side="right")
@@ -77,13 +79,6 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
         drawn = generator.integers(0, 2, (_DRAWS_AT_ONCE, len(values)), dtype=np.int8)
         extreme += int((np.abs((drawn * 2 - 1) @ values) >= limit).sum())
     return (extreme + 1) / (_DRAWS + 1), False
-
-
-def _signed_sums(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
 
 
 def margin(same: Estimate | None) -> float:
@@ -125,8 +120,6 @@ def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) ->
         count += 1
     return count
 
-
-# ------------------------------------------------------------------------- many in one report
 
 #: Verdicts that claim a difference; in a report they stand if they survive all others beside them.
 DIFFERENT = ("faster", "slower", "small difference")
@@ -172,9 +165,6 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
             verdict = "inconclusive" if lost else line.verdict
             report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=verdict)
     return report
-
-
-# -------------------------------------------------------------------------------- from raw times
 
 
 @dataclass(frozen=True, slots=True)

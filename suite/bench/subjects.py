@@ -79,7 +79,6 @@ class Timed(Stored, ABC):
         return "+".join((self.workload.name, *([self.size] if self.size else [])))
 
     def to_dict(self) -> dict[str, Any]:
-        """The stored form, beside the id."""
         return super().to_dict() | {"id": self.id}
 
     @classmethod
@@ -163,7 +162,6 @@ class Cell(Timed):
         return math.ceil(self.base.global_batch / world)
 
     def at(self, world: int) -> Cell:
-        """The same system on another number of ranks."""
         samples = self.base.global_batch * (world if self.mode == "weak" else 1)
         return replace(self, world=world, workload=replace(self.base, global_batch=samples))
 

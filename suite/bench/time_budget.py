@@ -6,7 +6,6 @@ is left out by name, and nothing is cut short, for the number of blocks is fixed
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from shardproof.bench.session import Measured
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
 from shardproof.bench.subjects import ORDER, Cell, Subject
 from shardproof.runs.durations import Durations
+from shardproof.scenarios import budget
 
 #: Where nothing is known of a pair or cell nor of its like: seconds of a launch besides warm-up and
 #: blocks (of a cell its calls are watched and probed, too), of the passes of a side alone, and of
@@ -63,18 +63,8 @@ def estimates(
 ) -> dict[str, float]:
     """Seconds by id: the median of the past, else that of its like, else a rough guess."""
     subjects = list(subjects)
-    known = {s.id: durations.estimate(duration_name(s, passes)) for s in subjects}
-    expected: dict[str, float] = {}
-    for subject in subjects:
-        own = known[subject.id]
-        alike = [
-            seconds
-            for other in subjects
-            if _like(other) == _like(subject) and (seconds := known[other.id]) is not None
-        ]
-        typical = statistics.median(alike) if alike else _guess(subject, passes)
-        expected[subject.id] = typical if own is None else own
-    return expected
+    past = {s.id: durations.estimate(duration_name(s, passes)) for s in subjects}
+    return budget.estimates(subjects, past, _like, lambda subject: _guess(subject, passes))
 
 
 def choose(

@@ -7,13 +7,9 @@
                then, where the model of a step is probed, one round of its probes
     block 1    ...
 
-A segment (one letter of A B B A) is a barrier, then some steps back to back.  A step's time on a
-rank runs from the end of the step before (of the barrier for the first of a segment) to its own
-end; the suite takes the maximum over ranks.  There is no barrier inside a segment, and each rank
-keeps to cores of its own where there are enough.  In these orders each side has one segment after
-itself and one after the other, so the cost of a change of sides falls on both alike.  A side that
-rank 0 runs alone is timed while the other ranks wait in the barrier of the next segment: it meets
-the same machine in the same minute.  Ledgers are off, and that is asserted: they would be measured.
+A segment (one letter of A B B A) is a barrier, then some steps back to back, without a barrier
+between them.  A side that rank 0 runs alone is timed while the other ranks wait in the barrier of
+the next segment.  docs/speed.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from shardproof import backends
 from shardproof.bench import pinning
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
-from shardproof.bench.model import measurement, probes, step_time
+from shardproof.bench.model import measurement, probes
 from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.sides import (
     SEGMENT_SECONDS,
@@ -157,7 +153,6 @@ class Writer:
         self._rows: list[TimedStep] = []
 
     def add(self, pair: str, block: int, segment: int, side: str, times: Sequence[float]) -> None:
-        """Hold the seconds of each step of a segment."""
         for step, seconds in enumerate(times):
             row = TimedStep(self._launch, pair, block, segment, side, step, self._rank, seconds)
             self._rows.append(row)
@@ -173,7 +168,7 @@ class _Probing:
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
         self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
-        sizes = measurement.ladder(step_time.seen(watched.calls))
+        sizes = measurement.ladder(watched.calls)
         dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
         self.probes = probes.Probes(control, sizes, watched.products, dtype)
 
@@ -196,9 +191,6 @@ class _Probing:
         for single in self._alone:
             single.arm.close()
         return [single.record() for single in self._alone]
-
-
-# --------------------------------------------------------------------------- one side alone
 
 
 def memory(of_side: SideRun, rank: int) -> int:
@@ -243,7 +235,6 @@ def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
 
 
 def _steps_alone(arm: Arm) -> int:
-    """Run steps for a while, as many on every rank; how many."""
     control = everybody(arm.run.backend, arm.run.world)
     steps = 0
     over = False

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
+from shardproof.cases import answers
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide_case, measure_case
 from shardproof.checks import announced_schedule, relations
@@ -29,7 +30,7 @@ from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
-from shardproof.registry.declaration import Declaration
+from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload
 
@@ -73,6 +74,9 @@ def judge_case(
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
             account.timings["judge"] = time.monotonic() - began
+    except BrokenContract as error:
+        account.refused = [type(error).__name__, str(error)]
+        result = decide_case(account)
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
         trace = "".join(traceback.format_exception(error)[-3:])
         account.figures, account.whole = None, []
@@ -256,7 +260,7 @@ def _train_oracle(
             case.data_coordinates,
             case.steps,
             declaration.buffers,
-            fold=implementation.emulator(case.options),
+            fold=answers.emulator(implementation, case.options),
         )
     return training.load_or_train(case, declaration.buffers, cache)
 

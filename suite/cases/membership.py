@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from shardproof import backends
 from shardproof.case import DATA_AXES, Case, data_shares
+from shardproof.cases import answers
 from shardproof.comm import Mesh
 from shardproof.contract import Implementation
 
@@ -36,6 +37,8 @@ class Membership:
         """This rank's share of the batch (``None``: no data), and the number of shares."""
         members = self.mesh.ranks
         roles = {r: self._system.role(r, self._case.world, self._case.options) for r in members}
+        for role in roles.values():
+            answers.asked(self._system, "role(rank, world, options)", role, str, "a str")
         workers = [r for r, role in roles.items() if role == "worker"]
         shares = data_shares(self.mesh.axes, members, workers)
         if self._rank not in shares:

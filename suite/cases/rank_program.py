@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from shardproof import registry, tensor_bytes
 from shardproof.case import Case
+from shardproof.cases import answers
 from shardproof.cases.membership import Membership
 from shardproof.comm import Mesh
 from shardproof.contract import (
@@ -33,7 +33,6 @@ from shardproof.contract import (
     Piece,
     Point,
     Refused,
-    StepResult,
 )
 from shardproof.evidence.held import Held
 from shardproof.evidence.records import (
@@ -49,7 +48,7 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.ledgers.memory.summary import MemoryRow
-from shardproof.registry.declaration import Declaration
+from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
 
 #: What training goes on with after a step, in the order in which another instance loads it.
@@ -62,10 +61,6 @@ KINDS_AT: dict[Point, tuple[Kind, ...]] = {
     "after_clip": ("gradients",),
     "after_update": LOADED,
 }
-
-
-class BrokenContract(RuntimeError):
-    """The implementation did what the contract forbids, or left out what it asks for."""
 
 
 class CannotReload(RuntimeError):
@@ -135,7 +130,7 @@ class _Rank:
                 self.implementation.drain()
                 if self.declaration.oracle == "replay":
                     record.final = self._holds(("parameters",))
-                record.history = list(self.implementation.events())
+                record.history = answers.events(self.implementation)
                 self.implementation.close()
         except BaseException:
             if self.implementation is not None:
@@ -171,7 +166,9 @@ class _Rank:
         """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
-        held = {kind: [_copy(p) for p in self.implementation.local_state(kind)] for kind in LOADED}
+        held = {
+            kind: [_copy(p) for p in answers.pieces(self.implementation, kind)] for kind in LOADED
+        }
         self.implementation.close()
         state = None
         if self._gets_state():
@@ -220,7 +217,7 @@ class _Rank:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
         looked_at = KINDS if point and self.memory else kinds
-        pieces: Local = {kind: self.implementation.local_state(kind) for kind in looked_at}
+        pieces: Local = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
         if point and self.memory:
             self._measure_memory(point, pieces)
         with self._unseen():
@@ -238,11 +235,10 @@ class _Rank:
         with self.log.observe("evaluation") if self.log else nullcontext():
             before = self._holds(LOADED)
             try:
-                reported = [self.implementation.evaluate(batch) for _ in range(2)]
+                losses = [answers.evaluation(self.implementation, batch) for _ in range(2)]
             except Refused:
                 return None
             after = self._holds(LOADED)
-        losses = [None if loss is None else _number(loss) for loss in reported]
         with self._unseen():
             changed: list[str] = [kind for kind in LOADED if not before[kind].equals(after[kind])]
         return Evaluation(step, share, losses, changed)
@@ -252,7 +248,7 @@ class _Rank:
         assert self.implementation is not None
         with self.log.observe("full_state") if self.log else nullcontext():
             try:
-                state = self.implementation.full_state("parameters")
+                state = answers.full_state(self.implementation, "parameters")
             except Refused:
                 return None
         return {
@@ -271,6 +267,8 @@ class _Rank:
         batch, share = self._batch(step)
 
         def observe(point: Point) -> None:
+            if point not in POINTS:
+                raise BrokenContract(f"step {step}: {point!r} was observed, which is no point")
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
@@ -284,10 +282,7 @@ class _Rank:
             if self.members.mesh.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
         with log.step(step) if log else nullcontext():
-            result = self.implementation.step(batch, observe)
-            if not isinstance(result, StepResult):
-                what = type(result).__name__
-                raise BrokenContract(f"step {step} returned {what}, not a StepResult")
+            result = answers.step(self.implementation, batch, observe)
         if self.memory and self.members.mesh.device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
             peak = torch.cuda.max_memory_allocated()
@@ -298,8 +293,8 @@ class _Rank:
         return StepRecord(
             step,
             share,
-            loss=None if result.loss is None else _number(result.loss),
-            norm=None if result.norm is None else _number(result.norm),
+            loss=answers.number(self.implementation, "step", result.loss),
+            norm=answers.number(self.implementation, "step", result.norm),
             windows=[len(window) for window in batch.windows],
             metrics=dict(result.metrics),
             outputs=sorted(self.outputs),
@@ -347,11 +342,6 @@ def _placed(batch: Batch, device: str, factor: float) -> Batch:
 
 def _copy(piece: Piece) -> Piece:
     return dataclasses.replace(piece, tensor=piece.tensor.detach().clone(), source=None)
-
-
-def _number(value: Tensor | float) -> float:
-    number = float(value)
-    return number if math.isfinite(number) else math.nan
 
 
 class _WatchedBuild:

@@ -55,6 +55,8 @@ def decide_case(account: Account) -> CaseResult:
         return _apply_xfail(case, "crash", account.broken)
     if account.refused is not None:
         kind, message = account.refused
+        if kind == "BrokenContract":
+            return _apply_xfail(case, "fail", message)
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None
@@ -193,7 +195,7 @@ def _apply_xfail(
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
         elif verdict in ("pass", WORKING_PRECISION_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"
-    if verdict == "refused" and case.source:
+    if verdict == "refused" and case.source[-1:].isdigit():
         reason = f"{case.source}: {reason}"
     return _result(case, verdict, reason, outcomes)
 
@@ -220,4 +222,5 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
 def _argument(case: Case) -> str:
     """What names the scenario on the command line: its file, if it is not one of the suite's."""
     file = case.source.rpartition(":")[0]
+    file = f"./{file}" if file.startswith("-") else file
     return case.scenario if not file or file.startswith("scenarios/") else shlex.quote(file)

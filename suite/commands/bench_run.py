@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from shardproof import verdicts
 from shardproof.bench import lines as stored
 from shardproof.bench import stats
@@ -19,7 +17,7 @@ from shardproof.bench.session import Measured, Session
 from shardproof.bench.subjects import Cell, Pair, Subject
 from shardproof.bench.time_budget import Passes, choose, duration_name, estimates
 from shardproof.commands import supervision
-from shardproof.commands.console import Blocks, make_console, print_line
+from shardproof.commands.console import Blocks, echo, make_console, print_line
 from shardproof.commands.options import FailOn
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import read
@@ -52,11 +50,11 @@ def dry_run(subjects: Sequence[Subject], request: Request, durations: Durations)
             items = session.examine(subjects)
     schedule = choose(items, durations, request.budget, request.passes)
     for item in schedule.chosen:
-        typer.echo(item.subject.id)
+        echo(item.subject.id)
     for item in schedule.left_out:
-        typer.echo(f"left out by the budget: {item.subject.id}", err=True)
+        echo(f"left out by the budget: {item.subject.id}", err=True)
     if not scaling or request.budget is not None:
-        typer.echo(schedule.summary(), err=True)
+        echo(schedule.summary(), err=True)
 
 
 def run(

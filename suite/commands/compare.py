@@ -10,6 +10,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
     counts = (
         f"{len(joined.cases):,} cases, {len(joined.timed):,} timed, {len(joined.kills):,} faults"
     )
-    typer.echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {joined.hardware}")
+    echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {joined.hardware}")
 
 
 def _compare(
@@ -115,9 +116,9 @@ def _compare(
     reference, *others = snapshots
     comparisons = [compared(reference, other) for other in others]
     if form == "csv":
-        typer.echo(formats.csv(comparisons, only_changed), nl=False)
+        echo(formats.csv(comparisons, only_changed), nl=False)
     elif form == "json":
-        typer.echo(formats.json_document(reference, comparisons, only_changed), nl=False)
+        echo(formats.json_document(reference, comparisons, only_changed), nl=False)
     else:
         if by == "hardware":
             report = hardware.report(reference, comparisons, only_changed)
@@ -127,18 +128,18 @@ def _compare(
             from shardproof.report import insert
 
             insert(formats.markdown(report), into, formats.BEGIN, formats.END)
-            typer.echo(f"{into}: {report.heading}")
+            echo(f"{into}: {report.heading}")
         elif form == "markdown":
-            typer.echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)
+            echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)
         elif form == "html":
-            typer.echo(formats.html(report), nl=False)
+            echo(formats.html(report), nl=False)
         else:
             formats.terminal(report, make_console())
     if comparisons and not any(comparison.comparable for comparison in comparisons):
         if form in ("csv", "json") or by == "hardware" or into is not None:
             for comparison in comparisons:
                 name = comparison.after.name
-                typer.echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
+                echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
         return verdicts.NOT_DECIDED
     return verdicts.HELD
 
@@ -219,7 +220,9 @@ def gate(
 def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
     """A run as it is compared, and what is wrong with its evidence (``None``: it has none)."""
     from shardproof.compare import baseline
+    from shardproof.compare.snapshot import of_run
     from shardproof.runs.integrity import changed
+    from shardproof.runs.run_folder import read
 
     with baseline.opened(name) as folder:
         if folder is None:
@@ -232,7 +235,7 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
             doubts = list(changed(folder))
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
             doubts = [doubt.replace(str(folder), name) for doubt in doubts]
-        return baseline.of_folder(folder), doubts
+        return of_run(read(folder, strict=True)), doubts
 
 
 def _day(text: str | None) -> datetime.date:
@@ -250,10 +253,10 @@ def _tell(
     from shardproof.compare import gate_output
 
     for line in gate_output.lines(gated):
-        typer.echo(line)
+        echo(line)
     if annotations:
         for line in gate_output.github(gated):
-            typer.echo(line)
+            echo(line)
     if summary is not None:
         before = summary.read_text(encoding="utf-8") if append and summary.is_file() else ""
         options.write(summary, before + gate_output.summary(gated))

@@ -12,7 +12,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Self
 
+import typer
+
 from shardproof import verdicts
+from shardproof.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +35,12 @@ def make_console() -> Console:
 
 def print_line(console: Console, text: str) -> None:
     """Print one line unchanged: no markup, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
+    """The same on standard output (``err``: error), without rich; ``nl``: end the line."""
+    typer.echo(printable(text), err=err, nl=nl)
 
 
 class _Bar:
@@ -118,7 +126,7 @@ class Progress(_Bar):
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"{result.verdict}: {result.id}", style="bold red"))
+        self.console.print(Text(printable(f"{result.verdict}: {result.id}"), style="bold red"))
         for line in result.reason.splitlines()[:12]:
             print_line(self.console, f"    {line}")
         print_line(self.console, f"    rerun: {result.rerun}")

@@ -9,6 +9,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
+from shardproof.commands.console import echo
 
 
 def verify(run: options.Run = None) -> None:
@@ -38,7 +39,7 @@ def verify(run: options.Run = None) -> None:
     else:
         verified, about = verify_run(find_run(run, supervision.RESULTS)), ()
     for text in (*verified.problems, *about, verified.sentence()):
-        typer.echo(text)
+        echo(text)
     if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
     judged = verified.cases + verified.kills + verified.benches + verified.scalings
@@ -81,14 +82,14 @@ def bundle(
         reports = _reports(folder)
     packed = pack(folder, output, reports, force)
     listing = packed.listing
-    typer.echo(
+    echo(
         f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
         f"in {packed.bytes / 1e6:.1f} MB"
     )
     for text in notes(listing):
-        typer.echo(text)
+        echo(text)
     for name in listing.left_out:
-        typer.echo(f"left out: {name}")
+        echo(f"left out: {name}")
 
 
 def _reports(folder: Path) -> dict[str, str]:
@@ -135,7 +136,7 @@ def badges(
     with open_run(run, supervision.RESULTS) as folder:
         require_unchanged(folder)
         names = drawing.write(read(folder), output)
-    typer.echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
+    echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 
 
 def doctor() -> None:
@@ -149,7 +150,7 @@ def doctor() -> None:
     ready = True
     for finding in examine(supervision.RESULTS):
         ready = ready and finding.state != "bad"
-        typer.echo(f"{finding.state:4}  {finding.what}: {finding.found}")
+        echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:
-            typer.echo(f"      -> {finding.remedy}")
+            echo(f"      -> {finding.remedy}")
     raise typer.Exit(verdicts.HELD if ready else verdicts.NOT_DECIDED)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 
 Entries = list[tuple[str, str]]
@@ -114,4 +115,4 @@ def list_(
         rows = LISTS[what]()
     width = max((len(name) for name, about in rows if about), default=0)
     for name, about in rows:
-        typer.echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
+        echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)

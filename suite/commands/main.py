@@ -6,6 +6,7 @@ Heavy imports wait until a command needs them.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from shardproof.commands import (
     scenario_files,
     study,
 )
+from shardproof.commands.console import echo
 from shardproof.errors import InputError, Problem
 from shardproof.files import UNWRITABLE
 
@@ -93,7 +95,7 @@ def cluster(context: typer.Context) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"shardproof {VERSION}")
+        echo(f"shardproof {VERSION}")
         raise typer.Exit
 
 
@@ -111,11 +113,14 @@ def main() -> None:
     """Run the command line; faults of input become one line each and exit code 2."""
     if sys.argv[1:2] == ["list"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names may hold what is no text
     try:
         app()
     except InputError as error:
         for problem in error.problems:
-            typer.echo(str(problem), err=True)
+            echo(str(problem), err=True)
         sys.exit(verdicts.BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(verdicts.INTERRUPTED)
@@ -130,5 +135,5 @@ def main() -> None:
             sys.exit(verdicts.HELD)
         where = str(error.filename or "standard output")
         remedy = "make room there, or name another place"
-        typer.echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
+        echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
         sys.exit(verdicts.BAD_INPUT)

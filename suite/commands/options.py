@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def output(flag: str, about: str) -> Any:
 def write(path: Path, text: str) -> None:
     """Write the file of such an option, whole; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    write_whole(path, printable(text))
 
 
 Results = Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -64,21 +65,21 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
             raise SelectionError(Problem(why, remedy, run.path.name))
         if run.cases:
             reports.insert(reports.markdown(run), into)
-            typer.echo(f"{into}: table of run {run.path.name}")
+            echo(f"{into}: table of run {run.path.name}")
         if missing:
-            typer.echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
+            echo(f"{into}: its table of peers stays: {peers.why_not(missing)}")
         elif beside:
             reports.insert(peers.section(run), into, peers.BEGIN, peers.END)
-            typer.echo(f"{into}: reference beside upstream systems, run {run.path.name}")
+            echo(f"{into}: reference beside upstream systems, run {run.path.name}")
     elif form == "markdown":
         timed = [
             *([tables.table(lines.pairs(run)).markdown()] if run.benches else []),
             *([scaling_tables.markdown(lines.cells(run))] if run.scalings else []),
         ]
         judged = [reports.markdown(run)] if run.cases or not timed else []
-        typer.echo("\n".join([*judged, *timed]), nl=False)
+        echo("\n".join([*judged, *timed]), nl=False)
     elif form == "html":
-        typer.echo(reports.html(run), nl=False)
+        echo(reports.html(run), nl=False)
     else:
         console = make_console()
         if run.cases:

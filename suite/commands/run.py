@@ -15,6 +15,7 @@ import typer
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
 
@@ -159,12 +160,12 @@ def run_and_exit(
     planned = fit_cases(cases, durations, workers, budget)
     if dry_run:
         for case in planned.chosen:
-            typer.echo(case.id)
+            echo(case.id)
         summary = f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s"
         if not planned.chosen:
             summary = "nothing to run" + ("" if cases else f": {len(kept)} results are there")
         left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
-        typer.echo(f"{summary}{left_out}", err=True)
+        echo(f"{summary}{left_out}", err=True)
         return
     with open_folder(results) as folder:
         raise typer.Exit(execute(folder, planned, workers, budget, durations, kept, junit))

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from shardproof.commands.console import echo
 from shardproof.errors import InputError, Problem
 
 
@@ -29,7 +30,7 @@ def check_scenario(
     for path in files:
         try:
             if kind := timed(path):
-                typer.echo(_timed(path, kind))
+                echo(_timed(path, kind))
                 continue
             file = load(path)
             cases = expand(file, installed())
@@ -38,7 +39,7 @@ def check_scenario(
             continue
         good.append(path)
         quick = sum(case.tier == "quick" for case in cases)
-        typer.echo(f"{file.file}: {file.name}, {len(cases)} cases, {quick} of them quick")
+        echo(f"{file.file}: {file.name}, {len(cases)} cases, {quick} of them quick")
     try:
         load_all(good)
     except InputError as error:
@@ -82,4 +83,4 @@ def schema(
         from shardproof.bench.scaling.matrix import ScalingScenario
 
         model = ScalingScenario
-    typer.echo(json.dumps(json_schema(model, shape), indent=2))
+    echo(json.dumps(json_schema(model, shape), indent=2))

@@ -9,6 +9,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options, run
+from shardproof.commands.console import echo
 from shardproof.launch.process_control import cores
 
 studies = typer.Typer(
@@ -72,7 +73,7 @@ def calibrate(
 
 def calibrate_by_its_old_name(seeds: int = 30, jobs: options.Jobs = None) -> None:
     """Old name of `shardproof study calibrate`."""
-    typer.echo("`shardproof calibrate` is now `shardproof study calibrate`", err=True)
+    echo("`shardproof calibrate` is now `shardproof study calibrate`", err=True)
     calibrate(seeds, jobs)
 
 
@@ -82,7 +83,7 @@ def overhead() -> None:
     from shardproof.studies.overhead import sentences
 
     for sentence in sentences():
-        typer.echo(sentence)
+        echo(sentence)
 
 
 @studies.command("false-alarms", short_help="How often `bench` errs on this machine.")

@@ -16,12 +16,12 @@ from typing import Any
 from shardproof.cases.kills import Pair, judge_kill, parent_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, one_line
 from shardproof.evidence.account import Account
 from shardproof.files import DAMAGE
 from shardproof.runs import records
 from shardproof.runs.bundle.form import Listing
-from shardproof.runs.bundle.unpacking import printable, unpacked
+from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import LeadsOut, RecordError
@@ -97,7 +97,7 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
             problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
             verified = Verified(0, 0, 0, [problem])
         texts = (text.replace(str(bundle.folder), str(archive)) for text in verified.problems)
-        problems = list(dict.fromkeys([*bundle.problems, *map(printable, texts)]))
+        problems = list(dict.fromkeys([*bundle.problems, *map(one_line, texts)]))
         return replace(verified, problems=problems), bundle.listing
 
 

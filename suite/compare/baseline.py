@@ -38,7 +38,9 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
     with opened(name, root) as folder:
         if folder is None:
             return read(Path(name))
-        snapshot = of_folder(folder)  # first: what is damaged is told by its line
+        snapshot = of_run(
+            run_folder.read(folder, strict=True)
+        )  # first: what is damaged is told by its line
         require_unedited(folder)
         return snapshot
 
@@ -67,17 +69,6 @@ def _packed(name: str) -> bool:
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
         raise SelectionError(Problem(why, "name a run or a baseline", file=name)) from None
-
-
-def of_folder(path: Path) -> Snapshot:
-    """The snapshot of the run in ``path``.
-
-    :raises SelectionError: it is damaged, or of another format.
-    """
-    return of_run(run_folder.read(path, strict=True))
-
-
-# ------------------------------------------------------------------------------------- writing
 
 
 def save(snapshot: Snapshot, path: Path) -> None:
@@ -145,9 +136,6 @@ def _row(
         "beside": dict(entry.beside),
     }
     return {key: value for key, value in row.items() if value}
-
-
-# ------------------------------------------------------------------------------------- reading
 
 
 def read(path: Path) -> Snapshot:
@@ -240,9 +228,6 @@ def _sample(numbers: Sequence[float]) -> Sample:
     if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
         raise ValueError(f"no ratio: {numbers}")
     return sample
-
-
-# ------------------------------------------------------------------------------------- joining
 
 
 def joined(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -295,7 +295,6 @@ def verdict_on(difference: Difference, least: float, larger_is_better: bool) -> 
 
 
 def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:
-    """What to know about the runs as wholes."""
     if before.hardware != after.hardware:
         yield f"other hardware: {before.hardware}; now {after.hardware}"
     for name in ("suite", "torch", "python", "commit"):

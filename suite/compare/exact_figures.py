@@ -70,28 +70,9 @@ STATUS = ".status"
 VERDICT = "verdict"
 #: From good to bad; what a change of verdict or of a check's status is measured by.
 _ORDER = (
-    *(
-        "pass",
-        WORKING_PRECISION_ONLY,
-        "killed",
-        "timed",
-        "holds",
-        "xpass",
-        "xfail",
-        "below",
-        "skip",
-    ),
-    REPLICAS_ONLY,
-    *(
-        "precondition",
-        "inconclusive",
-        "undecidable",
-        "judge error",
-        "refused",
-        "hang",
-        "crash",
-        "fail",
-    ),
+    *("pass", WORKING_PRECISION_ONLY, "killed", "timed", "holds", "xpass", "xfail", "below"),
+    *("skip", REPLICAS_ONLY, "precondition", "inconclusive", "undecidable", "judge error"),
+    *("refused", "hang", "crash", "fail"),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 

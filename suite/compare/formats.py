@@ -48,7 +48,6 @@ def terminal(report: ComparisonReport, console: Console) -> None:
 
 
 def markdown(report: ComparisonReport) -> str:
-    """Summary and tables as Markdown, without the heading of the whole."""
     parts = [f"{markdown_text(line)}\n" for line in report.summary]
     return "\n".join([*parts, *(section(table, 2) for table in report.tables)])
 
@@ -60,14 +59,10 @@ def section(table: Table, level: int) -> str:
 
 
 def html(report: ComparisonReport) -> str:
-    """The same as one self-contained page."""
     from jinja2 import Environment, FileSystemLoader
 
     jinja = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     return jinja.get_template("compare.html").render(report=report)
-
-
-# ------------------------------------------------------------------------------- for machines
 
 
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:

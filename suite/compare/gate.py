@@ -41,9 +41,8 @@ Rule = Literal[
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
-#: Verdicts that decide nothing: a run of these alone holds nothing.
-_UNDECIDED = verdicts.OPEN | {"skip"}
-_DECIDED = frozenset(verdicts.VERDICTS) - _UNDECIDED
+#: Of the others a run holds nothing.
+_DECIDED = frozenset(verdicts.VERDICTS) - verdicts.OPEN - {"skip"}
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 
@@ -161,8 +160,6 @@ def judge(
 
 
 class _Judge:
-    """The rules; each method yields the findings of one."""
-
     def __init__(
         self, comparison: RunComparison, policy_file: PolicyFile, today: datetime.date
     ) -> None:
@@ -366,8 +363,6 @@ class _Judge:
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""
 
-    # ------------------------------------------------------------------------------- small things
-
     def _in_scope(self, name: str) -> bool:
         return any(old_words.glob(name, pattern) for pattern in self.policy.cases.scope)
 
@@ -394,7 +389,6 @@ class _Judge:
     def _perhaps(
         cls, level: Level, rule: Rule, entry: Entry | str, message: str
     ) -> Iterator[GateFinding]:
-        """What a policy's ``level`` makes of it."""
         if level != "ignore":
             yield cls._finding("breaks" if level == "break" else "reported", rule, entry, message)
 

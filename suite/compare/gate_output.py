@@ -94,9 +94,6 @@ def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
     return junit.Item(name, "skipped", message, text, kind=first.rule)
 
 
-# --------------------------------------------------------------------------------- annotations
-
-
 def github(gate: Gate) -> Iterator[str]:
     """Workflow commands: one annotation a place and rule, because a job shows few of them."""
     groups: dict[tuple[str, str, str, int | None], list[GateFinding]] = defaultdict(list)

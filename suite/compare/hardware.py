@@ -24,7 +24,6 @@ NOTE = (
 def report(
     reference: Snapshot, others: Sequence[RunComparison], only_changed: bool = False
 ) -> ComparisonReport:
-    """The tables across hardware; ``others`` have ``reference`` as theirs."""
     snapshots = [reference, *(c.after for c in others)]
     made = ComparisonReport(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
     made.tables.append(machines(reference, others))
@@ -91,7 +90,6 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
 
 
 def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: bool) -> list[Table]:
-    """Ratios of times and efficiencies, a row a ratio and a column a machine."""
     columns = [reference, *(c.after for c in others)]
     compared: list[Mapping[tuple[str, str], Timing]] = [
         {},

@@ -1,17 +1,7 @@
 """What breaks a gate: a policy file (YAML), every fault in it named with its line.
 
-    about: pull requests
-    verdicts: {xpass: report, skip: new}      # break, new, report or ignore
-    figures:
-      worse: break                            # break, report or ignore
-      allow:
-        - {cases: "fsdp-*::*", figures: [traffic.setup_bytes], reason: ..., until: 2027-01-31}
-    times: {slower: break, slowdown: 0.05, allow: [{pairs: "bench::zero3*", slowdown: 0.15, ...}]}
-    cases: {missing: break, scope: ["ddp-*"]}
-    xfails:
-      - {cases: "pipeline-native::*", reason: "link to the bug", until: 2027-01-31}
-
-Whatever is left out has the default that its field names.  Patterns are globs on whole ids.
+``deploy/ci/policy.yaml`` shows every key.  Whatever is left out has the default that its field
+names.  Patterns are globs on whole ids.
 """
 
 from __future__ import annotations

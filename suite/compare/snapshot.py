@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from shardproof import verdicts
 from shardproof.bench import lines as timed
-from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine, Twin
+from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.subjects import LETTERS
 from shardproof.checks.results import CaseResult
@@ -170,7 +170,7 @@ def _case(result: CaseResult, version: Version) -> Entry:
     figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
     return Entry(
         id=result.id,
-        implementation=_titled(case.implementation, case.label),
+        implementation=case.system,
         strategy=strategy_of(case.implementation, _claimed(figures)),
         backend=case.backend,
         world=case.world,
@@ -188,6 +188,7 @@ def _case(result: CaseResult, version: Version) -> Entry:
 def _bench(line: PairLine, version: Version) -> Entry:
     pair, figures = line.pair, line.figures
     known = figures is not None and _means_something(line)
+    twin = None if figures is None else figures.aa
     beside: dict[str, float] = {}
     exact: dict[str, exact_figures.Scalar] = {}
     if isinstance(line.memory, Memory):
@@ -215,7 +216,7 @@ def _bench(line: PairLine, version: Version) -> Entry:
         cell=_cell(cell, tuple(cell)),
         reason=line.reason,
         samples={"time": _sample(figures.log)} if known and figures is not None else {},
-        same=_same(figures.aa if figures is not None else None),
+        same=None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks),
         beside=beside,
     )
 
@@ -262,14 +263,6 @@ def _means_something(line: PairLine | CellLine) -> bool:
 
 def _sample(log: Estimate) -> Sample:
     return Sample(log.mean, log.sd, log.blocks)
-
-
-def _same(twin: Twin | None) -> Sample | None:
-    return None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks)
-
-
-def _titled(implementation: str, more: str | None) -> str:
-    return implementation + (f"+{more}" if more else "")
 
 
 def strategy_of(implementation: str, claimed: str = "") -> str:

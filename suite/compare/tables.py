@@ -40,7 +40,6 @@ class ComparisonReport:
 def report(
     comparisons: Sequence[RunComparison], by: str = "", only_changed: bool = False
 ) -> ComparisonReport:
-    """The report of comparisons that share their reference."""
     reference = comparisons[0].before
     names = ", ".join(comparison.after.name for comparison in comparisons)
     made = ComparisonReport(f"{names} against {reference.name}")
@@ -124,7 +123,6 @@ def presence(comparison: RunComparison) -> Table:
 
 
 def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
-    """Exact figures by implementation and backend, by strategy or by backend."""
     names, key = BY[by]
     members: dict[tuple[str, ...], list[Pairing]] = defaultdict(list)
     for pair in comparison.pairs:

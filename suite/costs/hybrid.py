@@ -67,8 +67,6 @@ class Hybrid(CostModel):
     def stages(self) -> Stages:
         return stages_of(self.facts)
 
-    # ------------------------------------------------------------------- what the data axes see
-
     def _models(self, pipe: int, tensor: int) -> list[CostModel]:
         """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
         if not self.is_cut:
@@ -142,8 +140,6 @@ class Hybrid(CostModel):
         number = at["replicate"] * self.facts.size("shard") + at["shard"]
         return self.models(at["pipe"], at["tensor"]), number
 
-    # ---------------------------------------------------------------------------------- traffic
-
     def flows(self) -> list[Flow]:
         facts = self.facts
         flows = [
@@ -186,8 +182,6 @@ class Hybrid(CostModel):
             local = tuple(self.local_part(t, tensor) for t in facts.parameters)
             axes = {"pipe": facts.size("pipe"), "replicate": data}
             yield from Pipeline(replace(facts, parameters=local, axes=axes)).tied_messages()
-
-    # ----------------------------------------------------------------------------------- memory
 
     resident, at_point = _added("resident"), _added("at_point")
     host, host_traffic = _added("host"), _added("host_traffic")

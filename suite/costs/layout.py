@@ -26,6 +26,8 @@ class Flat:
 
     members: tuple[TensorFacts, ...]
     shards: int
+    #: Elements that a shard is a multiple of.
+    multiple: int = 1
 
     @property
     def dtype(self) -> str:
@@ -39,7 +41,7 @@ class Flat:
     @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
-        return -(-self.numel // self.shards)
+        return -(-self.numel // (self.shards * self.multiple)) * self.multiple
 
     @property
     def padded(self) -> int:

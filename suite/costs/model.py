@@ -210,8 +210,6 @@ class CostModel(ABC):
     def local(self, rank: int) -> Local:
         """Elements by name on ``rank`` after the last step."""
 
-    # ------------------------------------------------------------------------------ for formulas
-
     def payload(self) -> Fraction:
         """Bytes sent in one step, all axes together."""
         return sum((flow.bytes for flow in self.flows()), Fraction(0))

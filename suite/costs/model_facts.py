@@ -107,8 +107,6 @@ class ModelFacts(Stored):
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     label_smoothing: float | None = None
 
-    # --------------------------------------------------------------------------------- the mesh
-
     @property
     def world(self) -> int:
         return math.prod(self.axes.values())
@@ -137,8 +135,6 @@ class ModelFacts(Stored):
         """Forward and backward passes that the group makes in a step: those of its busiest rank."""
         return max(self.micro_batches, default=0)
 
-    # --------------------------------------------------------------------------- the tensors
-
     @property
     def trainable(self) -> tuple[TensorFacts, ...]:
         """Parameters that are trained, in registration order."""
@@ -155,8 +151,6 @@ class ModelFacts(Stored):
             return [list(self.trainable)]
         by_name = {t.name: t for t in self.trainable}
         return [[by_name[name] for name in names] for names in self.groups]
-
-    # ----------------------------------------------------------------------------- the options
 
     def option(self, name: str, default: Any) -> Any:
         value = self.options.get(name)

@@ -35,8 +35,6 @@ class Pipeline(Single):
     def stages(self) -> Stages:
         return stages_of(self.facts)
 
-    # ------------------------------------------------------------------------------- traffic
-
     def flows(self) -> list[Flow]:
         """2 messages a micro-batch and boundary, gradients of tied tensors, the norm."""
         sizes = [*self.messages(), *self.tied_messages()]
@@ -65,8 +63,6 @@ class Pipeline(Single):
             ranks = len(self.stages.ranks(tensor))
             copies = facts.world // facts.size("pipe")
             yield from (tensor.numel * self.item(tensor),) * ranks * (ranks - 1) * copies
-
-    # -------------------------------------------------------------------------------- memory
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""

@@ -95,14 +95,6 @@ def _is_full_v(setting: Setting) -> bool:
     return setting.equal and setting.micro_batches >= 2 * setting.ranks - 1
 
 
-def _v(setting: Setting) -> Fraction | None:
-    return Fraction(0) if _is_full_v(setting) else None
-
-
-def _v_makespan(setting: Setting) -> Fraction | None:
-    return (setting.ranks - 1) * setting.forward / 2 if _is_full_v(setting) else None
-
-
 def _interleaved_held(setting: Setting, rank: int) -> int:
     """``p - r + (p-1)/v`` full stages at v = 2: a rank further on holds two chunks less."""
     p, v = setting.ranks, setting.chunks
@@ -136,8 +128,8 @@ FORMS: dict[str, ClosedForm] = {
         # Section 6 gives 2p for many micro-batches; with few [derived]: the last stages of a rank
         # come back after all m forwards, or rank + 1 of the second half are under way.
         f"{_ZERO_BUBBLE}, section 6; below 2p [derived]",
-        _v,
-        _v_makespan,
+        lambda s: Fraction(0) if _is_full_v(s) else None,
+        lambda s: (s.ranks - 1) * s.forward / 2 if _is_full_v(s) else None,
         lambda s, rank: min(2 * s.micro_batches, s.micro_batches + 1 + rank, 2 * s.ranks),
     ),
 }

@@ -51,15 +51,9 @@ class TensorParallel(CostModel):
         is_cross_entropy = facts.label_smoothing is not None
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
-    # ------------------------------------------------------------------------------- the layout
-
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
         """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
-
-    def kv_copies(self, layer: str) -> int:
-        """How many ranks hold the same KV head of the fused projection ``layer``."""
-        return max(1, self.ranks // self.heads(layer)[1])
 
     def heads(self, layer: str) -> tuple[int, int]:
         return self.facts.heads[layer.rpartition(".")[0]]
@@ -96,12 +90,10 @@ class TensorParallel(CostModel):
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
                 terms += [(tensor, tensor.numel)] if self.is_sequence else []
-            elif layer.endswith("attention.qkv") and self.kv_copies(layer) > 1:
+            elif layer.endswith("attention.qkv") and self.ranks > self.heads(layer)[1]:
                 queries, kv = self.heads(layer)
                 terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
         return terms
-
-    # ---------------------------------------------------------------------------------- traffic
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -200,8 +192,6 @@ class TensorParallel(CostModel):
 
     def norms(self) -> list[Flow]:
         return norm_flow(self.facts, "tensor")
-
-    # ----------------------------------------------------------------------------------- memory
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]

@@ -416,7 +416,6 @@ class Zero3(CostModel):
         }
 
     def _prefetched(self, phase: str) -> int:
-        """Units that are gathered while another computes."""
         return int(self.facts.option(f"prefetch_{phase}", 1))
 
     def _ahead_of_blocks(self) -> list[str]:
@@ -446,7 +445,6 @@ class Zero3(CostModel):
 
 
 def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
-    """The size of the root unit and so many of the largest others."""
     inner = sorted((size for name, size in sizes.items() if name), reverse=True)
     return [sizes.get("", 0), *inner[:others]]
 

@@ -185,6 +185,7 @@ def run(job: Job, results: Path) -> int:
     if missing:
         raise NoCluster(missing)
     build()
+    results.mkdir(parents=True, exist_ok=True)  # before anything runs
     compose = _compose()
     assert compose is not None
     name = f"shardproof-{os.getpid()}-{int(time.time())}"
@@ -266,18 +267,14 @@ def _interrupt(*_: object) -> None:
 def _copy(name: str, results: Path) -> None:
     filters = ["--filter", f"label={LABEL}={name}", "--filter", "label=shardproof.role=head"]
     for container in _lines("docker", "ps", "--all", "--quiet", *filters):
-        results.mkdir(parents=True, exist_ok=True)
         done = _run("docker", "cp", f"{container}:/results/.", str(results), timeout=300)
         if done.returncode != 0:
             print(f"results could not be copied: {done.stderr.strip()}", file=sys.stderr)
 
 
-def remove(name: str | None = None) -> list[str]:
-    """Remove the containers, networks and volumes of run ``name`` (``None``: of all runs).
-
-    Returns what is left, normally nothing.
-    """
-    label = f"label={LABEL}" if name is None else f"label={LABEL}={name}"
+def remove(name: str) -> list[str]:
+    """Remove containers, networks and volumes of run ``name``; what is left, normally nothing."""
+    label = f"label={LABEL}={name}"
     for _ in range(3):
         if found := _lines("docker", "ps", "--all", "--quiet", "--filter", label):
             _run("docker", "rm", "--force", "--volumes", *found, timeout=120)
@@ -288,6 +285,36 @@ def remove(name: str | None = None) -> list[str]:
             return []
         time.sleep(1.0)
     return left
+
+
+def clean(everything: bool = False) -> bool:
+    """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
+    form = f'{{{{.Label "{LABEL}"}}}}'
+    names = _lines("docker", "ps", "--all", "--filter", f"label={LABEL}", "--format", form)
+    for kind in ("network", "volume"):
+        names += _lines("docker", kind, "ls", "--filter", f"label={LABEL}", "--format", form)
+    gone = True
+    for name in sorted({*names}):
+        if not everything and _goes_on(name):
+            print(f"left: {name}, which goes on; `cluster clean --all` ends it, too")
+        else:
+            gone = not remove(name) and gone
+    return gone
+
+
+def _goes_on(name: str) -> bool:
+    """Whether the process that started run ``name`` is there, and no other has its number now."""
+    named = re.fullmatch(r"shardproof-(\d+)-\d+", name)
+    if named is None:
+        return False
+    try:
+        os.kill(int(named[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # another user's
+    command = Path(f"/proc/{named[1]}/cmdline")
+    return not command.exists() or b"cluster" in command.read_bytes()
 
 
 def leftovers(name: str | None = None) -> list[str]:
@@ -318,7 +345,8 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--no-compare", action="store_true", help="skip the same cases run locally")
     builds = commands.add_parser("build", help="build the images if they are missing or old")
     builds.add_argument("--force", action="store_true")
-    commands.add_parser("clean", help="remove what a killed run left behind")
+    cleans = commands.add_parser("clean", help="remove what a killed run left behind")
+    cleans.add_argument("--all", action="store_true", help="also end runs that go on")
     return parser
 
 
@@ -331,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             build(options.force)
             return HELD
         if options.command == "clean":
-            return HELD if not remove() else NOT_DECIDED
+            return HELD if clean(options.all) else NOT_DECIDED
         if options.nodes < 1 or options.ranks_per_node < 1 or options.deadline <= 0:
             print("--nodes, --ranks-per-node and --deadline must be positive", file=sys.stderr)
             return BAD_INPUT
@@ -349,6 +377,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoCluster as error:
         print(f"precondition: {error}", file=sys.stderr)
         return NOT_DECIDED
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror} - name another --results", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -55,10 +55,6 @@ class BrokenImplementation(RuntimeError):
         super().__init__(f"implementation {name!r} {why}")
 
 
-class NotAnImplementation(BrokenImplementation):
-    """The named object is no complete subclass of ``shardproof.contract.Implementation``."""
-
-
 def names() -> list[str]:
     """Every implementation that can be listed, sorted; mutants apart.  Imports none of them."""
     return sorted({*_folder(), *_entry_points()})
@@ -99,8 +95,8 @@ def load(name: str) -> type[Implementation]:
     """The implementation class called ``name``.
 
     :raises UnknownImplementation: no such name; the nearest one is suggested.
-    :raises BrokenImplementation: its module raises on import or exports nothing.
-    :raises NotAnImplementation: what it exports is not an implementation.
+    :raises BrokenImplementation: its module raises on import, or exports no complete subclass of
+        ``shardproof.contract.Implementation``.
     """
     check(name)
     if name.startswith(MUTANTS):
@@ -130,9 +126,6 @@ def load_mutant(name: str) -> Mutant:
             _checked(full, declared.implementation)
             return cast("Mutant", declared)
     raise BrokenImplementation(full, f"is declared in {module.__name__} but not to be found there")
-
-
-# ------------------------------------------------------------------------------------- discovery
 
 
 def _root() -> Path:
@@ -178,9 +171,6 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
-# --------------------------------------------------------------------------------------- loading
-
-
 def _import(name: str, module: str, local: bool = False) -> Any:
     if local:
         _find_local_modules()
@@ -219,10 +209,10 @@ def _checked(name: str, value: Any) -> type[Implementation]:
     from shardproof.contract import Implementation
 
     if not (isinstance(value, type) and issubclass(value, Implementation)):
-        raise NotAnImplementation(name, f"is {value!r}, not a subclass of Implementation")
+        raise BrokenImplementation(name, f"is {value!r}, not a subclass of Implementation")
     lacking = sorted(value.__abstractmethods__)
     if not isinstance(getattr(value, "strategy", None), str):
         lacking.append("strategy")
     if lacking:
-        raise NotAnImplementation(name, f"does not define: {', '.join(lacking)}")
+        raise BrokenImplementation(name, f"does not define: {', '.join(lacking)}")
     return value

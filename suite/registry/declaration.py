@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from types import NoneType
+from typing import Any, get_args
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
@@ -36,6 +37,24 @@ from shardproof.workloads.traits import TRAITS
 UNEQUAL = "unequal_micro_batches"
 
 
+class BrokenContract(RuntimeError):
+    """The implementation did what the contract forbids, or left out what it asks for."""
+
+
+_SEVERAL = (tuple, list, set, frozenset), "a tuple of str"
+#: Type of a field's default -> what it may be instead.
+_KINDS: dict[type, tuple[Any, str]] = {
+    str: (str, "a str"),
+    NoneType: ((int, NoneType), "an int or None"),
+    tuple: _SEVERAL,
+    frozenset: _SEVERAL,
+}
+
+
+def _several(value: object) -> Iterable[object]:
+    return value if isinstance(value, Iterable) else ()
+
+
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, and the ``strategy`` that it claims."""
@@ -44,16 +63,46 @@ class Declaration(Capabilities, Stored):
 
     @classmethod
     def of(cls, system: type[Implementation], options: Options) -> Declaration:
-        """What ``system`` declares; :class:`Refused` for options that it declines."""
-        capabilities = system.capabilities(options)
+        """What ``system`` declares.
+
+        :raises Refused: it declines the options.
+        :raises BrokenContract: it raises anything else, or gives something else.
+        """
+        method = f"{system.__name__}.capabilities(options)"
+        try:
+            capabilities = system.capabilities(options)
+        except Refused:
+            raise
+        except Exception as error:
+            raise BrokenContract(f"{method} raised {error!r}") from error
+        if not isinstance(capabilities, Capabilities):
+            came = type(capabilities).__name__
+            raise BrokenContract(f"{method} returned a {came}, not Capabilities")
         fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
+        for field in dataclasses.fields(Capabilities):
+            value = fields[field.name]
+            kinds, wanted = _KINDS.get(type(field.default), (Mapping, "a mapping of str"))
+            right = isinstance(value, kinds) and not isinstance(value, bool)
+            if not right or not all(isinstance(word, str) for word in _several(value)):
+                came = f"{field.name}={value!r:.80}"
+                raise BrokenContract(f"{method} returned {came}, asked is {wanted}")
         return cls(**fields, strategy=system.strategy)
 
     def problem(self) -> str:
         """What it says that nothing knows, or the trait that it declines although its strategy
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
-        for name, (said, known) in self._words().items():
+        words: dict[str, tuple[Collection[object], Collection[str]]] = {
+            "features": (sorted(self.features), FEATURES),
+            "declines": (self.declines, TRAITS),
+            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
+            "points": (self.points, get_args(Point)),
+            "exactness": ((self.exactness,), get_args(Exactness)),
+            "oracle": ((self.oracle,), get_args(OracleKind)),
+            "buffers": ((self.buffers,), get_args(BufferRule)),
+            "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
+        }
+        for name, (said, known) in words.items():
             for word in said:
                 if word not in known:
                     what = f"{name}: {word!r} means nothing here"
@@ -66,18 +115,6 @@ class Declaration(Capabilities, Stored):
                     f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
                 )
         return ""
-
-    def _words(self) -> dict[str, tuple[Collection[object], Collection[str]]]:
-        return {
-            "features": (sorted(self.features), FEATURES),
-            "declines": (self.declines, TRAITS),
-            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
-            "points": (self.points, get_args(Point)),
-            "exactness": ((self.exactness,), get_args(Exactness)),
-            "oracle": ((self.oracle,), get_args(OracleKind)),
-            "buffers": ((self.buffers,), get_args(BufferRule)),
-            "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
-        }
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""

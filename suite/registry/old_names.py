@@ -13,7 +13,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
@@ -33,7 +33,7 @@ NAMES = {
 }
 
 
-class _Package(InspectLoader):
+class _Package(Loader):
     """Makes the package ``suite``, which has no code and no folder of its own."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -44,11 +44,8 @@ class _Package(InspectLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: it is complete."""
 
-    def get_source(self, fullname: str) -> None:
-        """None: it has no file."""
 
-
-class _Alias(InspectLoader):
+class _Alias(Loader):
     """Answers an old name with the module of the new one."""
 
     def __init__(self, new: str) -> None:
@@ -70,9 +67,6 @@ class _Alias(InspectLoader):
         spec = importlib.util.find_spec(self._new)
         assert spec is not None and isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(self._new)
-
-    def get_source(self, fullname: str) -> None:
-        """None: the source is that of the new name."""
 
 
 class _Finder(MetaPathFinder):

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shardproof import registry
-from shardproof.errors import InputError, Problem, SelectionError, shorten
+from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
 
@@ -44,14 +44,14 @@ def check(
     loaded: dict[str, tuple[str, list[str]]]
     loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
     for text in dict.fromkeys(text for _, texts in loaded.values() for text in texts):
-        print(f"warning: {text}", file=sys.stderr)
+        print(printable(f"warning: {text}"), file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
     for name, (fault, _) in loaded.items():
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             problem = Problem(shorten(fault, _LONGEST), remedy)
-            problems.append(replace(problem, file=file, line=int(line)) if file else problem)
+            problems.append(replace(problem, file=file, line=int(line)) if line else problem)
     if problems:
         raise SelectionError(problems)
 
@@ -73,7 +73,6 @@ def try_to_load(name: str) -> tuple[str, list[str]]:
 
 
 def _unfinished(end: TaskEnd[str]) -> str:
-    """The fault of an import that never finished."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"
     elif end.signal is not None:

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report.capability_matrix import CapabilityCell, State, cells, overall
 from shardproof.runs.run_folder import Run
@@ -146,7 +146,7 @@ def write(run: Run, folder: Path) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**texts, INDEX: index(run, names, whole)}.items():
-            write_whole(folder / name, text)
+            write_whole(folder / name, printable(text))
         for path in folder.glob("*.svg"):
             if path.name not in texts and _is_ours(path):
                 path.unlink()

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardproof.checks.results import CaseResult
-from shardproof.report.tables import Figures, name_of
+from shardproof.report.tables import Figures
 from shardproof.table import Table
 
 _ROW = ("schedule", "ranks x micro-batches")
@@ -78,7 +78,7 @@ def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
         if case.scenario.startswith("bubble") and "in_flight" in figures:
             size = case.mesh["pipe"], case.workload.micro_batches
             on_threads = case.backend == "in_memory"
-            groups[(*size, case.implementation, name_of(case))].append((on_threads, figures))
+            groups[(*size, case.implementation, case.system)].append((on_threads, figures))
     return [
         Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])
         for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])

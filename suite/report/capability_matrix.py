@@ -263,7 +263,6 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
 
 
 def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
-    """One cell of all cases, each counted once with its verdict."""
     cell = CapabilityCell("", "", "")
     for result in results:
         cell._add(result.case, verdicts.kind(result.verdict))
@@ -272,7 +271,6 @@ def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> 
 
 
 def columns(cells: Iterable[CapabilityCell]) -> list[str]:
-    """The capabilities that some cell is about, in order of columns."""
     there = {cell.capability for cell in cells}
     return [name for name in CAPABILITIES if name in there]
 

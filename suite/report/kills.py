@@ -10,7 +10,7 @@ from shardproof.checks.results import Kill
 from shardproof.report.looks import chip
 from shardproof.table import Cell, Mark, Row, Table
 
-#: What the marks of :func:`kill_matrix` mean.
+#: What the marks of :func:`table` mean.
 MARKS = {
     "K": "killed by its named check",
     "x": "fails too",
@@ -20,34 +20,22 @@ MARKS = {
 LEGEND = "; ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark) + "."
 
 
-def kill_matrix(kills: Sequence[Kill]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
-    lines = []
-    for kill in kills:
-        marks = []
-        for check in columns:
-            named, fails = check in kill.killed_by, check in kill.failing
-            marks.append("K" if named and fails else "!" if named else "x" if fails else "")
-        lines.append((kill.name, marks))
-    return columns, lines
-
-
 def table(kills: Sequence[Kill]) -> Table:
-    """The kill matrix with what became of each fault; survivors are marked."""
-    columns, lines = kill_matrix(kills)
+    """Fault x check as one of :data:`MARKS`, with what became of each fault."""
+    columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
     marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
     survivors = any(not kill.killed for kill in kills)
     rows: list[Row] = [
         (
-            name,
+            kill.name,
             chip("killed" if kill.killed else "survives"),
-            *map(_mark, row_marks),
+            *(_mark(check in kill.killed_by, check in kill.failing) for check in columns),
             kill.parent,
             kill.lane,
             "-" if kill.margin is None else f"{float(kill.margin):.1e}",
             *([kill.why_not] if survivors else []),
         )
-        for kill, (name, row_marks) in zip(kills, lines, strict=True)
+        for kill in kills
     ]
     upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
     headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
@@ -57,7 +45,8 @@ def table(kills: Sequence[Kill]) -> Table:
     return Table("Planted faults", headings, rows, marks, notes, align)
 
 
-def _mark(mark: str) -> Cell:
+def _mark(named: bool, fails: bool) -> Cell:
+    mark = "K" if named and fails else "!" if named else "x" if fails else ""
     looks = {"K": ("mark mark-K", "0"), "!": ("mark mark-no", "1"), "x": ("mark mark-x", "2")}
     style, key = looks.get(mark, ("mark", "-"))
     html = f'<span title="{MARKS[mark]}">{mark}</span>' if mark else ""

@@ -162,7 +162,6 @@ def _open_times(run: Run) -> Limit:
 
 
 def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
-    """The implementation and every check of each case that ran."""
     for result in results:
         if verdicts.kind(result.verdict) != "skip":
             yield from ((result.case.implementation, outcome) for outcome in result.checks)
@@ -171,7 +170,6 @@ def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
 def _with_members(
     groups: Mapping[tuple[str, ...], list[str]], most: int
 ) -> dict[tuple[str, ...], list[str]]:
-    """``groups`` whose keys end with the distinct members, of which ``most`` are named."""
     return {(*key, some(sorted(set(members)), most)): members for key, members in groups.items()}
 
 

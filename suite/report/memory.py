@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardproof.checks.results import CaseResult
-from shardproof.report.tables import Figures, name_of
+from shardproof.report.tables import Figures
 from shardproof.table import Mark, Table
 
 HEADINGS = (
@@ -31,7 +31,6 @@ ACCOUNTING = (
 
 
 def table(results: Iterable[CaseResult]) -> Table:
-    """One row per distinct cell, by world."""
     rows = [row for row, _ in with_figures(results)]
     marks: list[Mark] = ["bad" if FAILS in row[MEASURED] else "" for row in rows]
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
@@ -48,7 +47,7 @@ def allocator(results: Iterable[CaseResult]) -> Table:
             case = result.case
             ratio = f"{held / counted:.3f}x" if counted else "-"
             optimizer, world = case.optimizer.name, str(case.world)
-            rows.append((name_of(case), optimizer, world, f"{held:,}", f"{counted:,}", ratio))
+            rows.append((case.system, optimizer, world, f"{held:,}", f"{counted:,}", ratio))
     headings = ("implementation", "optimizer", "world", "allocator", "ledger", "ratio")
     note = "Nothing is judged by the allocator: it rounds up, and holds the suite's tensors, too."
     return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr")
@@ -62,7 +61,7 @@ def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], F
         if check is None or "ratio_measured" not in check.figures:
             continue
         case, figures = result.case, check.figures
-        name = name_of(case)
+        name = case.system
         precision = ", ".join(f"{k} {v}" for k, v in case.precision.items()) or case.dtype
         theory, limit, promised = (figures[f"ratio_{k}"] for k in ("theory", "limit", "promised"))
         failed = FAILS if check.status == "fail" else ""

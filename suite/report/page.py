@@ -92,7 +92,7 @@ def html(run: Run) -> str:
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         headline=summary.headline(run),
         provenance=run.provenance,
-        started=_moment(run.header.invocations[0].started),
+        started=run.header.invocations[0].started.replace("T", " ").replace("+00:00", " UTC"),
         tiles=_tiles(run),
         broken=broken[:SHOWN],
         more_broken=_by_implementation(broken[SHOWN:]),
@@ -116,7 +116,7 @@ def html(run: Run) -> str:
         scaling=curves.table(cells) if cells else None,
         scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
-        comparison_notes=[row.notes for row in forest.rows(pairs)] if pairs else [],
+        comparison_notes=[[text.strip() for text in times.details(pair)] for pair in pairs],
         lost=times.lost(pairs) if pairs else "",
         kills=kills.table(judged),
         kill_counts=kills.kill_counts(judged) if judged else "",
@@ -133,7 +133,6 @@ def parts(name: str) -> Markup:
 
 
 def _broken(run: Run) -> list[BrokenItem]:
-    """Everything that broke; the first failed cases with a map of their errors."""
     broken, drawn = [], 0
     for number, item in enumerate(summary.breaks(run), 1):
         picture = None
@@ -198,7 +197,3 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
             heads = Counter(head(line["verdict"]) for line in timed)
             tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]
     return tiles
-
-
-def _moment(moment: str) -> str:
-    return moment.replace("T", " ").replace("+00:00", " UTC")

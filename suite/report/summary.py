@@ -71,7 +71,6 @@ def breaks(run: Run) -> list[Break]:
 
 
 def _again(run: Run) -> str:
-    """The last command that timed something."""
     commands = [one.command for one in run.header.invocations if "bench" in one.command]
     return shlex.join(commands[-1]) if commands else ""
 
@@ -89,38 +88,31 @@ def headline(run: Run) -> Headline:
     fallen = sum(heads[word] for word in BROKEN)
     unsure = sum(heads[word] for word in OPEN)
     missing = unfinished(run)
-    broke = [
-        *([f"{red} of {judged} judged cases broke"] if red else []),
-        *([f"{len(alive)} of {len(planted)} planted faults survive"] if alive else []),
-        *([f"{fallen} of {len(timed)} timings broke"] if fallen else []),
-    ]
-    opened = [
-        *([f"{undecided} of {judged} cases are not decided"] if undecided else []),
-        *([f"{unsure} of {len(timed)} timings are not decided"] if unsure else []),
-        *([f"{len(missing)} planned ones have no result"] if missing else []),
-    ]
+    broke = _told(
+        (red, f"of {judged} judged cases broke"),
+        (len(alive), f"of {len(planted)} planted faults survive"),
+        (fallen, f"of {len(timed)} timings broke"),
+    )
+    opened = _told(
+        (undecided, f"of {judged} cases are not decided"),
+        (unsure, f"of {len(timed)} timings are not decided"),
+        (len(missing), "planned ones have no result"),
+    )
     anything = judged or planted or timed
     details = tuple(_details(run, counts))
     if broke:
-        return Headline("broke", _sentence("It did not hold", [*broke, *opened]), details)
+        return Headline("broke", f"It did not hold: {', '.join([*broke, *opened])}.", details)
     if opened:
-        return Headline("open", _sentence("Not decided", opened), details)
+        return Headline("open", f"Not decided: {', '.join(opened)}.", details)
     if not anything:
         return Headline("open", "Nothing was judged.", details)
-    held = [
-        *([f"{judged} judged {_plural('case', judged)}"] if judged else []),
-        *([f"{len(planted)} planted {_plural('fault', len(planted))}"] if planted else []),
-        *([f"{len(timed)} {_plural('timing', len(timed))}"] if timed else []),
-    ]
+    nouns = ((judged, "judged case"), (len(planted), "planted fault"), (len(timed), "timing"))
+    held = _told(*((count, f"{noun}{'s' * (count != 1)}") for count, noun in nouns))
     return Headline("held", f"It held: {', '.join(held)}, nothing broke.", details)
 
 
-def _sentence(start: str, parts: list[str]) -> str:
-    return f"{start}: {', '.join(parts)}."
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+def _told(*counts: tuple[int, str]) -> list[str]:
+    return [f"{count} {what}" for count, what in counts if count]
 
 
 def _details(run: Run, counts: Counter[str]) -> Iterator[str]:

@@ -11,45 +11,16 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from shardproof import verdicts
-from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
 from shardproof.table import Mark, Table
 
 #: Figures of one check, by name: their shapes are the check's own.
 Figures = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """Cases of one implementation and backend, at one world size or at several."""
-
-    implementation: str
-    backend: str
-    members: Sequence[CaseResult]
-
-    @property
-    def red(self) -> bool:
-        return any(verdicts.kind(result.verdict) in verdicts.RED for result in self.members)
-
-    def cells(self) -> tuple[str, ...]:
-        worst = max(self.members, key=_share_of)
-        counted = [r for r in self.members if r.bytes_sent and r.bytes_expected]
-        sent, expected = bytes_of(counted) if counted else (None, None)
-        return (
-            self.implementation,
-            self.backend,
-            _span(sorted({result.case.world for result in self.members})),
-            counts_text(verdicts.count(self.members)),
-            error_of(worst),
-            bytes_text(sent, expected) + _times(*textbook(counted)),
-            f"{statistics.median(result.seconds for result in self.members):.2f}",
-        )
 
 
 HEADINGS = (
@@ -59,27 +30,31 @@ HEADINGS = (
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
-    """:func:`rows` as a table; rows of what broke are marked."""
-    made = rows(results, detailed)
-    marks: list[Mark] = ["bad" if row.red else "" for row in made]
-    return Table("Results", HEADINGS, [row.cells() for row in made], marks, align="llrlllr")
-
-
-def rows(results: Iterable[CaseResult], detailed: bool = True) -> list[Row]:
-    """One row per (implementation with options, backend, world), or (implementation, backend)."""
+    """A row for each implementation with options, backend and world, or (not ``detailed``)
+    implementation and backend; rows of what broke are marked.
+    """
     groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
         case = result.case
-        name, world = (name_of(case), case.world) if detailed else (case.implementation, 0)
+        name, world = (case.system, case.world) if detailed else (case.implementation, 0)
         groups[name, case.backend, world].append(result)
-    return [
-        Row(implementation, backend, members)
-        for (implementation, backend, _), members in sorted(groups.items())
-    ]
-
-
-def name_of(case: Case) -> str:
-    return case.implementation + (f"+{case.label}" if case.label else "")
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for (name, backend, _), members in sorted(groups.items()):
+        counts = verdicts.count(members)
+        marks.append("bad" if any(counts[verdict] for verdict in verdicts.RED) else "")
+        counted = [r for r in members if r.bytes_sent and r.bytes_expected]
+        sent, expected = bytes_of(counted) if counted else (None, None)
+        rows.append(
+            (
+                *(name, backend, _span(sorted({result.case.world for result in members}))),
+                ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
+                error_of(max(members, key=_share_of)),
+                bytes_text(sent, expected) + _times(*textbook(counted)),
+                f"{statistics.median(result.seconds for result in members):.2f}",
+            )
+        )
+    return Table("Results", HEADINGS, rows, marks, align="llrlllr")
 
 
 def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
@@ -107,10 +82,6 @@ def _span(worlds: Sequence[int]) -> str:
     if len(worlds) > 2 and list(worlds) == list(range(worlds[0], worlds[-1] + 1)):
         return f"{worlds[0]}-{worlds[-1]}"
     return ", ".join(map(str, worlds))
-
-
-def counts_text(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts.get(v))
 
 
 def error_is_ratio(result: CaseResult) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import curves
@@ -60,11 +60,8 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
         remedy = f"put one line {begin} and below it one line {end} into it"
         raise SelectionError(Problem("--into: no markers", remedy, str(path)))
-    new = pattern.sub(lambda _: f"{begin}\n{text.rstrip()}\n{end}", old)
+    new = pattern.sub(lambda _: f"{begin}\n{printable(text.rstrip())}\n{end}", old)
     write_whole(path, new)
-
-
-# ------------------------------------------------------------------------------------ sections
 
 
 def _broken(run: Run) -> Iterator[str]:
@@ -76,7 +73,8 @@ def _broken(run: Run) -> Iterator[str]:
         yield summary.by_cause(broken).markdown()
         yield from (f"The first {IN_FULL} of {len(broken)}:", "")
     for item in broken[:IN_FULL]:
-        yield f"- **{markdown_text(item.verdict)}** `{_code(item.name)}`"
+        name = item.name.replace("`", "'")
+        yield f"- **{markdown_text(item.verdict)}** `{name}`"
         rerun = ["", item.rerun] if item.rerun else []
         fenced = _fenced([*item.reason.splitlines(), *rerun])
         yield from ("", *(f"  {line}".rstrip() for line in fenced), "")
@@ -141,9 +139,6 @@ def _limits(run: Run) -> Iterator[str]:
         yield from limit.table.notes
 
 
-# --------------------------------------------------------------------------------------- forms
-
-
 def _section(table: Table) -> tuple[str, ...]:
     return ("", f"## {table.title}", "", table.markdown())
 
@@ -171,7 +166,3 @@ def _fenced(lines: Iterable[str]) -> list[str]:
     shown = list(lines)
     fence = "~" * max([4, *(len(run) + 1 for line in shown for run in re.findall("~{4,}", line))])
     return [f"{fence}text", *shown, fence]
-
-
-def _code(text: str) -> str:
-    return text.replace("`", "'")

@@ -32,7 +32,7 @@ from shardproof import VERSION, old_words
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.contract import Options
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
 from shardproof.runs.header import (
     FORMAT,
@@ -186,7 +186,7 @@ class RunFolder:
     def write(self, file: str, content: str | bytes) -> None:
         """Write a file of this run, and note its digest; both or, on a full disk, neither."""
         if isinstance(content, str):
-            content = content.encode("utf-8", "backslashreplace")
+            content = printable(content).encode()
         with self._manifest.sealing(file, hashlib.sha256(content).hexdigest()):
             write_whole(self.path / file, content)
 
@@ -337,6 +337,8 @@ def standard(value: Any) -> Any:
         return [standard(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 

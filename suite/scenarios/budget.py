@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from shardproof.case import Case
 from shardproof.runs.durations import Durations
@@ -20,6 +21,14 @@ DEFAULT_SECONDS = {"in_memory": 0.4}
 OTHER_SECONDS = 0.8
 #: Starting and stopping the launcher.
 START_SECONDS = 4.0
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Named)
 
 
 @dataclass(frozen=True)
@@ -35,15 +44,20 @@ def fit_cases(
     cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None
 ) -> CaseSchedule:
     """Choose the ``cases`` that ``jobs`` leaders can run in ``minutes`` (``None``: all)."""
-    estimates = _estimates(cases, durations)
+    expected = estimates(
+        cases,
+        {case.id: durations.estimate(case.id) for case in cases},
+        like=lambda case: case.backend,
+        guess=lambda case: DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS),
+    )
     if minutes is None:
-        used = START_SECONDS + sum(estimates.values()) / jobs
+        used = START_SECONDS + sum(expected.values()) / jobs
         return CaseSchedule(list(cases), [], used if cases else 0.0)
     chosen: list[Case] = []
     left_out: list[Case] = []
     used = START_SECONDS
     for case in _in_turn(cases):
-        cost = estimates[case.id] / jobs
+        cost = expected[case.id] / jobs
         if used + cost <= minutes * 60:
             used += cost
             chosen.append(case)
@@ -52,22 +66,23 @@ def fit_cases(
     return CaseSchedule(chosen, left_out, used if chosen else 0.0)
 
 
-def _estimates(cases: Sequence[Case], durations: Durations) -> dict[str, float]:
-    known = {case.id: durations.estimate(case.id) for case in cases}
-    by_backend: dict[str, list[float]] = defaultdict(list)
-    for case in cases:
-        seconds = known[case.id]
-        if seconds is not None:
-            by_backend[case.backend].append(seconds)
-    typical = {backend: statistics.median(values) for backend, values in by_backend.items()}
-    seconds_of = {}
-    for case in cases:
-        seconds = known[case.id]
-        if seconds is None:
-            default = DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS)
-            seconds = typical.get(case.backend, default)
-        seconds_of[case.id] = seconds
-    return seconds_of
+def estimates(
+    items: Sequence[T],
+    past: Mapping[str, float | None],
+    like: Callable[[T], Hashable],
+    guess: Callable[[T], float],
+) -> dict[str, float]:
+    """Seconds by id: those of the ``past``, else the median of what is alike, else a guess."""
+    alike: dict[Hashable, list[float]] = defaultdict(list)
+    for item in items:
+        if (seconds := past[item.id]) is not None:
+            alike[like(item)].append(seconds)
+    typical = {key: statistics.median(values) for key, values in alike.items()}
+    expected = {}
+    for item in items:
+        own = past[item.id]
+        expected[item.id] = (typical.get(like(item)) or guess(item)) if own is None else own
+    return expected
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:

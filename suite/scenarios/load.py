@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from shardproof import old_words
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Scenario
-from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read
+from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
@@ -86,7 +86,7 @@ def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
 
 
 def timed_files(folder: Path) -> list[Path]:
-    return [path for path in _files_below(folder) if timed(path)]
+    return _files_below(folder, are_timed=True)
 
 
 def _not_judged(path: Path, what: str) -> Problem:
@@ -167,7 +167,7 @@ def _paths(argument: str, root: Path) -> list[Path]:
         return _judged_in(path)
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
-    stems = {candidate.stem: candidate for candidate in _in_folder(root)}
+    stems = {candidate.stem: candidate for candidate in _files_below(root)}
     if argument in stems:
         return [stems[argument]]
     folders = (
@@ -198,23 +198,20 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 def _judged_in(folder: Path) -> list[Path]:
     """The scenarios below a named folder; a folder with only timed files is an error."""
-    files = _in_folder(folder)
+    files = _files_below(folder)
     if not files and timed_files(folder):
         raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
     return files
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    return [path for path in _files_below(folder) if not timed(path)]
-
-
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, are_timed: bool = False) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
         if path.suffix in (".yaml", ".yml")
         and path.is_file()
         and not path.name.startswith((".", "_"))
+        and bool(timed(path)) == are_timed
     )
 
 
@@ -223,9 +220,6 @@ def _shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-# ----------------------------------------------------------- pydantic's errors as problems
 
 
 def _validate(node: Node, file: str) -> ScenarioFile:
@@ -265,7 +259,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
     location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
     kind, context = detail["type"], detail.get("ctx", {})
     key = str(location[-1]) if location else ""
-    value: str | None = _given(detail["input"])
+    value: str | None = value_text(detail["input"])
     where, about = dotted(location), _describe(location, kind_of)
     if kind == "extra_forbidden":
         model, value = _model_at(location[:-1], kind_of), key
@@ -292,14 +286,6 @@ def dotted(location: Sequence[str | int]) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.lstrip(".") or "scenario"
-
-
-def _given(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "an empty list" if not value else "a list"
-    return "null" if value is None else str(value)
 
 
 def _describe(location: Sequence[str | int], kind: type[BaseModel]) -> str:

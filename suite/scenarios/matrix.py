@@ -138,8 +138,6 @@ class _Expansion:
     def _add(self, path: Sequence[str | int], what: str, remedy: str, value: str) -> None:
         self.problems.append(self.file.problem(path, what, remedy, value))
 
-    # --------------------------------------------------------------------------------- names
-
     def _check_names(self) -> None:
         scenario = self.scenario
         for index, check in enumerate(scenario.checks):
@@ -176,7 +174,6 @@ class _Expansion:
             self._check_workload(at, variant)
 
     def _check_name(self, path: Keys, kind: str, name: str) -> bool:
-        """Whether ``name``, a user's own implementation or one of the vocabulary's, is known."""
         known = getattr(self.vocabulary, f"{kind}s")
         if name in known or (kind == "implementation" and ":" in name):
             return True
@@ -184,7 +181,6 @@ class _Expansion:
         return False
 
     def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
-        """The parts of the file that have axes, and their paths."""
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
@@ -212,8 +208,6 @@ class _Expansion:
             if fault is not None:
                 remedy = "correct it, or see `shardproof list traits`"
                 self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
-
-    # --------------------------------------------------------------------------------- cells
 
     def _cells(self) -> list[Cell]:
         scenario = self.scenario
@@ -259,7 +253,6 @@ class _Expansion:
             yield Cell(**dict(zip(_AXES, values, strict=True)), tier=tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
-        """Report the first fault of the first cell that has one."""
         for cell in cells:
             for path, what, remedy in self._faults(cell):
                 self._add(path, what, remedy, " ".join(filter(None, cell.key)))
@@ -309,7 +302,6 @@ class _Expansion:
             )
 
     def _related(self, cell: Cell) -> Expect:
-        """The expectation that holds the relation of ``cell``, if any."""
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
@@ -334,8 +326,6 @@ class _Expansion:
             for key in keys:
                 marks.setdefault(key, reason)
         return marks
-
-    # --------------------------------------------------------------------------------- cases
 
     def _workload(self, variant: WorkloadChoice | None) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()
@@ -422,7 +412,6 @@ def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], 
 
 
 def matches(rule: Match, cell: Cell) -> bool:
-    """Whether every key that ``rule`` gives holds for ``cell``."""
     label = cell.implementation.label or ""
     words = {
         "implementation": (cell.implementation.name, cell.system),
@@ -469,7 +458,8 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
-                source="",  # the file names another system there
+                # The file, to run it again; its line names another system.
+                source=f"{case.source.rpartition(':')[0]}:",
             ),
         )
     return list(substituted.values())

@@ -74,13 +74,8 @@ Many = Annotated[list[Item], Field(min_length=1), _Short(_many, lambda full: ful
 Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
 
 
-def _expression(text: str) -> str:
-    """Refuse a traffic expectation that is not a formula."""
-    expression.parse(text)
-    return text
-
-
-Expression = Annotated[str, AfterValidator(_expression)]
+#: What is not a formula is refused.
+Expression = Annotated[str, AfterValidator(lambda text: expression.parse(text) and text)]
 Sizes = Many[Size]
 Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 

@@ -170,12 +170,8 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
     raise SelectionError(Problem("no such case", remedy, name))
 
 
-def system_of(case: Case) -> str:
-    return case.implementation + (f"+{case.label}" if case.label else "")
-
-
 def _systems(case: Case) -> tuple[str, str]:
-    return case.implementation, system_of(case)
+    return case.implementation, case.system
 
 
 def _is_id(text: str) -> bool:

@@ -128,7 +128,7 @@ def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) ->
     if not isinstance(node.value, dict):
         start = "about" if optional else "name"
         remedy = f"start with `{start}: ...`"
-        raise reader.error(node.line, "not a mapping", remedy, _show(node.value))
+        raise reader.error(node.line, "not a mapping", remedy, value_text(node.value))
     return node
 
 
@@ -235,7 +235,6 @@ class _Reader:
             raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
 
     def _inside(self, events: Iterator[Any], depth: int) -> Iterator[tuple[Any, Node]]:
-        """The nodes of a collection and the events that they begin with."""
         while not isinstance(event := next(events), yaml.CollectionEndEvent):
             yield event, self._node(event, events, depth)
 
@@ -244,7 +243,7 @@ class _Reader:
         merged: list[tuple[Node, Node]] = []
         for (event, key), (_, child) in zip(inside, inside, strict=True):
             if not isinstance(key.value, str):
-                raise self.error(key.line, "key is not a word", "quote it", _show(key.value))
+                raise self.error(key.line, "key is not a word", "quote it", value_text(key.value))
             if key.value == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
                 merged.append((key, child))
                 continue
@@ -304,7 +303,10 @@ def _resolve(text: str) -> Any:
     return text
 
 
-def _show(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of a file as messages write it."""
     if isinstance(value, dict):
         return "a mapping"
-    return "a list" if isinstance(value, list) else repr(value)
+    if isinstance(value, list):
+        return "an empty list" if not value else "a list"
+    return "null" if value is None else str(value)

@@ -173,7 +173,6 @@ def held(counts: Counts) -> bool:
 
 
 def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float | None) -> None:
-    """Time those of ``pairs`` that ``folder`` does not have yet, while there is time."""
     began, longest = time.monotonic(), 0.0
     done = {line["id"] for line in run_folder.read(folder.path).benches}
     todo = [pair for pair in pairs if pair.id not in done]

@@ -73,19 +73,19 @@ class Null(Implementation):
 
 
 class _NoWork:
+    """A workload without data, and the build of its model."""
+
+    units: tuple[str, ...] = ()
+    cross_entropy = None
+
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         return [Batch(step, ())] * coordinates
 
     def build_for(self, rank: int, coordinate: int = 0) -> Any:
-        return _NoBuild()
+        return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
-
-
-class _NoBuild:
-    units: tuple[str, ...] = ()
-    cross_entropy = None
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         return nn.Identity()

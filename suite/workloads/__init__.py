@@ -39,9 +39,8 @@ def make(
 
     ``rounded_to``: see :class:`Workload`.
 
-    Raises:
-        WorkloadError: unknown workload, knob, trait or dtype, a value that does not fit, or a lane
-            that the workload has no form for.
+    :raises WorkloadError: unknown workload, knob, trait or dtype, a value that does not fit, or a
+        lane that the workload has no form for.
     """
     family = lookup(spec.name, WORKLOADS, "workload")
     _check_lane(family, lane)

@@ -194,8 +194,6 @@ class Workload:
         self._narrow = narrow
         self._cached: tuple[int, Samples, Tensor] | None = None
 
-    # ------------------------------------------------------------------------------ the model
-
     @property
     def digest(self) -> str:
         return self.family.digest
@@ -251,10 +249,6 @@ class Workload:
         return [name for name, p in self._skeleton.named_parameters() if p.requires_grad]
 
     @cached_property
-    def frozen(self) -> set[str]:
-        return set(self.parameter_names) - set(self.trainable_names)
-
-    @cached_property
     def unused(self) -> set[str]:
         return {name for name in self.trainable_names if ".unused." in f".{name}"}
 
@@ -284,10 +278,7 @@ class Workload:
         return self.family.zero_gradient(self.params)
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        """Copy ``state`` (the true initial one by default) into ``module``."""
         load_state(module, self._state if state is None else state)
-
-    # ------------------------------------------------------------------------------ the batches
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""

@@ -55,8 +55,7 @@ def character_names() -> tuple[str, ...]:
 def digits() -> tuple[Tensor, Tensor]:
     """Images ``(1797, 8, 8)`` of uint8 (0 to 16) and labels ``(1797,)`` of int64 (0 to 9).
 
-    Raises:
-        DataError: no source is there, or it holds other data.
+    :raises DataError: no source is there, or it holds other data.
     """
     for path in DIGITS_FILES:
         if path.is_file():

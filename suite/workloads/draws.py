@@ -18,12 +18,9 @@ _LOW = 0xFFFFFFFF
 def counter_mask(keys: Tensor, site: int, shape: Sequence[int], first: int = 0) -> Tensor:
     """A fair coin per element: bool ``(samples, *shape)``.
 
-    Args:
-        keys: int64 ``(samples,)``, below 2^31: stands for seed, step and sample.
-        site: Which dropout of the model.
-        shape: Of one sample, or of its part that begins at ``first`` along the first dimension; the
-            position in the sample is part of the draw.
-        first: See ``shape``.
+    ``keys``, int64 ``(samples,)`` below 2^31, stand for seed, step and sample; ``site`` is the
+    dropout in the model.  ``shape`` is that of one sample, or of its part from ``first`` on along
+    the first dimension: the position in the sample is part of the draw.
     """
     place = torch.arange(math.prod(shape), device=keys.device, dtype=torch.int64)
     place += first * math.prod(shape[1:])
@@ -49,6 +46,5 @@ def read_draws(module: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_draws(module: nn.Module, states: Mapping[str, Tensor]) -> None:
-    """Put back what :func:`read_draws` read."""
     for name, generator in generators(module).items():
         generator.set_state(states[name])

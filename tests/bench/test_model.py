@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
 from shardproof.bench.model.curve import Compute
-from shardproof.bench.model.records import SeenCall
-from shardproof.bench.model.step_time import Call, Unmodelled, predict
+from shardproof.bench.model.records import Call
+from shardproof.bench.model.step_time import Unmodelled, predict
 from shardproof.costs import COST_MODELS, ModelFacts
 from shardproof.costs.model import NoCostModel
 from shardproof.costs.model_facts import TensorFacts
 from shardproof.errors import SelectionError
+from shardproof.ledgers import traffic
 
 MIB = 2**20
 
@@ -249,8 +250,11 @@ def test_sizes_are_those_of_the_calls() -> None:
 
 
 def test_rows_of_the_ledger_become_calls() -> None:
-    row = SeenCall("all_reduce", [0, 1], payload_bytes=64, floating=True)
-    alone = replace(row, group=[0])
+    row = traffic.Call(
+        *(0, "all_reduce", (0, 1), "replicate", "float32", 64, Fraction(64)),
+        *("backward", True, 0, 0),
+    )
+    alone = replace(row, group=(0,))
     assert step_time.seen([row, row, alone]) == [Call("all_reduce", 2, 64, 2)]
 
 

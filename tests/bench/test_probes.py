@@ -21,10 +21,10 @@ from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
 from shardproof.bench.model.records import (
     AloneSteps,
+    Call,
     ProbeRecord,
     RankRounds,
     Rounds,
-    SeenCall,
     WatchedStep,
 )
 from shardproof.bench.session import Session
@@ -62,7 +62,7 @@ def watched(run: SideRun, ledgers: bool = True) -> WatchedStep:
     return from_plain(WatchedStep, records[0])
 
 
-def totals(calls: list[step_time.Call]) -> dict[tuple[str, int], tuple[float, float]]:
+def totals(calls: list[Call]) -> dict[tuple[str, int], tuple[float, float]]:
     """Calls and bytes of one rank by operation and group, floats only."""
     count, payload = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for call in calls:
@@ -88,7 +88,7 @@ def test_promised_calls_are_those_that_the_ledger_sees(
     implementation: str, strategy: str, axis: str, options: dict[str, Any], world: int
 ) -> None:
     run = run_of(implementation, axis, world, **options)
-    seen = step_time.seen(watched(run).calls)
+    seen = watched(run).calls
     base = dataclasses.replace(run, axes={axis: 2}).facts()  # of another world: no rank is asked
     cost_model = cost_model_of(strategy, curve.facts_at(base, axis, world))
     assert cost_model is not None
@@ -105,7 +105,7 @@ def test_tensor_parallel_calls_are_those_that_the_ledger_sees() -> None:
     run = run_of("reference/tensor", "tensor", 2)
     cost_model = cost_model_of("tensor", run.facts())
     assert cost_model is not None
-    assert totals(step_time.seen(watched(run).calls)) == totals(step_time.promised(cost_model))
+    assert totals(watched(run).calls) == totals(step_time.promised(cost_model))
 
 
 def test_flops_of_a_gpt_by_hand() -> None:
@@ -240,10 +240,8 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> Rounds:
     """Records in which steps take ``factor`` times what compute and planted alpha, beta give."""
     alpha, beta = 50e-6, 1e-9
     ring = alpha_beta.cost("all_reduce", "ring", 2)
-    rows = [
-        SeenCall("all_reduce", [0, 1], payload_bytes=n, floating=True) for n in (300_000, 900_000)
-    ]
-    step = compute + sum(ring.seconds(row.payload_bytes, alpha, beta) for row in rows)
+    rows = [Call("all_reduce", 2, n) for n in (300_000, 900_000)]
+    step = compute + sum(ring.seconds(row.bytes, alpha, beta) for row in rows)
     wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
     sides = len(model_check.SIZES)
     probe = ProbeRecord(
@@ -284,7 +282,7 @@ def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> Non
 
 def test_a_size_that_alpha_and_beta_come_from_is_refused() -> None:
     told = told_of(1.0)
-    told.watched[0].calls[0] = SeenCall("all_reduce", [0, 1], model_check.LADDER[3], floating=True)
+    told.watched[0].calls[0] = Call("all_reduce", 2, model_check.LADDER[3])
     with pytest.raises(ValueError, match="probed at its own sizes"):
         model_check.judge(model_check.runs_of("reference/ddp", "gloo", 2), told)
 
@@ -301,10 +299,10 @@ def test_sizes_are_named_after_their_parameters() -> None:
 
 def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
     calls = [
-        step_time.Call("all_reduce", 2, 400),
-        step_time.Call("all_reduce", 2, 25 * 2**20),
-        step_time.Call("broadcast", 2, 2**16),
-        step_time.Call("send", 2, 4),
+        Call("all_reduce", 2, 400),
+        Call("all_reduce", 2, 25 * 2**20),
+        Call("broadcast", 2, 2**16),
+        Call("send", 2, 4),
     ]
     found = measurement.ladder(calls)
     assert found["all_reduce"][0] == 400 and found["all_reduce"][-1] == 25 * 2**20

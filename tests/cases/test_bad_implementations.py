@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bad_implementations
 import pytest
 
 from shardproof.case import Case, WorkloadSpec
@@ -35,6 +36,11 @@ EXPECTED = {
     "bad_implementations:MisspeltDecline": ("fail", "did you mean tied?"),
     "bad_implementations:UnknownBufferRule": ("fail", "did you mean rank0?"),
     "plain": ("pass", ""),
+    # Methods that return another type than the contract asks for.
+    **{
+        f"bad_implementations:{name}": ("fail", says)
+        for name, (_, _, says) in bad_implementations.WRONG_TYPES.items()
+    },
 }
 
 
@@ -70,3 +76,5 @@ def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str) -> 
     assert result.verdict == verdict, result.reason
     assert says in result.reason, result.reason
     assert result.rerun.startswith("shardproof run")
+    if (own := name.partition(":")[2]) in bad_implementations.WRONG_TYPES:
+        assert own in result.reason or "observed" in says

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.bench import stats
-from shardproof.compare import baseline, exact_figures, formats, hardware, tables, welch
+from shardproof.compare import baseline, exact_figures, formats, hardware, snapshot, tables, welch
 from shardproof.compare.compare import RunComparison, compare
 from shardproof.compare.snapshot import Sample, Snapshot, strategy_of
+from shardproof.runs import run_folder
 
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "results" / "baselines"
@@ -286,7 +287,7 @@ def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) 
     later["packages"]["torch"], later["planned"] = "2.13.0+cpu", [lines[1]["id"]]
     header["invocations"].append(later)
     (path / "run.json").write_text(json.dumps(header))
-    old = baseline.of_folder(path)
+    old = snapshot.of_run(run_folder.read(path, strict=True))
     new = baseline.load(str(made.write(tmp_path / "new", lines)))
     found = compare(old, new)
     assert [item.id for item in found.apart] == [lines[0]["id"]]

@@ -27,6 +27,58 @@ from shardproof.verdicts import BAD_INPUT
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# --------------------------------------------------------------------------------------- clean
+
+
+@pytest.fixture
+def made_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """An engine that holds a container and a network of each run: run -> what is there."""
+    there: dict[str, list[str]] = {}
+
+    def answer(*command: str, timeout: float = 0) -> subprocess.CompletedProcess[str]:
+        label = next((w for w in command if w.startswith("label=")), "").split("=")[2:]
+        kept = [run for run in there if label in ([], [run])]
+        if "rm" in command:
+            for run, parts in there.items():
+                there[run] = [part for part in parts if part not in command]
+        kind = "network" if "network" in command else "volume" if "volume" in command else "box"
+        parts = [(run, part) for run in kept for part in there[run] if part.startswith(kind)]
+        lines = [run if "--format" in command else part for run, part in parts]
+        return subprocess.CompletedProcess(command, 0, "\n".join(lines), "")
+
+    monkeypatch.setattr(cluster, "_run", answer)
+    return there
+
+
+def test_clean_leaves_runs_that_go_on(
+    made_engine: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()", "cluster"], stdin=-1) as live:
+        with subprocess.Popen(["sleep", "60"]) as other:
+            runs = [f"shardproof-{pid}-17" for pid in (live.pid, other.pid, 2**22 + 1)]
+            parts = [[f"box{n}", f"network{n}"] for n in range(4)]
+            made_engine |= dict(zip([*runs, "made-by-hand"], parts, strict=True))
+            assert cluster.main(["clean"]) == 0
+            assert list(made_engine.values()) == [parts[0], [], [], []]
+            assert (
+                f"left: {runs[0]}, which goes on; `cluster clean --all`" in capsys.readouterr().out
+            )
+            assert cluster.main(["clean", "--all"]) == 0
+            assert not any(made_engine.values())
+            other.kill()
+        live.kill()
+
+
+def test_results_that_cannot_be_written_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "engine_missing", lambda: None)
+    monkeypatch.setattr(cluster, "build", lambda: None)
+    (tmp_path / "file").touch()
+    assert cluster.main(["run", "--results", str(tmp_path / "file" / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'file' / 'run'}: Not a directory - ")
+
+
 # ---------------------------------------------------------------------------------- one machine
 
 

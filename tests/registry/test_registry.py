@@ -177,7 +177,7 @@ def test_a_class_that_is_not_there(folder: Path) -> None:
 )
 def test_what_is_no_implementation(folder: Path, text: str, words: str) -> None:
     (folder / "thing.py").write_text(text)
-    with pytest.raises(registry.NotAnImplementation, match=words):
+    with pytest.raises(registry.BrokenImplementation, match=words):
         registry.load("thing:Mine")
 
 

@@ -179,8 +179,8 @@ def test_lines_are_standard_json_even_for_nan(tmp_path: Path) -> None:
 
     text = (tmp_path / "run" / "cases.jsonl").read_text()
     assert json.loads(text, parse_constant=forbid)["checks"][0]["figures"] == {"x": "inf"}
-    [row] = tables.rows(read(tmp_path / "run").cases)
-    assert row.cells()[4].startswith("nan / ")
+    [row] = tables.table(read(tmp_path / "run").cases).texts
+    assert row[4].startswith("nan / ")
 
 
 def test_nothing_of_the_environment_is_recorded(
@@ -319,7 +319,7 @@ def test_durations_are_medians_of_the_last_runs(tmp_path: Path) -> None:
 
 
 def test_rows_show_the_worst_error_and_the_bytes(tmp_path: Path) -> None:
-    cells = [row.cells() for row in tables.rows(read(fill(tmp_path / "run")).cases)]
+    cells = [tuple(row) for row in tables.table(read(fill(tmp_path / "run")).cases).rows]
     assert cells == [
         ("pytorch/ddp+view", "in_memory", "2", "1 skip", "-", "-", "0.25"),
         ("reference/ddp", "in_memory", "2", "1 pass", "1e-16 / 1e-12", "12 = formula", "0.25"),
@@ -329,25 +329,28 @@ def test_rows_show_the_worst_error_and_the_bytes(tmp_path: Path) -> None:
 
 def test_exact_fractions_are_compared_exactly() -> None:
     third = result(case("a"), sent="1/3", bytes_expected="1/3")
-    [row] = tables.rows([third, third, third])
-    assert row.cells()[5] == "1 = formula"
+    [row] = tables.table([third, third, third]).texts
+    assert row[5] == "1 = formula"
     off = result(case("a"), sent="1000000000000000000001", bytes_expected="1000000000000000000000")
-    [row] = tables.rows([off])
-    assert "formula" not in row.cells()[5]
+    [row] = tables.table([off]).texts
+    assert "formula" not in row[5]
 
 
 def test_upstream_bytes_stand_beside_the_textbooks() -> None:
     one = result(case("a"), sent="9", bytes_expected="9")
     figures = {"textbook": "zero1", "textbook_bytes": "6"}
     one.checks = [Outcome("traffic", "pass", figures=figures)]
-    [row] = tables.rows([one, one])
-    assert row.cells()[5] == "18 = formula (1.5 x zero1)"
+    [row] = tables.table([one, one]).texts
+    assert row[5] == "18 = formula (1.5 x zero1)"
 
 
 def test_the_kill_matrix_marks_named_other_and_silent_checks() -> None:
-    columns, lines = kills.kill_matrix([kill(), kill("other", killed=False)])
-    assert columns == ["equivalence", "replicas"]
-    assert lines == [("fault", ["K", "x"]), ("other", ["!", "x"])]
+    table = kills.table([kill(), kill("other", killed=False)])
+    assert list(map(str, table.headings[2:4])) == ["equivalence", "replicas"]
+    assert [(row[0], row[2:4]) for row in table.texts] == [
+        ("fault", ["K", "x"]),
+        ("other", ["!", "x"]),
+    ]
 
 
 def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
 from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run, RunFolder, read
+from shardproof.table import Cell
 
 
 class Page(HTMLParser):
@@ -259,16 +260,17 @@ def test_efficiencies_beyond_one_stay_inside() -> None:
 
 
 def test_comparisons_share_one_axis(full: Path) -> None:
-    found = forest.rows(lines.pairs(read(full)))
-    assert [told.verdict for told in found][:3] == ["faster", "same", "slower"]
-    assert all(len(told.cells) == len(forest.HEADINGS) for told in found)
-    centre = {re.search(r'x1="([0-9.]+)"[^>]*class="one"', str(told.image))[1] for told in found}  # type: ignore[index]
-    assert centre == {"150"}
-    assert "i-bad" in str(found[2].image) and "i-good" in str(found[0].image)
+    table = forest.table(lines.pairs(read(full)))
+    assert [str(row[1]) for row in table.rows][:3] == ["faster", "same", "slower"]
+    assert all(len(row) == len(table.headings) for row in table.rows)
+    images = [cell.html for _, _, cell, *_ in table.rows if isinstance(cell, Cell)]
+    assert {re.search(r'x1="([0-9.]+)"[^>]*class="one"', image)[1] for image in images} == {"150"}  # type: ignore[index]
+    assert "i-bad" in images[2] and "i-good" in images[0]
     stored = {**read(full).benches[0], "verdict": "crash", "reason": "it fell"}
     del stored["ratio"]
     broken = lines.PairLine.model_validate(stored)
-    assert forest.rows([broken])[0].image is None
+    drawing = forest.table([broken]).rows[0][2]
+    assert isinstance(drawing, Cell) and drawing.html == "-"
     assert forest.axis([broken]) is None
 
 

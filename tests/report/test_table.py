@@ -10,6 +10,8 @@ import re
 import pytest
 from rich.console import Console
 
+from shardproof import verdicts
+from shardproof.report import tables
 from shardproof.table import Cell, Mark, Table, markdown_text
 
 LONG = "reference/fully_sharded_data_parallel+every::option::of::all"
@@ -40,6 +42,18 @@ def test_a_terminal_of_any_width_shows_every_word(width: int) -> None:
             assert any(word in line for line in lines)
     assert "of::all" in text
     assert "What was sent" in text and "Bytes of a step." in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_terminal_hides_the_verdicts(width: int) -> None:
+    name = "package.of_mine.submodule:AClassWithALongName+label"
+    rest = ("1.2e-16 / 1e-12", "1,234,567 = formula (1.5 x zero2)", "0.51")
+    counts = [f"{n} {verdict}" for n, verdict in enumerate(verdicts.VERDICTS)]
+    rows = [(name, "in_memory", "16", text, *rest) for text in counts]
+    made = Table("", tables.HEADINGS, rows, align="llrlllr")
+    for row, text in zip(rows, counts, strict=True):
+        shown = printed(Table("", made.headings, [row], align=made.align), width)
+        assert all(word in shown for word in text.split()), shown
 
 
 def test_a_table_that_fits_is_aligned_in_columns() -> None:

@@ -281,7 +281,7 @@ def test_limits_of_aliases_depth_and_size() -> None:
         (b"", "empty file"),
         (b"# only a comment\n", "empty file"),
         (b"- a\n- b\n", "not a mapping (a list)"),
-        (b"just text", "not a mapping ('just text')"),
+        (b"just text", "not a mapping (just text)"),
         (b"name: \x07", "not valid YAML"),
     ],
 )

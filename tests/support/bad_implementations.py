@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -121,3 +121,116 @@ class UnknownBufferRule(Plain):
 
 
 NOT_A_CLASS = 3
+
+
+class _Wrong(Plain):
+    """Returns ``wrong`` from the method ``where``."""
+
+    where: ClassVar[str] = ""
+    wrong: ClassVar[Any] = None
+
+    def _or(self, method: str, right: Any) -> Any:
+        return self.wrong if self.where == method else right
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Any:
+        right = super().capabilities(options)
+        field = cls.where.partition(":")[2]
+        if cls.where == "capabilities":
+            return cls.wrong
+        return dataclasses.replace(right, **{field: cls.wrong}) if field else right
+
+    @classmethod
+    def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> Any:
+        return cls.wrong if cls.where == "role" else super().role(rank, world, options)
+
+    def step(self, batch: Batch, observe: Observe) -> Any:
+        if self.where == "observe":
+            observe(self.wrong)
+        result = super().step(batch, observe)
+        if self.where in ("loss", "norm", "metrics"):
+            return dataclasses.replace(result, **{self.where: self.wrong})
+        return self._or("step", result)
+
+    def local_state(self, kind: Kind) -> Any:
+        held = super().local_state(kind)
+        if self.where == "piece" and held:
+            return [dataclasses.replace(held[0], **self.wrong), *held[1:]]
+        if self.where == "generator":
+            return (piece for piece in held)
+        return self._or("local_state", held)
+
+    def evaluate(self, batch: Batch) -> Any:
+        return self._or("evaluate", super().evaluate(batch))
+
+    def full_state(self, kind: Kind) -> Any:
+        return self._or("full_state", super().full_state(kind))
+
+    def events(self) -> Any:
+        return self._or("events", super().events())
+
+
+class _Emulated(_Wrong):
+    """A system that names an oracle of its own making."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Any:
+        right = super().capabilities(options)
+        return dataclasses.replace(right, oracle="emulated", exactness="lossy")
+
+    @classmethod
+    def emulator(cls, options: Mapping[str, Any]) -> Any:
+        return cls.wrong
+
+
+def _raises(*_: object) -> None:
+    raise ZeroDivisionError("none of it")
+
+
+#: Class -> the method, what it returns, and what the verdict says.
+WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
+    "NoCapabilities": ("capabilities", None, "capabilities(options) returned a NoneType"),
+    "TextAxes": (":axes", "replicate", "axes='replicate', asked is a tuple of str"),
+    "NoPoints": (":points", None, "points=None, asked is a tuple of str"),
+    "BoolWorld": (":max_world", True, "max_world=True, asked is an int or None"),
+    "NumberedDtypes": (":dtypes", (torch.float64,), "asked is a tuple of str"),
+    "ListedDeclines": (":declines", ["tied"], "asked is a mapping of str"),
+    "NoBuffers": (":buffers", None, "buffers=None, asked is a str"),
+    "NoRole": ("role", None, "role(rank, world, options) returned None, asked is a str"),
+    "TextStep": ("step", "done", "step 0 returned str, asked is a StepResult"),
+    "TextLoss": ("loss", "0.5", "step 0: loss returned str, asked is a Tensor of one number"),
+    "BoolLoss": ("loss", True, "loss returned bool"),
+    "WideLoss": (
+        "loss",
+        torch.zeros(2, dtype=torch.float64),
+        "loss returned a torch.float64 of shape [2]",
+    ),
+    "ListedNorm": ("norm", [1.0], "norm returned list"),
+    "NoMetrics": ("metrics", None, "metrics returned None, asked is a dict"),
+    "TextMetrics": ("metrics", {"scale": "1"}, "metrics returned str, asked is numbers by name"),
+    "UnknownPoint": ("observe", "gradient_final", "'gradient_final' was observed, which is no"),
+    "NoState": ("local_state", None, "local_state('parameters') returned None, asked is a list"),
+    "TextState": ("local_state", "all", "local_state('parameters') returned str"),
+    "GeneratedState": ("generator", None, "returned generator, asked is a list of Piece"),
+    "TensorsAsState": ("local_state", [torch.zeros(1)], "returned a list with a Tensor"),
+    "UnnamedPiece": ("piece", {"name": None}, "with name=None, asked is a str that UTF-8"),
+    "HalfAPair": ("piece", {"name": "w\udc80"}, r"a piece 'w\udc80' with name='w\udc80', asked"),
+    "NumberedPiece": ("piece", {"tensor": 1.0}, "with tensor=1.0, asked is a Tensor"),
+    "BoolReplica": ("piece", {"replica": True}, "with replica=True, asked is an int"),
+    "NoShape": ("piece", {"global_shape": None}, "with global_shape=None, asked is a tuple"),
+    "OpenSlices": ("piece", {"slices": ((0, 1),) * 9}, "asked is a (start, stop) a dimension"),
+    "FlatText": ("piece", {"slices": None, "flat_range": "ab"}, "with flat_range='ab'"),
+    "BackwardRange": ("piece", {"slices": None, "flat_range": (3, 1)}, "flat_range=(3, 1)"),
+    "TextEvaluation": ("evaluate", "0.5", "evaluate(batch) returned str"),
+    "NoFullState": ("full_state", None, "full_state('parameters') returned None"),
+    "TextFullState": ("full_state", {"w": "x"}, "returned {'w': str}, asked is a dict of tensors"),
+    "NoEvents": ("events", None, "events() returned None, asked is a list of Event"),
+    "TextEvents": ("events", ["x"], "events() returned str"),
+    "NoEmulator": ("emulator", None, "emulator(options) returned None, asked is a function"),
+    "EmptyEmulator": ("emulator", lambda *_: None, "(step, gradients) returned None"),
+    "RaisingEmulator": ("emulator", _raises, "emulator(options) raised ZeroDivisionError"),
+}
+for _name, (_where, _value, _) in WRONG_TYPES.items():
+    _base = _Emulated if _where == "emulator" else _Wrong
+    _wrong = staticmethod(_value) if callable(_value) else _value
+    globals()[_name] = type(_name, (_base,), {"where": _where, "wrong": _wrong})

@@ -99,7 +99,7 @@ _OTHERWISE = {
     # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
     ("all_to_all", "pairwise"): "pipelined ring",
 }
-_ALGORITHMS = {
+_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring", "recursive doubling", "rabenseifner", "tree", "double tree", "fold"),
     "reduce_scatter": ("ring", "all-reduce ring", "fold"),
     "all_gather": ("ring", "fold"),
@@ -120,19 +120,8 @@ COSTS: dict[tuple[str, str], Formula] = {
     for name in names
 }
 
-_RINGS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("ring",),
-    "reduce_scatter": ("ring",),
-    "all_gather": ("ring",),
-    "all_to_all": ("pairwise",),
-    "gather": ("linear",),
-    "scatter": ("linear",),
-    "broadcast": ("tree",),
-    "reduce": ("tree",),
-    "barrier": ("tree",),
-    "send": ("message",),
-}
-_FOLD: tuple[str, ...] = ("fold",)
+#: By the first of its algorithms.
+_RINGS = {operation: names[:1] for operation, names in _ALGORITHMS.items()}
 #: Backend -> operation -> what it may be carried out by; of several the cheapest counts.
 ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
     # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
@@ -144,7 +133,7 @@ ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
         "broadcast": ("pipelined ring",),
         "reduce": ("pipelined ring",),
     },
-    "in_memory": dict.fromkeys(_RINGS, _FOLD) | {"send": ("message",)},
+    "in_memory": {op: ("message" if op == "send" else "fold",) for op in _RINGS},
 }
 
 
@@ -237,9 +226,6 @@ def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     along = [(a1 / aa, 0.0)] + ([(0.0, b1 / bb)] if bb else [])
     best = min(along, key=lambda p: math.fsum((a * p[0] + b * p[1] - 1) ** 2 for a, b in rows))
     return along[-1] if len(rows) == 1 else best
-
-
-# ------------------------------------------------------------------------- from ranks' records
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof.bench.model.alpha_beta import Fit
-from shardproof.bench.model.step_time import Call, Prediction, Unmodelled, predict, promised
+from shardproof.bench.model.records import Call
+from shardproof.bench.model.step_time import Prediction, Unmodelled, predict, promised
 from shardproof.bench.subjects import Mode
 from shardproof.case import DATA_AXES
 from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of

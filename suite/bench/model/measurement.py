@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardproof.bench import stats
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model import alpha_beta, scorecard, step_time
-from shardproof.bench.model.records import RankRounds, Rounds
+from shardproof.bench.model.records import Call, RankRounds, Rounds
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
@@ -28,7 +28,7 @@ ROUNDS = 6
 RUNGS = 6
 
 
-def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
+def ladder(calls: Sequence[Call]) -> dict[str, list[int]]:
     """Payloads to probe each operation at: equal ratios, from the least to the most that is sent.
 
     One size is probed at itself and at a sixteenth, or there would be no alpha.
@@ -41,9 +41,6 @@ def ladder(calls: Sequence[step_time.Call]) -> dict[str, list[int]]:
         ratio = (most / least) ** (1 / (RUNGS - 1))
         rungs[operation] = sorted({4 * round(least * ratio**i / 4) for i in range(RUNGS)})
     return rungs
-
-
-# ------------------------------------------------------------------------------- on ranks
 
 
 def measure(
@@ -97,16 +94,13 @@ def measure(
     )
 
 
-# ------------------------------------------------------------------------------- what it comes to
-
-
 @dataclass(frozen=True)
 class Score:
     """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
     interval over rounds (paired t on logs).
     """
 
-    calls: list[step_time.Call]
+    calls: list[Call]
     measured_seconds: float
     prediction: step_time.Prediction
     error: float

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.backends import BACKENDS
 from shardproof.bench.arm import Arm, finish, mesh_of
 from shardproof.bench.launches import SideRun
-from shardproof.bench.model.records import AloneSteps, ProbeRecord, SeenCall, WatchedStep
+from shardproof.bench.model import step_time
+from shardproof.bench.model.records import AloneSteps, ProbeRecord, WatchedStep
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -48,9 +49,6 @@ RATE_SECONDS = 0.02
 Shape = tuple[int, int, int, int]
 
 
-# --------------------------------------------------------------------------- what a step does
-
-
 def watch(run: SideRun, rank: int) -> WatchedStep:
     """One step of ``run`` on this rank, after three that do not count.
 
@@ -67,10 +65,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
         begin = len(ledger.calls)
         with log.step(step):
             arm.step()
-    calls = [
-        SeenCall(call.operation, list(call.group), call.payload_bytes, call.floating)
-        for call in ledger.calls[begin:]
-    ]
+    calls = step_time.seen(ledger.calls[begin:])
     shapes, trained = arm.workload.shapes, arm.workload.trainable_names
     flops, products = work(arm.workload, arm.batches[0].micro_batches, arm.device)
     arm.close()
@@ -105,9 +100,6 @@ class _Products(TorchDispatchMode):
             batch = left.shape[0] if left.dim() == 3 else 1
             self.counts[batch, left.shape[-2], left.shape[-1], right.shape[-1]] += 1
         return func(*args, **(kwargs or {}))
-
-
-# ------------------------------------------------------------------------------------ the probes
 
 
 class Probes:
@@ -164,8 +156,6 @@ class Probes:
             self.flop_rates,
             self.byte_rates,
         )
-
-    # ------------------------------------------------------------------------------- collectives
 
     def _collective(self, operation: str, payload: int) -> None:
         """Mean seconds of a call of ``payload`` bytes, calls back to back from a common start."""
@@ -224,7 +214,6 @@ class Probes:
         return self.pool[self.place - count : self.place]
 
     def _shards(self, count: int) -> list[torch.Tensor] | None:
-        """``count`` elements of every rank, on the root."""
         if self.comm.rank:
             return None
         return list(self._part(count * self.comm.size).chunk(self.comm.size))
@@ -234,8 +223,6 @@ class Probes:
         if self.other.numel() < count:
             self.other = torch.empty(count, device=self.device).fill_(0.0)
         return self.other[:count]
-
-    # ------------------------------------------------------------------------------------- rates
 
     def _flop_rate(self) -> float:
         """FLOP/s over the products, each as often as a step makes it."""
@@ -273,9 +260,6 @@ class Probes:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left @ right if len(left) > 1 else left[0] @ right[0]
-
-
-# ----------------------------------------------------------------------------- compute by itself
 
 
 class Alone:

@@ -30,24 +30,27 @@ class ProbeRecord:
 
 
 @dataclass(frozen=True)
-class SeenCall:
-    """A call to a process group, as the traffic ledger saw it."""
+class Call:
+    """``count`` calls of ``operation`` that a rank makes in a step, in groups of ``ranks`` ranks;
+    ``bytes`` is the payload of each (the mean: the model is linear).
+    """
 
     operation: str
-    group: list[int]
-    payload_bytes: int
-    floating: bool
+    ranks: int
+    bytes: float
+    count: float = 1
+    floating: bool = True
 
 
 @dataclass(frozen=True)
 class WatchedStep:
     """A step that the traffic ledger watched on one rank, and the work of the plain model.
 
-    ``calls`` are rows of the ledger, ``flops`` those of products of matrices, ``products`` the
-    shapes of most FLOPs with how often a step makes each, ``elements`` those that are trained.
+    ``flops`` are those of products of matrices, ``products`` the shapes of most FLOPs with how
+    often a step makes each, ``elements`` those that are trained.
     """
 
-    calls: list[SeenCall]
+    calls: list[Call]
     flops: int
     products: list[tuple[tuple[int, int, int, int], int]]
     elements: int

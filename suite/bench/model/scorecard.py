@@ -68,9 +68,6 @@ def card(
     )
 
 
-# --------------------------------------------------------------------------------------- of a pair
-
-
 def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     """Why there is no prediction for a side on ``mesh``; empty: there is one."""
     if backend not in alpha_beta.ALGORITHMS:
@@ -92,7 +89,7 @@ def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
             SideProbes(
                 alone=statistics.median(itertools.chain(*alone)),
                 together=statistics.median(itertools.chain(*together)),
-                calls=step_time.seen(watched.calls),
+                calls=watched.calls,
                 flops=watched.flops,
                 elements=watched.elements,
             )

@@ -21,13 +21,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
-from shardproof.bench.model.records import SeenCall
+from shardproof.bench.model.records import Call
 from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
 from shardproof.costs.model_facts import TensorFacts
+
+if TYPE_CHECKING:
+    from shardproof.ledgers import traffic
 
 Overlap = Literal["none", "full"]
 #: Bytes that an optimizer reads and writes for each element of an fp32 parameter, at least.
@@ -38,23 +41,7 @@ class Unmodelled(ValueError):
     """No prediction; the message says what is missing."""
 
 
-# ------------------------------------------------------------------------------------- calls
-
-
-@dataclass(frozen=True)
-class Call:
-    """``count`` calls of ``operation`` that a rank makes in a step, in groups of ``ranks`` ranks;
-    ``bytes`` is the payload of each (the mean: the model is linear).
-    """
-
-    operation: str
-    ranks: int
-    bytes: float
-    count: float = 1
-    floating: bool = True
-
-
-def seen(rows: Iterable[SeenCall]) -> list[Call]:
+def seen(rows: Iterable[traffic.Call]) -> list[Call]:
     """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
     counts = Counter(
         (row.operation, len(row.group), row.payload_bytes, row.floating)
@@ -134,9 +121,6 @@ def ddp_buckets(facts: ModelFacts) -> int:
     return count
 
 
-# ------------------------------------------------------------------------------- the prediction
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Seconds of a step.  ``alpha_seconds`` + ``beta_seconds`` = ``communication_seconds``;
@@ -166,7 +150,6 @@ class Prediction:
         return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, float | str]:
-        """JSON-ready form, derived figures included."""
         return asdict(self) | {
             "high_seconds": self.high_seconds,
             "step_seconds": self.step_seconds,
@@ -230,9 +213,6 @@ def predict(
         min(low, compute_seconds + seconds),
         *overlap_of(backend, cores_per_rank, threads),
     )
-
-
-# ---------------------------------------------------------------------------------- the scorecard
 
 
 @dataclass(frozen=True)

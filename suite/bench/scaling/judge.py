@@ -6,14 +6,7 @@ Its value is ``ln E``, the sample of a paired t interval (:mod:`shardproof.bench
     strong   E = T1 / (N T_N)     weak   E = T1 / T_N
 
 with T1 the median step of the block's plain (wrapped) segments and T_N that of its ranks segments.
-
-    holds           certain to reach the target against the plain program
-    below           certain to miss it
-    inconclusive    neither
-    oversubscribed  more ranks than physical cores (or GPUs): not measured; a modelled figure stands
-                    beside it
-    fail            the sides do not train the same
-    crash, hang, precondition   there is nothing to judge
+The verdicts are those of docs/scaling.md.
 """
 
 from __future__ import annotations

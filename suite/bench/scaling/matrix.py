@@ -1,16 +1,7 @@
 """What a scaling scenario measures, and which of it fits on this machine.
 
-A scaling scenario (``scenarios/scaling/strong.yaml``) has a ``mode``::
-
-    name: strong
-    about: why these systems
-    mode: strong                  # weak: workload.batch_per_rank in place of global_batch
-    base: [plain, wrapped]        # the cases that N ranks are compared with
-    target: 0.8                   # efficiency, at least
-    workload: {name: charnames_gpt, size: 1m, global_batch: 32}
-    backends: [gloo]
-    worlds: [2, 4, 8]             # measured where there is a core for every rank; else modelled
-    implementations: [reference/ddp, {implementation: pytorch/ddp, label: views, options: {...}}]
+A scaling scenario is one with a ``mode`` (``scenarios/scaling/strong.yaml``).  Worlds are measured
+where there is a core for every rank, else modelled.
 
 With T1 the seconds of a step of one process and T_N those of N ranks, efficiency is T1 / (N T_N) in
 strong scaling (the global batch stays) and T1 / T_N in weak scaling (the batch of a rank stays).
@@ -43,9 +34,6 @@ from shardproof.scenarios.schema import Label, Size, Words
 
 #: Largest global batch of a workload.
 MOST_SAMPLES = 4096
-
-
-# ---------------------------------------------------------------------------- scenario files
 
 
 class SystemModel(SideModel):

@@ -35,7 +35,7 @@ def digest(
         gradients=gradients,
         update=alone - gradients[cell.samples(launch.first.world)],
         alone=alone,
-        calls=step_time.seen(watched.calls),
+        calls=watched.calls,
         flops=watched.flops,
         elements=watched.elements,
         cores_per_rank=min(len(record.cores) for record in records) or None,

@@ -73,7 +73,6 @@ def _groups(lines: Sequence[CellLine]) -> list[list[CellLine]]:
 
 
 def _row(lines: Sequence[CellLine]) -> list[str]:
-    """One cell, or several worlds of which none was measured."""
     line, last = lines[0], lines[-1]
     worlds, modelled = str(line.world), _share(line.modelled_efficiency)
     if line is not last:

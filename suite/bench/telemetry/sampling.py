@@ -1,11 +1,7 @@
-"""Resident memory of ranks and NVML's figures of GPUs while sides run.
+"""Resident memory of ranks and NVML's figures of GPUs while sides run: advisory, nothing is judged.
 
-A thread of the process that leads the session looks every half second; no rank ever does, and the
-cost of looking is reported.  While launches are timed all sides live in the ranks, so what is seen
-there (clocks, reasons for slowing down, memory) belongs to the comparison as a whole.  Figures of
-one side, its energy a step above all, are from passes in which it runs alone and nobody times it.
-
-Nothing here is judged: bytes and watts of a machine are advisory.
+A thread of the process that leads the session looks every half second; no rank ever does.
+docs/speed.md says what belongs to all sides and what to one.
 """
 
 from __future__ import annotations
@@ -153,9 +149,6 @@ def announce(workdir: Path, pid: int) -> None:
     (workdir / f"pid-{pid}").touch()
 
 
-# ----------------------------------------------------------------------------------- summaries
-
-
 def summary(
     seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None, window: Window | None = None
 ) -> Summary:
@@ -283,11 +276,7 @@ def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
     return {name: max(int(s.get(key, 0)) for s in on_gpus) for key, name in ALLOCATOR.items()}
 
 
-# ---------------------------------------------------------------------------------------- texts
-
-
 def texts(telemetry: Telemetry | None) -> list[str]:
-    """Telemetry for people, one sentence or figure a line."""
     if telemetry is None:
         return []
     lines = []

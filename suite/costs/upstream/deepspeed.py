@@ -22,17 +22,13 @@ from typing import ClassVar
 
 from shardproof.contract import Options
 from shardproof.costs.ddp import Single
-from shardproof.costs.layout import chunk
+from shardproof.costs.layout import Flat, chunk
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
 
 #: DeepSpeed is judged in fp32 only.
 FP32 = 4
 _PAPER = "ZeRO (arXiv 1910.02054) section VII"
-
-
-def _ceil(count: int, divisor: int) -> int:
-    return -(-count // divisor)
 
 
 class _DeepSpeed(Single):
@@ -124,10 +120,13 @@ class DeepSpeedZero1(_Sharded):
         return 1
 
     @property
+    def flats(self) -> list[Flat]:
+        """The flat buffer of each group."""
+        return [Flat(tuple(group), self.ranks, multiple=2) for group in self.groups]
+
+    @property
     def padded(self) -> list[int]:
-        """Elements of each group's flat buffer."""
-        block = 2 * self.ranks
-        return [_ceil(sum(t.numel for t in group), block) * block for group in self.groups]
+        return [flat.padded for flat in self.flats]
 
     @property
     def states(self) -> list[int]:
@@ -154,16 +153,7 @@ class DeepSpeedZero1(_Sharded):
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
-        fragments = []
-        for group, padded in zip(self.groups, self.padded, strict=True):
-            low = padded // self.ranks * rank
-            high, at = low + padded // self.ranks, 0
-            for tensor in group:
-                count = min(high, at + tensor.numel) - max(low, at)
-                at += tensor.numel
-                if count > 0:
-                    fragments.append((tensor, count))
-        return fragments
+        return [(t, n) for flat in self.flats for t, n in flat.parts(rank) if n]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Flat buffers, padding included; one step counter a group.
@@ -235,7 +225,7 @@ class DeepSpeedZero3(_Sharded):
     )
 
     def shard(self, tensor: TensorFacts) -> int:
-        return _ceil(tensor.numel, self.ranks)
+        return -(-tensor.numel // self.ranks)
 
     @property
     def traced(self) -> bool:

@@ -39,8 +39,6 @@ class TorchHybrid(TorchTensorParallel):
         self.shards, self.replicas = facts.size("shard"), facts.size("replicate")
         self.is_sharded = "shard" in facts.axes
 
-    # ------------------------------------------------------------------------------- the layout
-
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
         whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
@@ -74,8 +72,6 @@ class TorchHybrid(TorchTensorParallel):
                 rest = [t for t in rest if not all(within(owner, name) for owner in t.owners)]
             yield rest
 
-    # ---------------------------------------------------------------------------------- traffic
-
     @property
     def windows(self) -> int:
         """Schedule calls of every data coordinate in the step."""
@@ -106,7 +102,8 @@ class TorchHybrid(TorchTensorParallel):
         """Gathers, reductions and their way over the replicas, of every tensor rank."""
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
-            reduced = self.payload_of((t for t in members if self.is_reduced(t)), rank)
+            ever = [t for t in members if t.trainable and t.first_use is not None]
+            reduced = self.payload_of(ever, rank)
             groups, crossing = self.replicas * self.windows, self.shards * self.windows
             yield from grouped_flow("shard", "all_gather", [whole], self.shards, groups)
             yield from grouped_flow("shard", "reduce_scatter", [reduced], self.shards, groups)
@@ -117,9 +114,6 @@ class TorchHybrid(TorchTensorParallel):
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
-
-    def is_reduced(self, tensor: TensorFacts) -> bool:
-        return tensor.trainable and tensor.first_use is not None
 
     def sums(self) -> list[Flow]:
         """Terms, when a window is reduced; without data axes once a step."""
@@ -142,8 +136,6 @@ class TorchHybrid(TorchTensorParallel):
             flows += self.each("all_reduce", stacked[:1] * (self.replicas * self.shards))
             flows += grouped_flow("shard", "all_reduce", stacked, self.shards, copies)
         return flows
-
-    # ----------------------------------------------------------------------------------- memory
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
         if self.is_sharded:

@@ -89,9 +89,6 @@ class _Upstream(CostModel):
         return Local.of(self.facts, {t.name: n for t, n in self.kept(rank) if n})
 
 
-# ------------------------------------------------------------------------------------------ FSDP2
-
-
 class FSDP2(_Upstream):
     """``fully_shard``: every parameter is cut into chunks on dim 0, padded to the first chunk's
     size; a unit's chunks travel together.
@@ -206,8 +203,6 @@ class FSDP2(_Upstream):
     def _chunk(self, tensor: TensorFacts) -> int:
         return self.padded(tensor) // self.ranks * ITEMSIZE[tensor.dtype]
 
-
-# ------------------------------------------------------------------------------------------ FSDP1
 
 #: Bytes at whose multiples FSDP1 lays what it computes with (``_get_aligned_numel``).
 ALIGNMENT = 16
@@ -370,9 +365,6 @@ class FSDP1(_Upstream):
         """
         every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
         return super().communication_at_rest(rank, step) + every - self.gradient_bytes(rank)
-
-
-# ------------------------------------------------------------------------- ZeroRedundancyOptimizer
 
 
 class ZeroRedundancyOptimizer(CostModel):

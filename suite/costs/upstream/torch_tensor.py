@@ -59,8 +59,6 @@ class TorchTensorParallel(TensorParallel):
         layer, _, leaf = tensor.name.rpartition(".")
         return leaf == "bias" and self.in_unit(layer, ROWS)
 
-    # ---------------------------------------------------------------------------------- traffic
-
     def flows(self) -> list[Flow]:
         facts = self.facts
         if self.ranks == 1:
@@ -95,8 +93,6 @@ class TorchTensorParallel(TensorParallel):
             return []
         stacked = [ITEMSIZE[t.dtype] for t in self.facts.trainable if self.is_styled(t)]
         return flow(self.facts, "tensor", "all_reduce", [sum(stacked)])
-
-    # ----------------------------------------------------------------------------------- memory
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
         if not self.is_split(tensor):

@@ -18,7 +18,7 @@ from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report import memory
 from shardproof.report.drawings import svg
-from shardproof.report.tables import Figures, bytes_of, bytes_text, name_of, textbook, whole
+from shardproof.report.tables import Figures, bytes_of, bytes_text, textbook, whole
 from shardproof.table import Cell, Mark, Row, Table
 
 #: Classes of state, in the order in which they are stacked.
@@ -62,7 +62,6 @@ TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's
 
 
 def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
-    """One bar for each distinct cell: the rank that holds most, after the last update."""
     bars = []
     for cells, figures in memory.with_figures(results):
         if not figures["bytes_whole"]:
@@ -130,7 +129,7 @@ def traffic_bars(results: Iterable[CaseResult]) -> list[Bar]:
     for result in results:
         if result.bytes_sent and result.bytes_expected:
             case = result.case
-            groups[name_of(case), case.backend, case.world].append(result)
+            groups[case.system, case.backend, case.world].append(result)
     bars = [_traffic_bar(*key, members) for key, members in sorted(groups.items())]
     return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
 

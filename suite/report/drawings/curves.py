@@ -52,7 +52,6 @@ def _key(line: CellLine) -> tuple[str, str, str, int]:
 
 
 def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
-    """Efficiency against ``base`` and the ends of its interval."""
     interval = (line.efficiency or {}).get(base)
     return None if interval is None else (interval.ratio, interval.low, interval.high)
 

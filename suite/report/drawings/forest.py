@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -22,50 +21,19 @@ from shardproof.table import Cell, Row, Table
 _LEAST, _MOST = 0.125, 8.0
 _WIDTH, _HEIGHT, _EDGE = 300.0, 34.0, 14.0
 _TICKS = (0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
-HEADINGS = times.HEADINGS
-RED = ("slower", "crash", "hang", "fail")
-
-
-@dataclass(frozen=True)
-class ForestRow:
-    """A row: its drawing, texts of :data:`HEADINGS`, and what belongs below."""
-
-    image: Markup | None
-    cells: tuple[str, ...]
-    notes: tuple[str, ...]
-    verdict: str
-
-
-def rows(lines: Sequence[PairLine]) -> list[ForestRow]:
-    scale = _scale(lines)
-    return [
-        ForestRow(
-            None if line.figures is None else _draw(line, line.figures, scale),
-            texts,
-            tuple(text.strip() for text in times.details(line)),
-            line.verdict,
-        )
-        for line, texts in zip(lines, times.rows(lines), strict=True)
-    ]
 
 
 def table(lines: Sequence[PairLine]) -> Table:
-    ruler = axis(lines)
+    """Every comparison in the order in which they were timed, with its drawing."""
+    scale = _scale(lines)
     drawn = Cell(
-        "faster / slower",
-        html=f"faster / slower{ruler or ''}",
-        style_class="unsorted",
+        "faster / slower", html=f"faster / slower{axis(lines) or ''}", style_class="unsorted"
     )
-    body: list[Row] = [
-        (
-            row.cells[0],
-            chip(row.verdict),
-            Cell("", html=str(row.image or "-"), style_class="image"),
-            *row.cells[2:],
-        )
-        for row in rows(lines)
-    ]
-    return Table("Comparisons of times", (*HEADINGS[:2], drawn, *HEADINGS[2:]), body)
+    body: list[Row] = []
+    for line, (name, verdict, *others) in zip(lines, times.rows(lines), strict=True):
+        image = "-" if line.figures is None else str(_draw(line, line.figures, scale))
+        body.append((name, chip(verdict), Cell("", html=image, style_class="image"), *others))
+    return Table("Comparisons of times", (*times.HEADINGS[:2], drawn, *times.HEADINGS[2:]), body)
 
 
 def axis(lines: Sequence[PairLine]) -> Markup | None:

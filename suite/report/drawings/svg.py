@@ -35,7 +35,6 @@ def _text_of(value: object) -> object:
 
 
 def number(value: object) -> object:
-    """Floats without needless digits."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return value

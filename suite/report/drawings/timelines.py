@@ -20,7 +20,6 @@ from markupsafe import Markup
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
-from shardproof.report.tables import name_of
 from shardproof.runs import records
 from shardproof.table import Table
 
@@ -65,7 +64,7 @@ def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
         case = result.case
         if case.mesh.get("pipe", 1) < 2 or not result.record or not result.checks:
             continue
-        key = (name_of(case), case.mesh["pipe"], case.workload.micro_batches)
+        key = (case.system, case.mesh["pipe"], case.workload.micro_batches)
         if key not in best or _rank(result) < _rank(best[key]):
             best[key] = result
     turns: Counter[str] = Counter()
@@ -98,7 +97,7 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
     case = result.case
     shape = " x ".join(f"{axis} {n}" for axis, n in case.mesh.items())
     size = case.workload.micro_batches
-    heading = f"{name_of(case)} on {case.backend}, {shape}, {size} micro-batches"
+    heading = f"{case.system} on {case.backend}, {shape}, {size} micro-batches"
     try:
         sections = records.sections(folder / (result.record or ""), "action", "call")
     except records.RecordError as error:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
 from shardproof import VERSION
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, SelectionError, one_line
 from shardproof.files import DAMAGE
 from shardproof.runs.bundle.form import (
     CHUNK,
@@ -305,15 +305,10 @@ def _member(fields: Mapping[str, Any]) -> Member:
     return member
 
 
-def printable(text: str) -> str:
-    """``text`` without what would move a terminal's cursor: others wrote it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def notes(listing: Listing) -> Sequence[str]:
     """What to know of a bundle beside its verdicts."""
     sentences = [f"contents sha256:{listing.digest}"]
-    others = [printable(version) for version in listing.judged_by if version != VERSION]
+    others = [one_line(version) for version in listing.judged_by if version != VERSION]
     if others:
         sentences.append(
             f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "

@@ -100,9 +100,6 @@ class System:
     chance: float = 1.0
 
 
-# ------------------------------------------------------------------------- what goes together
-
-
 def communicates(setup: Setup) -> bool:
     """Without ``accumulate_without_communication`` every micro-batch is reduced by itself."""
     return not setup.options.get("accumulate_without_communication")
@@ -225,9 +222,6 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
     return sizes
 
 
-# ---------------------------------------------------------------------------- meshes and options
-
-
 def _line(axis: str, most: int = LARGEST_WORLD) -> Meshes:
     return [{axis: size} for size in range(1, most + 1)]
 
@@ -319,7 +313,6 @@ def _fsdp1(strategy: str, meshes: Meshes) -> System:
 
 
 def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) -> System:
-    """A strategy ``data`` of the data axes, under ``inner`` of its options."""
     options: Choices = {"data": (data,), "data_options": inner, **_STAGES, **_SPLIT_LAYERS, **more}
     return System(
         "reference/hybrid",

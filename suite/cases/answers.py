@@ -1,0 +1,155 @@
+"""What the methods of a system return, held against the contract: a wrong type is its own fault.
+
+Every function asks one method.
+
+:raises BrokenContract: with class and method, what came, and what is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardproof.contract import Batch, Event, Implementation, Kind, Observe, Piece, StepResult
+from shardproof.registry.declaration import BrokenContract
+
+
+def asked(system: object, method: str, value: Any, kinds: Any, wanted: str) -> Any:
+    """``value``, which ``method`` returned, if it is of one of ``kinds``."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise _broken(system, method, "None" if value is None else type(value).__name__, wanted)
+    return value
+
+
+def _broken(system: object, method: str, came: str, wanted: str) -> BrokenContract:
+    name = (system if isinstance(system, type) else type(system)).__name__
+    return BrokenContract(f"{name}.{method} returned {came}, asked is {wanted}")
+
+
+def pieces(system: Implementation, kind: Kind) -> list[Piece]:
+    """``local_state(kind)``."""
+    method, wanted = f"local_state({kind!r})", "a list of Piece objects"
+    held = list(asked(system, method, system.local_state(kind), (list, tuple), wanted))
+    for piece in held:
+        if not isinstance(piece, Piece):
+            raise _broken(system, method, f"a list with a {type(piece).__name__}", wanted)
+        for field, wrong, right in _faults(piece):
+            if wrong:
+                came = f"a piece {piece.name!r:.80} with {field}={getattr(piece, field)!r:.80}"
+                raise _broken(system, method, came, right)
+    return held
+
+
+def _faults(piece: Piece) -> list[tuple[str, bool, str]]:
+    """Fields, whether each is wrong, and what is asked; a field is looked at if those before it
+    are right.
+    """
+    shape = piece.global_shape
+    if not (isinstance(piece.tensor, Tensor) and _is_text(piece.name) and _numbers(shape)):
+        return [
+            ("tensor", not isinstance(piece.tensor, Tensor), "a Tensor"),
+            ("name", not _is_text(piece.name), "a str that UTF-8 can hold"),
+            ("global_shape", not _numbers(shape), "a tuple of int"),
+        ]
+    flat = (piece.flat_range,)
+    return [
+        ("replica", type(piece.replica) is not int, "an int"),
+        ("source", not isinstance(piece.source, Tensor | None), "a Tensor or None"),
+        ("slices", not _within(piece.slices, shape), "a (start, stop) a dimension, or None"),
+        (
+            "flat_range",
+            piece.flat_range is not None and not _within(flat, (math.prod(shape),)),
+            "(start, stop) in the flattened tensor, or None",
+        ),
+    ]
+
+
+def _is_text(value: object) -> bool:
+    """Half of a surrogate pair is none: no record can hold it."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
+def _numbers(values: object) -> bool:
+    return isinstance(values, tuple | list) and all(type(value) is int for value in values)
+
+
+def _within(ranges: Any, sizes: Sequence[int]) -> bool:
+    """Whether ``ranges`` are a (start, stop) of each size; ``None`` is none at all."""
+    return ranges is None or (
+        isinstance(ranges, tuple | list)
+        and len(ranges) == len(sizes)
+        and all(_numbers(r) and len(r) == 2 for r in ranges)
+        and all(0 <= r[0] <= r[1] <= size for r, size in zip(ranges, sizes, strict=True))
+    )
+
+
+def step(system: Implementation, batch: Batch, observe: Observe) -> StepResult:
+    """``step``, with a loss and a norm that are numbers."""
+    method = f"step {batch.step}"
+    result: StepResult = asked(
+        system, method, system.step(batch, observe), StepResult, "a StepResult"
+    )
+    number(system, f"{method}: loss", result.loss)
+    number(system, f"{method}: norm", result.norm)
+    for value in asked(system, f"{method}: metrics", result.metrics, Mapping, "a dict").values():
+        asked(system, f"{method}: metrics", value, (int, float), "numbers by name")
+    return result
+
+
+def number(system: object, method: str, value: Any) -> float | None:
+    """A loss or norm as a number: NaN where it is infinite, ``None`` where it is not known."""
+    wanted = "a Tensor of one number, or None"
+    asked(system, method, value, (Tensor, float, int, type(None)), wanted)
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise _broken(system, method, f"a {value.dtype} of shape {list(value.shape)}", wanted)
+    if value is None:
+        return None
+    return float(value) if math.isfinite(float(value)) else math.nan
+
+
+def evaluation(system: Implementation, batch: Batch) -> float | None:
+    """``evaluate``."""
+    return number(system, "evaluate(batch)", system.evaluate(batch))
+
+
+def full_state(system: Implementation, kind: Kind) -> dict[str, Tensor]:
+    """``full_state(kind)``."""
+    method, wanted = f"full_state({kind!r})", "a dict of tensors by name"
+    return _tensors(system, method, system.full_state(kind), wanted)
+
+
+def _tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, Tensor]:
+    for name, tensor in asked(system, method, value, Mapping, wanted).items():
+        if not _is_text(name) or not isinstance(tensor, Tensor):
+            raise _broken(system, method, f"{{{name!r:.80}: {type(tensor).__name__}}}", wanted)
+    return dict(value)
+
+
+def events(system: Implementation) -> list[Event]:
+    """``events()``."""
+    wanted = "a list of Event objects"
+    listed = list(asked(system, "events()", system.events(), (list, tuple), wanted))
+    for event in listed:
+        asked(system, "events()", event, Event, wanted)
+        fields = (event.order, event.worker, event.step, event.version)
+        if not _numbers(fields):
+            raise _broken(system, "events()", f"{event!r:.200}", f"{wanted} of int")
+    return listed
+
+
+def emulator(system: type[Implementation], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """``emulator(options)``, whose gradients are asked as well."""
+    fold = asked(system, "emulator(options)", system.emulator(options), Callable, "a function")
+
+    def _folded(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        try:
+            folded = fold(step, parts)
+        except Exception as error:
+            raise BrokenContract(f"{system.__name__}.emulator(options) raised {error!r}") from error
+        method, wanted = "emulator(options)(step, gradients)", "a dict of tensors by name"
+        return _tensors(system, method, folded, wanted)
+
+    return _folded
