@@ -169,6 +169,43 @@ def from_plain(kind: type[T], data: Any) -> T:
     return value
 
 
+def require_types(value: Any) -> None:
+    """Ask whether the fields of a dataclass, read from what others wrote, are as annotated.
+
+    :raises TypeError: one is not.
+    """
+    kind: Any = type(value)
+    for name, hint in _hints(kind).items():
+        if not _fits(hint, getattr(value, name)):
+            raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (UnionType, typing.Union):
+        return any(_fits(part, value) for part in parts)
+    if origin is typing.Literal:
+        return isinstance(value, str)
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(typing.cast(Any, kind)) if isinstance(value, typing.cast(type, kind)) else {}
+        return bool(hints) and all(_fits(hint, getattr(value, n)) for n, hint in hints.items())
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(parts[1], v) for v in value.values())
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        several = isinstance(value, tuple | list | frozenset)
+        return several and all(_fits(parts[0], item) for item in value)
+    if kind is float:  # what is not finite is text in JSON
+        return type(value) in (int, float) or value in ("nan", "inf", "-inf")
+    return kind not in _AS_THEY_ARE or type(value) is kind
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    # torch is not imported for the sake of an annotation.
+    hints = typing.get_type_hints(kind, localns={"Tensor": Any})
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
 _AS_THEY_ARE = frozenset((str, int, float, bool, NoneType))
 
 Reader = Callable[[Any], Any]
@@ -196,9 +233,7 @@ def _made(kind: Any, data: Mapping[str, Any]) -> Any:
 @cache
 def _readers(kind: Any) -> dict[str, Reader]:
     """A reader for each field of a dataclass that is not stored as it is."""
-    # torch is not imported for the sake of an annotation.
-    hints = typing.get_type_hints(kind, localns={"Tensor": Any})
-    readers = {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
+    readers = {name: _reader(hint) for name, hint in _hints(kind).items()}
     return {name: reader for name, reader in readers.items() if reader is not _same}
 
 

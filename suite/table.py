@@ -110,14 +110,14 @@ class Table:
         from rich.text import Text
 
         if self.title:
-            yield Text(self.title, style="bold")
+            yield Text(printable(self.title), style="bold")
         widths = self._widths(options.max_width)
         if widths is None:
             yield from self._blocks()
         else:
             yield self._grid(widths)
         for note in self.notes:
-            yield Text(note, style="dim")
+            yield Text(printable(note), style="dim")
 
     def _widths(self, terminal: int) -> list[int] | None:
         """Characters of each column, or ``None`` where words of ordinary length would break."""
@@ -146,7 +146,10 @@ class Table:
         grid = table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for number, (heading, width) in enumerate(zip(self.headings, widths, strict=True)):
             grid.add_column(
-                Text(str(heading)), justify=self._alignment(number), width=width, overflow="fold"
+                Text(printable(str(heading))),
+                justify=self._alignment(number),
+                width=width,
+                overflow="fold",
             )
         for number, row in enumerate(self.texts):
             style = _STYLES.get(self._mark(number), "")

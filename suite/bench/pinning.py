@@ -12,11 +12,7 @@ from shardproof.launch.process_control import by_core
 
 
 def share(cores: Sequence[int], rank: int, world: int) -> list[int]:
-    """The cores of ``rank``: as many as everybody's, neighbours; none where ranks outnumber them.
-
-    >>> share([0, 1, 2, 3, 4], 1, 2)
-    [2, 3]
-    """
+    """The cores of ``rank``: neighbours, as many as everybody has; none where ranks are more."""
     each = len(cores) // world
     return list(cores[rank * each : (rank + 1) * each])
 

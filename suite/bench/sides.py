@@ -290,9 +290,7 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
 
 
 def known() -> dict[str, Path]:
-    """Timed scenarios of the default folder by name (``ddp``) and by folder and name
-    (``speed/ddp``).
-    """
+    """Timed scenarios of the default folder, as ``ddp`` and as ``speed/ddp``."""
     paths: dict[str, Path] = {}
     for path in load.timed_files(load.default_folder()):
         paths.setdefault(path.stem, path)

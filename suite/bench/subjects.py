@@ -40,8 +40,6 @@ BLOCKS = 24
 CELL_BLOCKS = 20
 #: Fresh sets of ranks over which the blocks are spread.
 LAUNCHES = 3
-#: Computing threads of a rank: :mod:`shardproof.launch` gives every rank one.
-THREADS = 1
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Room:
 
     ranks: int
     of: str
-    threads: int = THREADS
+    threads: int = 1  # shardproof.launch gives every rank one
 
     @classmethod
     def here(cls, gpus: int | None) -> Room:

@@ -63,8 +63,9 @@ def estimates(
 ) -> dict[str, float]:
     """Seconds by id: the median of the past, else that of its like, else a rough guess."""
     subjects = list(subjects)
-    past = {s.id: durations.estimate(duration_name(s, passes)) for s in subjects}
-    return budget.estimates(subjects, past, _like, lambda subject: _guess(subject, passes))
+    past = [(s, durations.estimate(duration_name(s, passes))) for s in subjects]
+    seconds = budget.estimates(past, _like, lambda subject: _guess(subject, passes))
+    return {subject.id: each for subject, each in zip(subjects, seconds, strict=True)}
 
 
 def choose(
@@ -73,10 +74,7 @@ def choose(
     minutes: float | None,
     passes: Passes = Passes(),
 ) -> Schedule:
-    """Choose from ``items``, in their order, what fits into ``minutes`` (``None``: all).
-
-    With a cell go those that are modelled from its launches.
-    """
+    """What of ``items`` fits into ``minutes`` (``None``: all); cells go with their source."""
     expected = estimates((item.subject for item in items), durations, passes)
     chosen: list[Measured] = []
     left_out: list[Measured] = []

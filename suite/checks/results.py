@@ -14,7 +14,7 @@ from typing import Any, Self
 from shardproof.case import Case
 from shardproof.checks import Outcome
 from shardproof.contract import Options
-from shardproof.files import Stored
+from shardproof.files import Stored, require_types
 
 
 class _Line(Stored):
@@ -31,7 +31,8 @@ class _Line(Stored):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The instance that :meth:`to_dict` described.
 
-        :raises TypeError: ``data`` lacks a field: lines have all but the optional ones.
+        :raises TypeError: ``data`` lacks a field (lines have all but the optional ones), or one is
+            of another type.
         """
         fields = _known(cls, data)
         lacking = _names(cls) - {*fields, *cls.OPTIONAL}
@@ -39,7 +40,9 @@ class _Line(Stored):
             raise TypeError(f"lacks {', '.join(sorted(lacking))}")
         if isinstance(fields.get("case"), Mapping):
             fields["case"] = _known(Case, fields["case"])
-        return super().from_dict(fields)
+        line = super().from_dict(fields)
+        require_types(line)
+        return line
 
 
 def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ with the hardware.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -326,8 +326,3 @@ def reasons(results: Sequence[Apart]) -> list[tuple[str, list[str]]]:
     for item in results:
         groups[item.why].append(item.id)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
-
-
-def words(changes: Iterable[Change]) -> Mapping[str, int]:
-    """How many figures got worse, better, or changed otherwise."""
-    return Counter(change.word for change in changes)

@@ -80,10 +80,7 @@ _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")
 def of_checks(
     checks: Sequence[Outcome], stages: int = 1
 ) -> tuple[dict[str, Scalar], dict[str, Json]]:
-    """Figures of a result's checks, and the lists and mappings that digests stand for.
-
-    ``stages`` is the number of ranks of a pipeline.
-    """
+    """Figures of a result on ``stages`` pipeline ranks, and what digests among them stand for."""
     figures: dict[str, Scalar] = {}
     deep: dict[str, Json] = {}
     for check in checks:

@@ -14,6 +14,7 @@ from shardproof.compare.compare import Change, RunComparison, Timing
 from shardproof.compare.exact_figures import JsonObject
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.compare.tables import ComparisonReport
+from shardproof.errors import printable
 from shardproof.table import Table, markdown_text
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ CSV_HEADINGS = (
 def terminal(report: ComparisonReport, console: Console) -> None:
     from rich.text import Text
 
-    console.print(Text(report.heading, style="bold"), soft_wrap=True)
+    console.print(Text(printable(report.heading), style="bold"), soft_wrap=True)
     for table in report.tables:
         console.print()
         console.print(table.first(TERMINAL_ROWS, "--format markdown has all"))
     console.print()
     for line in report.summary:
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def markdown(report: ComparisonReport) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from shardproof.compare.compare import RunComparison, Timing
 from shardproof.compare.snapshot import Entry, Snapshot
-from shardproof.compare.tables import ComparisonReport, interval, verdict_of, verdicts_of
+from shardproof.compare.tables import ComparisonReport, interval, runs, verdict_of, verdicts_of
 from shardproof.table import Table
 
 NOTE = (
@@ -26,33 +26,13 @@ def report(
 ) -> ComparisonReport:
     snapshots = [reference, *(c.after for c in others)]
     made = ComparisonReport(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
-    made.tables.append(machines(reference, others))
+    made.tables.append(runs(snapshots, [_equal(c) for c in others]).titled("Machines"))
     for comparison in others:
         made.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
     if (exact := strategies(reference, others)).rows:
         made.tables.append(exact)
     made.tables += ratios(reference, others, only_changed)
     return made
-
-
-def machines(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
-    rows = []
-    for snapshot, comparison in [(reference, None), *((c.after, c) for c in others)]:
-        last, kills = snapshot.versions[-1], snapshot.kills
-        rows.append(
-            (
-                *(snapshot.hardware, snapshot.name, snapshot.taken),
-                *(last.suite, last.torch, last.python),
-                verdicts_of(snapshot.cases.values()) or "-",
-                f"{sum(kills.values())} of {len(kills)}" if kills else "-",
-                "reference" if comparison is None else _equal(comparison),
-            )
-        )
-    headings = (
-        *("hardware", "run", "date", "suite", "torch", "Python", "verdicts", "faults killed"),
-        "exact figures",
-    )
-    return Table("Machines", headings, rows)
 
 
 def _equal(comparison: RunComparison) -> str:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons, words
+from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.table import Mark, Table, some
 
@@ -60,7 +60,7 @@ def report(
 
 
 def sentence(comparison: RunComparison) -> str:
-    counts = words(comparison.changes)
+    counts = Counter[str](change.word for change in comparison.changes)
     shown = {"worse": "worse", "better": "better", "changed": "changed otherwise"}
     clauses = [f"{counts[w]} exact figures {shown[w]}" for w in shown if counts.get(w)]
     moved = Counter(time.verdict for time in comparison.times)
@@ -85,22 +85,26 @@ def sentence(comparison: RunComparison) -> str:
     return f"{head}{'; ' if comparison.obstacle else ': '}{'; '.join(clauses)}"
 
 
-def runs(snapshots: Sequence[Snapshot]) -> Table:
+def runs(snapshots: Sequence[Snapshot], beside: Sequence[str] = ()) -> Table:
+    """A row a run; ``beside``: how each but the first compares with that."""
     rows = []
     for number, snapshot in enumerate(snapshots):
-        last = snapshot.versions[-1]
+        last, kills = snapshot.versions[-1], snapshot.kills
         rows.append(
             (
-                *(snapshot.name, "compared" if number else "reference", snapshot.hardware),
+                *(snapshot.hardware, snapshot.name, snapshot.taken),
                 ", ".join(dict.fromkeys(version.suite for version in snapshot.versions)),
                 ", ".join(dict.fromkeys(version.torch for version in snapshot.versions)),
-                *(last.python, last.commit or "-", snapshot.taken),
-                *(f"{len(snapshot.cases):,}", f"{len(snapshot.timed):,}"),
+                *(last.python, last.commit or "-"),
+                verdicts_of(snapshot.cases.values()) or "-",
+                f"{len(snapshot.timed):,}",
+                f"{sum(kills.values())} of {len(kills)}" if kills else "-",
+                ("reference", *(beside or ["compared"] * len(snapshots)))[number],
             )
         )
     headings = (
-        *("run", "role", "hardware", "suite", "torch", "Python", "commit", "date", "cases"),
-        "timed",
+        *("hardware", "run", "date", "suite", "torch", "Python", "commit", "verdicts", "timed"),
+        *("faults killed", "exact figures" if beside else "role"),
     )
     return Table("Runs", headings, rows)
 
@@ -130,7 +134,7 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for group, pairs in sorted(members.items()):
-        counts = words(change for pair in pairs for change in pair.changes)
+        counts = Counter[str](change.word for pair in pairs for change in pair.changes)
         if only_changed and not counts:
             continue
         changed = sum(bool(pair.changes) for pair in pairs)

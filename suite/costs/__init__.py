@@ -29,7 +29,10 @@ from fractions import Fraction
 from shardproof.costs.ddp import DDP, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
-from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel
+from shardproof.costs.model import Bound as Bound
+from shardproof.costs.model import CostModel
+from shardproof.costs.model import Flow as Flow
+from shardproof.costs.model import NoCostModel as NoCostModel
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline
@@ -57,19 +60,6 @@ COST_MODELS: dict[str, type[CostModel]] = {
         *(Pipeline, TorchPipelining, DeepSpeedPipeline, Hybrid),
     )
 }
-
-__all__ = [
-    "COST_MODELS",
-    "Bound",
-    "Flow",
-    "Local",
-    "ModelFacts",
-    "CostModel",
-    "NoCostModel",
-    "memory_ratio",
-    "cost_model_of",
-    "whole_bytes",
-]
 
 
 def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:

@@ -61,9 +61,7 @@ class FSDP(Zero3):
         return self.forwards + (self.gathers_again(unit) if self.reshards is True else 0)
 
     def gathers_again(self, unit: Unit) -> int:
-        """How often a step gathers a unit that was freed, or cut: before backward, and before a
-        further forward of the same micro-batch.
-        """
+        """Gathers of a unit that was freed, or cut: before backward and each further forward."""
         return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
     def flows(self) -> list[Flow]:

@@ -133,10 +133,7 @@ def units(facts: ModelFacts, shards: int) -> list[Unit]:
 
 
 def unit_names(facts: ModelFacts) -> list[str]:
-    """Modules that the option ``wrap`` makes units, in order of registration.
-
-    Containers are never called, so they are no units.
-    """
+    """Modules that the option ``wrap`` makes units, as registered; no containers, never called."""
     called = {n: kind for n, kind in facts.modules.items() if n and kind not in _CONTAINERS}
     wrap: Options = facts.options.get("wrap") or {}
     if "units" in wrap:

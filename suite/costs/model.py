@@ -76,10 +76,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank holds, name -> elements, for the check ``active``.
-
-    A name of which the rank holds nothing is left out.
-    """
+    """What one rank holds, name -> elements (not 0), for the check ``active``."""
 
     parameters: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)

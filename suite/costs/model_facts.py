@@ -267,10 +267,7 @@ def shape_key(shape: Iterable[int]) -> str:
 def _hidden(
     workload: Workload, case: Case, inputs: tuple[tuple[Windows, ...], ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Elements between units, by shape of the inputs.
-
-    Run in one process and on the data: what is inside inputs chooses branches.
-    """
+    """Elements between units, by shape of the inputs; run on the data, which choose branches."""
     import torch
 
     hidden: dict[str, tuple[int, ...]] = {}

@@ -110,9 +110,7 @@ class Zero1(CostModel):
         return sum(flat.padded_bytes(self.facts.compute(flat.dtype)) for flat in flats)
 
     def parameter_bytes(self) -> int:
-        """Whole, in the flat layouts that they are gathered into; beside them frozen ones, and
-        those that keep strides of their own.
-        """
+        """Whole, in the layouts that they are gathered into, beside frozen and strided ones."""
         facts = self.facts
         own = sum(
             t.numel * ITEMSIZE[facts.compute(t.dtype)]
@@ -265,9 +263,7 @@ class Zero3(CostModel):
             raise NoCostModel(text)
 
     def gathers_per_step(self, unit: Unit) -> int:
-        """How often a step gathers ``unit`` from shards, over a single rank or many: what comes up
-        from the host where they rest there.
-        """
+        """How often a step gathers ``unit`` from shards, which may come up from the host."""
         forwards = self.facts.called(unit.name)
         return (forwards + 1) * self.facts.rounds if forwards else 0
 

@@ -57,10 +57,7 @@ def check(
 
 
 def try_to_load(name: str) -> tuple[str, list[str]]:
-    """Task of a leader: load one implementation.
-
-    Returns the fault (empty: none), and the warnings about old names that it imports.
-    """
+    """Task of a leader: the fault of one implementation (empty: none), warnings of old names."""
     fault = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)

@@ -1,18 +1,11 @@
 """A run, shown: on the terminal, as Markdown, and as one self-contained page."""
 
-from shardproof.report.page import html
-from shardproof.report.tables import closing, medians, skips
-from shardproof.report.terminal import show, show_kills
-from shardproof.report.text import document, insert, markdown
-
-__all__ = [
-    "closing",
-    "document",
-    "html",
-    "insert",
-    "markdown",
-    "medians",
-    "show",
-    "show_kills",
-    "skips",
-]
+from shardproof.report.page import html as html
+from shardproof.report.tables import closing as closing
+from shardproof.report.tables import medians as medians
+from shardproof.report.tables import skips as skips
+from shardproof.report.terminal import show as show
+from shardproof.report.terminal import show_kills as show_kills
+from shardproof.report.text import document as document
+from shardproof.report.text import insert as insert
+from shardproof.report.text import markdown as markdown

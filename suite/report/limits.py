@@ -24,10 +24,7 @@ MOST = 200
 
 @dataclass(frozen=True)
 class Limit:
-    """A table of what was not checked; ``items`` of each row are listed on demand.
-
-    ``rest`` counts rows beyond the table's.
-    """
+    """What was not checked; ``items`` of rows are listed on demand, ``rest`` counts rows beyond."""
 
     title: str
     why: str

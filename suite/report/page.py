@@ -35,8 +35,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 SHOWN = 12
 #: With at most so many cases every group of them is open.
 FEW = 40
-#: Longest reason in a table of cases; what broke gives reasons in full.
-_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def html(run: Run) -> str:
         lstrip_blocks=True,
     )
     jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
-    jinja.filters |= {"sent": _sent, "brief": _brief}
+    jinja.filters["sent"] = _sent
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     capabilities = capability_matrix.matrix(run)
     numbers = {name: str(number) for number, (name, _) in enumerate(capabilities.columns)}
@@ -175,10 +173,6 @@ def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
 def _sent(result: CaseResult) -> str:
     sent, expected = result.bytes_sent, result.bytes_expected
     return "-" if not sent else ("= formula" if sent == expected else f"{sent} / {expected}")
-
-
-def _brief(reason: str) -> str:
-    return reason if len(reason) <= _REASON else f"{reason[:_REASON]} ..."
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardproof.checks.results import CaseResult, Kill
+from shardproof.errors import printable
 from shardproof.report import bubbles, kills, memory, tables
 
 #: Prints one renderable or text; rich's ``Console.print``.
@@ -26,4 +27,4 @@ def show_kills(lines: Sequence[Kill], write: Print) -> None:
     write(kills.table(lines).titled(""))
     for kill in lines:
         if not kill.killed:
-            write(Text(f"SURVIVES {kill.name}: {kill.why_not}", style="red"))
+            write(Text(printable(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))

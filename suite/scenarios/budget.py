@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardproof.case import Case
 from shardproof.runs.durations import Durations
@@ -23,12 +23,7 @@ OTHER_SECONDS = 0.8
 START_SECONDS = 4.0
 
 
-class _Named(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-T = TypeVar("T", bound=_Named)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,12 @@ def fit_cases(
     cases: Sequence[Case], durations: Durations, jobs: int, minutes: float | None
 ) -> CaseSchedule:
     """Choose the ``cases`` that ``jobs`` leaders can run in ``minutes`` (``None``: all)."""
-    expected = estimates(
-        cases,
-        {case.id: durations.estimate(case.id) for case in cases},
+    seconds = estimates(
+        [(case, durations.estimate(case.id)) for case in cases],
         like=lambda case: case.backend,
         guess=lambda case: DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS),
     )
+    expected = {case.id: each for case, each in zip(cases, seconds, strict=True)}
     if minutes is None:
         used = START_SECONDS + sum(expected.values()) / jobs
         return CaseSchedule(list(cases), [], used if cases else 0.0)
@@ -67,22 +62,20 @@ def fit_cases(
 
 
 def estimates(
-    items: Sequence[T],
-    past: Mapping[str, float | None],
+    past: Sequence[tuple[T, float | None]],
     like: Callable[[T], Hashable],
     guess: Callable[[T], float],
-) -> dict[str, float]:
-    """Seconds by id: those of the ``past``, else the median of what is alike, else a guess."""
+) -> list[float]:
+    """Seconds of each: those of the ``past``, else the median of what is alike, else a guess."""
     alike: dict[Hashable, list[float]] = defaultdict(list)
-    for item in items:
-        if (seconds := past[item.id]) is not None:
+    for item, seconds in past:
+        if seconds is not None:
             alike[like(item)].append(seconds)
     typical = {key: statistics.median(values) for key, values in alike.items()}
-    expected = {}
-    for item in items:
-        own = past[item.id]
-        expected[item.id] = (typical.get(like(item)) or guess(item)) if own is None else own
-    return expected
+    return [
+        (typical.get(like(item)) or guess(item)) if seconds is None else seconds
+        for item, seconds in past
+    ]
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:

@@ -12,24 +12,12 @@ from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
 from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import WorkloadError, lookup
-from shardproof.workloads.traits import TRAITS, Trait, suggested_groups
+from shardproof.workloads.traits import TRAITS as TRAITS
+from shardproof.workloads.traits import suggested_groups as suggested_groups
 
 WORKLOADS: dict[str, Family] = {
     family.name: family for family in (CharnamesGPT(), DigitsCNN(), DyadicMLP())
 }
-
-__all__ = [
-    "TRAITS",
-    "Trait",
-    "WORKLOADS",
-    "Workload",
-    "WorkloadError",
-    "check",
-    "for_case",
-    "in_lane",
-    "make",
-    "suggested_groups",
-]
 
 
 def make(
@@ -57,10 +45,7 @@ def for_case(case: Case) -> Workload:
 
 
 def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
-    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``.
-
-    Reads no data, builds nothing.
-    """
+    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``; builds nothing."""
     family = lookup(spec.name, WORKLOADS, "workload")
     resolve(family, spec)
     _check_lane(family, lane)

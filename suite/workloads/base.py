@@ -402,10 +402,7 @@ def resolve(family: Family, spec: WorkloadSpec) -> Params:
 
 
 def _trimmed(micro: MicroBatch) -> MicroBatch:
-    """``micro`` up to the last position at which any of its targets counts.
-
-    What its inputs carry behind the last position (a dropout key) stays there.
-    """
+    """``micro`` up to the last position at which a target counts; a dropout key behind stays."""
     used, full = micro.weights.any(0).nonzero(), micro.targets.shape[1]
     length = 1 + int(used.max()) if len(used) else 1
     inputs = torch.cat([micro.inputs[:, :length], micro.inputs[:, full:]], 1)

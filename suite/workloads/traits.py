@@ -369,10 +369,7 @@ _ODD: dict[str, Callable[[int, Place], nn.Module]] = {
 
 
 class Oddities(nn.Module):
-    """Adds the outputs of the odd modules ``names`` to the hidden state.
-
-    ``dim`` is the feature dimension of the hidden state.
-    """
+    """Adds what the odd modules ``names`` give to the hidden state, its features on ``dim``."""
 
     def __init__(self, names: Iterable[str], width: int, dim: int, place: Place) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.bench.model import alpha_beta, curve, step_time
+from shardproof.bench.lines import ProbedStep, Probes
+from shardproof.bench.model import alpha_beta, curve, scorecard, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
 from shardproof.bench.model.curve import Compute
 from shardproof.bench.model.records import Call
@@ -362,18 +364,22 @@ def test_what_cannot_be_cut_is_not_modelled_and_says_why() -> None:
 
 
 def test_a_scorecard_by_hand() -> None:
-    predicted = predict([Call("all_reduce", 2, 20e6)], 0.080, FITS, "gloo")  # 100.02 ms
-    found = step_time.scorecard(
-        0.125, predicted, peak_bytes=300, formula_bytes=200, probed_seconds=0.030
-    )
+    calls = [Call("all_reduce", 2, 20e6)]  # predicted: 100.02 ms
+    step = ProbedStep(alone=0.080, calls=calls, flops=30_000_000, elements=0)
+    run: Any = SimpleNamespace(axes={"replicate": 2}, optimizer=SimpleNamespace(name="sgd"))
+
+    def machine(flop_rate: float | None) -> Probes:
+        made = alpha_beta.Machine("gloo", 2, FITS, {}, flop_rate, byte_rate=1e9)
+        return Probes(machine=made, cores_per_rank=None, threads=1)
+
+    found = scorecard.card(machine(1e9), step, 0.125, run, peak_bytes=300, formula_bytes=200)
     assert found.achieved_over_predicted == pytest.approx(0.10002 / 0.125)
     assert found.exposed_share == pytest.approx(1 - 0.080 / 0.125)
     assert found.memory_over_formula == 1.5
     assert found.achieved_over_probed == pytest.approx(0.05002 / 0.125)
-    bare = step_time.scorecard(0.07, predicted)
+    bare = scorecard.card(machine(None), step, 0.07, run)
     assert (bare.exposed_share, bare.memory_over_formula) == (0.0, None)
-    with pytest.raises(ValueError, match="step of 0"):
-        step_time.scorecard(0.0, predicted)
+    assert bare.achieved_over_probed is None
 
 
 def test_probed_compute_by_hand() -> None:

@@ -226,11 +226,11 @@ def cells() -> list[lines.CellLine]:
 
 def test_curves_show_intervals_target_and_what_is_modelled() -> None:
     panels = curves.panels(cells())
-    assert [panel.heading for panel in panels][:2] == [
+    assert [heading for heading, _ in panels][:2] == [
         "pytorch/fsdp2 on gloo, strong scaling",
         "reference/ddp on gloo, strong scaling",
     ]
-    image = panels[0].image
+    _, image = panels[0]
     assert "target 80%" in image and "1,024" in image
     assert image.count('class="m-plain"') == image.count('class="m-wrapped"') == 2
     assert image.count('class="m-modelled"') == 5
@@ -253,9 +253,9 @@ def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page:
 def test_efficiencies_beyond_one_stay_inside() -> None:
     [line] = scaling_lines()[:1]
     line["efficiency"] = {"plain": interval(1.3, 1.2, 1.5)}
-    [panel] = curves.panels([lines.CellLine.model_validate(line)])
-    assert "160%" in panel.image
-    for at in re.findall(r'cy="([-0-9.]+)"', panel.image):
+    [(_, image)] = curves.panels([lines.CellLine.model_validate(line)])
+    assert "160%" in image
+    for at in re.findall(r'cy="([-0-9.]+)"', image):
         assert 0 < float(at) < 240
 
 

@@ -245,10 +245,7 @@ class Machine:
 
 
 def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
-    """Fits and rates from what every rank probed.
-
-    A call is over when the slowest rank has it; of several sweeps the median counts.
-    """
+    """Fits and rates of the probes: of each call the slowest rank, of several sweeps the median."""
     ranks = len(records)
     times: dict[str, dict[int, float]] = {}
     for rows in zip(*(record.collectives for record in records), strict=True):

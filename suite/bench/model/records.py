@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AloneSteps:
-    """Seconds of steps without traffic on one rank: whole ones, and to the gradients, by segment
-    and step.
-    """
+    """Seconds without traffic of whole ``steps`` and to the ``gradients``, by segment and step."""
 
     steps: list[list[float]]
     gradients: list[list[float]]

@@ -51,20 +51,22 @@ def card(
 
     :raises Unmodelled: there is no prediction for its calls.
     """
-    machine, best = probes.machine, None
+    machine, made, best = probes.machine, predicted(probes, step), None
     if machine.flop_rate:
         # Layers are split over ranks; every rank updates everything.
         split = run.axes.get("tensor", 1) * run.axes.get("pipe", 1)
-        best = step_time.probed_compute(
+        compute = step_time.probed_compute(
             *(step.flops / split, step.elements / split, run.optimizer.name),
             *(machine.flop_rate, machine.byte_rate),
         )
-    return step_time.scorecard(
-        seconds,
-        predicted(probes, step),
-        peak_bytes=peak_bytes,
-        formula_bytes=formula_bytes,
-        probed_seconds=best,
+        best = (compute + made.communication_seconds) / seconds
+    return Scorecard(
+        achieved_over_predicted=made.step_seconds / seconds,
+        exposed_share=max(0.0, 1 - made.compute_seconds / seconds),
+        memory_over_formula=(
+            peak_bytes / formula_bytes if peak_bytes is not None and formula_bytes else None
+        ),
+        achieved_over_probed=best,
     )
 
 

@@ -233,36 +233,6 @@ class Scorecard:
     achieved_over_probed: float | None = None
 
 
-def scorecard(
-    measured_seconds: float,
-    prediction: Prediction,
-    *,
-    peak_bytes: float | None = None,
-    formula_bytes: float | None = None,
-    probed_seconds: float | None = None,
-) -> Scorecard:
-    """The scorecard of a step that took ``measured_seconds``.
-
-    ``probed_seconds`` is the compute of :func:`probed_compute`; ``formula_bytes`` a promise's
-    ``total()``.
-
-    :raises ValueError: a time that is not positive.
-    """
-    if not measured_seconds > 0 or not prediction.step_seconds > 0:
-        raise ValueError(f"a step of {measured_seconds} s beside one of {prediction.step_seconds}")
-    best = None
-    if probed_seconds is not None:
-        best = (probed_seconds + prediction.communication_seconds) / measured_seconds
-    return Scorecard(
-        achieved_over_predicted=prediction.step_seconds / measured_seconds,
-        exposed_share=max(0.0, 1 - prediction.compute_seconds / measured_seconds),
-        memory_over_formula=(
-            peak_bytes / formula_bytes if peak_bytes is not None and formula_bytes else None
-        ),
-        achieved_over_probed=best,
-    )
-
-
 def probed_compute(
     flops: float, elements: float, optimizer: str, flop_rate: float, byte_rate: float
 ) -> float:

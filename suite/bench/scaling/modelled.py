@@ -76,9 +76,7 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
 
 
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
-    """The scorecard of a measured cell whose step took ``seconds``; ``None``: nothing was probed,
-    or there is no prediction.
-    """
+    """The scorecard of a cell whose step took ``seconds``; ``None``: no probes or no prediction."""
     if line.probed is None:
         return None
     run = side_run(line.cell, "ranks", line.mesh)

@@ -49,10 +49,7 @@ class Sample:
 
 @dataclass
 class Seen:
-    """Samples in order of their clocks, and what taking them cost.
-
-    ``missing``: GPU -> figure -> why there is none.
-    """
+    """Samples by clock, and what taking them cost; ``missing``: GPU -> figure -> why not."""
 
     samples: list[Sample] = field(default_factory=list)
     fixed: list[nvml.Fixed] = field(default_factory=list)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardproof.costs.layout import chunk, within
-from shardproof.costs.model import Flow, NoCostModel, grouped_flow, norm_flow
+from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, norm_flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
@@ -146,8 +146,6 @@ class TorchHybrid(TorchTensorParallel):
     def pads_gradients(self) -> bool:
         return self.is_sharded
 
-    def communication_at_rest(self, rank: int, step: int) -> None:  # type: ignore[override]
-        """Buffers of received activations stay, and shards that reductions gave."""
-
-    def unclassified_limit(self, rank: int, step: int) -> None:  # type: ignore[override]
-        """What lies in the buffers of stages."""
+    #: Buffers of received activations stay, and shards that reductions gave.
+    communication_at_rest = CostModel.communication_at_rest  # type: ignore[assignment]
+    unclassified_limit = CostModel.unclassified_limit  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from markupsafe import Markup
 
@@ -25,24 +25,19 @@ _WIDTH, _HEIGHT = 330.0, 240.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 
-@dataclass(frozen=True)
-class Panel:
-    heading: str
-    image: Markup
-
-
 def table(lines: Sequence[CellLine]) -> Table:
     made = tables.table(sorted(lines, key=_key), fold=False)
     rows = [[*row[:4], chip(str(row[4])), *row[5:]] for row in made.rows]
     return replace(made, rows=rows, align="lllrl" + "r" * 13, row_header=1)
 
 
-def panels(lines: Iterable[CellLine]) -> list[Panel]:
+def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
+    """Headings and drawings."""
     groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
     for line in lines:
         groups[line.cell.name, line.title, line.backend].append(line)
     return [
-        Panel(f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
+        (f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())
     ]
 

@@ -95,9 +95,7 @@ def numbered_case(number: int, seed: int) -> Case:
 
 @functools.cache
 def _carried(workload: str) -> tuple[str, ...]:
-    """Traits that ``workload`` can carry, but for the overflow: only systems with a loss scaler
-    train through it.
-    """
+    """Traits that ``workload`` can carry but the overflow, which takes a loss scaler."""
     return tuple(
         name for name, trait in TRAITS.items() if workload in trait.applies_to and name != OVERFLOW
     )
