@@ -46,7 +46,7 @@ EVIDENCE = {
 }
 VERDICTS = {
     "crash": "A rank raises, with the reason that the declaration names.",
-    "hang": "A rank waits until the deadline of the case.",
+    "hang": "The ranks stand still: none computes, ends, enters or leaves a call.",
     "judge error": "A check broke, or passed without its proof: what is planted is in the judge.",
     "undecidable": "Nothing was compared: what is planted is in the judge.",
 }

@@ -96,6 +96,8 @@ class Case(Stored):
     expect: Mapping[str, Any] = field(default_factory=dict)
     #: Step (as text) -> ranks that take part from that step on; empty: all ranks, always.
     membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: CPU seconds that a rank may compute, and seconds without any event after which ranks that
+    #: sleep outside of calls are a ``hang``.
     deadline: float = 60.0
     #: Resident memory that one rank process may take, torch's own 0.3 GiB included.
     memory_gib: float = 8.0

@@ -14,6 +14,7 @@ Verdict = Literal[
     "xpass",
     "refused",
     "judge error",
+    "over budget",
     "undecidable",
     "inconclusive",
     "precondition",
@@ -27,12 +28,16 @@ Verdict = Literal[
 WORKING_PRECISION_ONLY: Final = "pass (working precision only)"
 #: What the judge says of the system cannot be trusted: a check broke, or passed without its proof.
 JUDGE_ERROR: Final = "judge error"
+#: A rank computed on until its budget of CPU seconds was spent: nobody knows what it would end in.
+OVER_BUDGET: Final = "over budget"
 #: Replicas are equal, and nothing was compared with the oracle: a fault that all share goes unseen.
 REPLICAS_ONLY: Final = "pass (replicas only)"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
-OPEN = frozenset({JUDGE_ERROR, "undecidable", "inconclusive", "precondition", REPLICAS_ONLY})
+OPEN = frozenset(
+    {JUDGE_ERROR, OVER_BUDGET, "undecidable", "inconclusive", "precondition", REPLICAS_ONLY}
+)
 GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130

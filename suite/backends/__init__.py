@@ -36,6 +36,8 @@ class Backend:
     device: str = "cpu"
     #: Whether a rank can send a tensor to one other rank, as stages of pipelines do.
     sends: bool = True
+    #: Whether a rank burns CPU while it waits inside a call.
+    polls: bool = False
 
     def available(self, world: int = 1) -> str | None:
         """``None`` if ``world`` ranks can use it on this machine, else the reason why not."""
@@ -51,7 +53,7 @@ BACKENDS: dict[str, Backend] = {
     "gloo": Backend("gloo", threads=False),
     # gloo copies CUDA tensors through the host; ranks may share a GPU, which NCCL refuses.
     "gloo_cuda": Backend("gloo_cuda", threads=False, device="cuda", sends=False),
-    "nccl": Backend("nccl", threads=False, device="cuda"),
+    "nccl": Backend("nccl", threads=False, device="cuda", polls=True),
 }
 
 

@@ -26,14 +26,16 @@ from shardproof.backends.request import Request, chunks, listed, reduction, root
 from shardproof.ledgers import memory, traffic
 from shardproof.ledgers.program_order import inside_backward
 
-#: Called with one line of text per call of this process's ranks; set by the launcher.
-_listener: Callable[[str], None] | None = None
+#: Called with one line of text per call of this process's ranks, and when one begins (True) or
+#: ends (False) to be blocked in a call; set by the launcher.
+_on_call: Callable[[str], None] | None = None
+_on_wait: Callable[[bool], object] = bool
 
 
-def listen(callback: Callable[[str], None] | None) -> None:
-    """Send one line of text about every call made in this process to ``callback`` (heartbeat)."""
-    global _listener
-    _listener = callback
+def listen(on_call: Callable[[str], None], on_wait: Callable[[bool], object]) -> None:
+    """Tell the heartbeat about every call made in this process, in one line, and every wait."""
+    global _on_call, _on_wait
+    _on_call, _on_wait = on_call, on_wait
 
 
 class Handle(dist.Work):
@@ -69,8 +71,15 @@ class Handle(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is visible; ``timeout`` of zero or ``None`` means the group's."""
         self.note_wait()
-        self._settle(timeout.total_seconds() if timeout else None)
+        self._block(timeout.total_seconds() if timeout else None)
         return True
+
+    def _block(self, timeout: float | None) -> None:
+        _on_wait(True)
+        try:
+            self._settle(timeout)
+        finally:
+            _on_wait(False)
 
     def synchronize(self) -> None:
         """The same as :meth:`wait` on a CPU."""
@@ -190,8 +199,8 @@ class GroupBase(dist.ProcessGroup):
     def _issue(self, request: Request) -> Handle:
         if self.transform is not None:
             request = self.transform(request)
-        if _listener is not None:
-            _listener(f"{request.text()} on {self.global_ranks}")
+        if _on_call is not None:
+            _on_call(f"{request.text()} on {self.global_ranks}")
         ledger = traffic.current()
         calls = None
         memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)

@@ -129,7 +129,7 @@ class _Handle(Handle):
 
     def _value(self) -> list[torch.Tensor]:
         self.note_wait()
-        self._settle(None)
+        self._block(None)
         return [tensor for item in self.request.outputs for tensor in item]
 
     def _future(self) -> RankFuture:

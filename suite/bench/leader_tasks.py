@@ -179,7 +179,7 @@ def on_ranks(
     if cause.error_type == "Refused":
         raise LaunchFailed("precondition", cause.message)
     where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
-    verdict = "hang" if cause.status == "hung" else "crash"
+    verdict = {"hung": "hang", "over budget": "over budget"}.get(cause.status, "crash")
     raise LaunchFailed(verdict, " ".join([cause.sentence(), *where]))
 
 

@@ -301,8 +301,7 @@ class Session:
         """
         end = self._run(task, name, what, seconds)
         if end.value is None:
-            verdict = "hang" if end.timed_out else "crash"
-            raise LaunchFailed(verdict, f"the measuring process {end.why_no_value}")
+            raise LaunchFailed("inconclusive", f"the measuring process {end.why_no_value}")
         if "problem" in end.value:
             raise LaunchFailed(*end.value["problem"])
         return from_plain(kind, end.value["answer"])

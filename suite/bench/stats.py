@@ -35,7 +35,7 @@ _DRAWS, _DRAWS_AT_ONCE = 200_000, 1_000
 
 #: Verdicts on what broke, and those that leave a question open.
 BROKEN = ("crash", "hang", "fail")
-OPEN = ("inconclusive", "precondition")
+OPEN = ("inconclusive", "precondition", "over budget")
 
 Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
 

@@ -120,10 +120,8 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
-    twice = "relations" in case.checks
-    deadline_s = case.deadline / 2 if twice else case.deadline
     memory_bytes = int(case.memory_gib * 2**30)
-    outcomes = _train(case, workload, workdir, deadline_s, run, memory_bytes=memory_bytes)
+    outcomes = _train(case, workload, workdir, run, memory_bytes=memory_bytes)
     account.timings["ranks"] = time.monotonic() - began
     account.outcomes = outcomes
     if "refuses" in case.expect or root_cause(outcomes) is not None:
@@ -138,7 +136,7 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     account.timings["oracle"] = time.monotonic() - began
     facts = facts_of(case)
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
-    if twice:
+    if "relations" in case.checks:
         began = time.monotonic()
         _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
@@ -146,7 +144,7 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
 
 
 def _train(
-    case: Case, workload: Workload, folder: Path, deadline_s: float, run: Run, **limits: int
+    case: Case, workload: Workload, folder: Path, run: Run, **limits: int
 ) -> list[RankOutcome]:
     """How each rank ended, with the file of what it returned; one that hangs is an outcome, too."""
     # Calls run_rank on every rank, in a process or thread of its own.
@@ -155,7 +153,7 @@ def _train(
         case.world,
         lambda rank, world: run_rank(case, workload, rank).to_dict(),
         folder,
-        deadline_s,
+        case.deadline,
         case.ledgers,
         disturbances=backends.disturbances_of(case.workload.traits),
         **limits,
@@ -215,7 +213,7 @@ def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
     workload = workloads.for_case(case)
     folder = workdir / "derived"
     folder.mkdir()
-    outcomes = _train(case, workload, folder, case.deadline / 2, run)
+    outcomes = _train(case, workload, folder, run)
     cause = root_cause(outcomes)
     if cause is not None and cause.error_type == "CannotReload":
         evidence.no_derived_run_because = f"{case.implementation} {cause.message}"

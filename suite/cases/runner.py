@@ -19,12 +19,14 @@ from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight
 
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
-#: Seconds that a leader gets on top of its ranks' deadline to train the oracle and to judge.
-JUDGING_SECONDS = 60.0
+#: Wall-clock seconds that a leader gets to train the oracle and to judge: a last resort, like that
+#: of its ranks, on which no verdict of a system hangs.
+JUDGING_SECONDS = 600.0
 
 
 class Session:
@@ -51,34 +53,47 @@ class Session:
         stop_after: float | None = None,
         on_account: OnAccount | None = None,
     ) -> tuple[list[CaseResult], list[Case]]:
-        """As :func:`run_cases`."""
+        """As :func:`run_cases`.
+
+        A case that the judge itself failed to judge (its process was killed, or memory or
+        descriptors were exhausted) is run once more, after all others.
+        """
         results: list[CaseResult] = []
+        again: list[Case] = []
         if len({case.id for case in cases}) != len(cases):
             raise ValueError("two cases share one id")
         started: set[str] = set()
         begin = time.monotonic()
 
-        def items() -> Iterator[tuple[str, CaseTask, float]]:
+        def items(cases: Sequence[Case]) -> Iterator[tuple[str, CaseTask, float]]:
             for case in cases:
-                if stop_after is not None and time.monotonic() - begin > stop_after:
+                if (
+                    cases is not again
+                    and stop_after is not None
+                    and time.monotonic() - begin > stop_after
+                ):
                     return
                 started.add(case.id)
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
-                task = CaseTask(case, workdir, self._oracles)
-                yield case.id, task, case.deadline + JUDGING_SECONDS
+                seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
+                yield case.id, CaseTask(case, workdir, self._oracles), seconds
 
         # The pool calls run_case(task) (cases/leader.py) in a process of its own.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
-        with closing(self._pool.run(run_case, items())) as ends:
-            for end in ends:
-                shutil.rmtree(end.payload.workdir, ignore_errors=True)
-                result, account = _result_of(end)
-                results.append(result)
-                if on_account is not None:
-                    on_account(result, account)
-                on_result(result)
+        for these in (cases, again):
+            with closing(self._pool.run(run_case, items(these))) as ends:
+                for end in ends:
+                    shutil.rmtree(end.payload.workdir, ignore_errors=True)
+                    result, account = _result_of(end)
+                    if these is not again and (account["leader"] or account["fault"]):
+                        again.append(end.payload.case)
+                        continue
+                    results.append(result)
+                    if on_account is not None:
+                        on_account(result, account)
+                    on_result(result)
         return results, [case for case in cases if case.id not in started]
 
     def check(self, implementation: str) -> None:

@@ -23,7 +23,8 @@ from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
-from shardproof.verdicts import JUDGE_ERROR, REPLICAS_ONLY, WORKING_PRECISION_ONLY
+from shardproof.launch.process_control import signal_name
+from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
@@ -50,7 +51,7 @@ def decide_case(account: Account) -> CaseResult:
     if case.skip:
         return _result(case, "skip", case.skip)
     if account.leader is not None:
-        return _apply_xfail(case, *_broken_leader(account.leader))
+        return _result(case, JUDGE_ERROR, _broken_leader(account.leader))
     if account.broken:
         return _apply_xfail(case, "crash", account.broken)
     if account.refused is not None:
@@ -90,18 +91,20 @@ def decide_case(account: Account) -> CaseResult:
     return _apply_xfail(case, *verdict_of(outcomes), outcomes)
 
 
-def _broken_leader(leader: LeaderEnd) -> tuple[str, str]:
-    """Verdict and sentence if the judging process ran out of time or died."""
+def _broken_leader(leader: LeaderEnd) -> str:
+    """Why there is no verdict: the judging process ran out of time or died, also the second time.
+
+    That is no fault of the system's: it runs in processes of its own.
+    """
     if leader.timed_out:
-        verdict = "hang"
-        text = f"no verdict after {leader.seconds:.0f} s: the case was ended"
+        how = f"had no verdict after {leader.seconds:.0f} s"
     elif leader.signal:
-        verdict, text = "crash", f"the judging process died of signal {leader.signal}"
+        how = f"died of {signal_name(leader.signal)}"
+    elif leader.exit_code is not None:
+        how = f"ended with exit code {leader.exit_code}"
     else:
-        verdict, text = "crash", f"the judging process ended with exit code {leader.exit_code}"
-    if leader.output.strip():
-        text += f": {leader.output.strip()[-800:]}"
-    return verdict, text
+        how = "died with its fork server"
+    return f"the judging process {how}: {leader.output.strip()[-800:]}".rstrip(": ")
 
 
 def _run_check(name: str, figures: Figures) -> Outcome:
@@ -164,7 +167,10 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
     if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
         return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
     if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
-        return "hang", cause.message + _last_calls(outcomes)
+        who = "" if cause.error_type else f"rank {cause.rank} "
+        return "hang", f"{who}{cause.message}{_last_calls(outcomes)}"
+    if cause.status == "over budget":
+        return OVER_BUDGET, f"rank {cause.rank} {cause.message}{_last_calls(outcomes)}"
     text = f"rank {cause.rank} {cause.status}"
     if cause.error_type:
         text += f" {cause.error_type}"

@@ -58,8 +58,9 @@ def prove(
     ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the implementation
     claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
     are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``deadline``:
-    seconds a case.  With ``results`` the evidence is written into that run folder.  Whatever is not
-    given here has the defaults of a scenario file, for the call becomes one (``scenarios/``).
+    CPU seconds that a rank may compute.  With ``results`` the evidence is written into that run
+    folder.  Whatever is not given here has the defaults of a scenario file, for the call becomes
+    one (``scenarios/``).
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.

@@ -71,7 +71,8 @@ VERDICT = "verdict"
 #: From good to bad; what a change of verdict or of a check's status is measured by.
 _ORDER = (
     *("pass", WORKING_PRECISION_ONLY, "killed", "timed", "holds", "xpass", "xfail", "below"),
-    *("skip", REPLICAS_ONLY, "precondition", "inconclusive", "undecidable", "judge error"),
+    *("skip", REPLICAS_ONLY, "precondition", "inconclusive", "undecidable"),
+    *("over budget", "judge error"),
     *("refused", "hang", "crash", "fail"),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")

@@ -21,7 +21,13 @@ from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model, Reason
 from shardproof.scenarios.source import Node
-from shardproof.verdicts import JUDGE_ERROR, REPLICAS_ONLY, WORKING_PRECISION_ONLY, Verdict
+from shardproof.verdicts import (
+    JUDGE_ERROR,
+    OVER_BUDGET,
+    REPLICAS_ONLY,
+    WORKING_PRECISION_ONLY,
+    Verdict,
+)
 
 Level = Literal["break", "report", "ignore"]
 VerdictLevel = Literal["break", "new", "report", "ignore"]
@@ -33,6 +39,7 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "refused": "break",
     "xpass": "report",
     JUDGE_ERROR: "break",
+    OVER_BUDGET: "new",
     "undecidable": "new",
     "inconclusive": "new",
     "precondition": "new",

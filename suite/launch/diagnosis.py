@@ -13,6 +13,8 @@ from shardproof.launch.outcome import RankOutcome
 from shardproof.launch.rank_process import RankLaunch
 
 _TAIL = 4000
+#: Why we end ranks that did not end themselves.
+OVERDUE = ("standstill", "budget", "grace", "last resort")
 #: What the C++ runtime prints of an exception that nobody caught.
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
@@ -29,11 +31,13 @@ class RankProcess:
     ended: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: Why we ended it: "time", "grace", or a sentence (memory, output).
+    #: Why we ended it: one of ``OVERDUE``, or a sentence (memory, output).
     reason: str = ""
-    #: Ranks that had not ended when time ran out, and their heartbeats then.  What they do between
+    #: Ranks that had not ended when we ended it, and their heartbeats then.  What they do between
     #: being asked for their stack, which interrupts a sleep, and being killed does not count.
     hung: Mapping[int, heartbeat.Heartbeat] = field(default_factory=dict)
+    #: CPU seconds of each rank of the launch then.
+    spent: Sequence[float] = ()
     #: Ranks known to be why we ended it.
     guilty: frozenset[int] = frozenset()
     stopped: bool = False
@@ -41,18 +45,16 @@ class RankProcess:
     @property
     def overdue(self) -> bool:
         """Whether it was ended because it did not end."""
-        return self.reason in ("time", "grace")
+        return self.reason in OVERDUE
 
 
-def diagnose(
-    launch: RankLaunch, processes: Sequence[RankProcess], deadline_s: float, grace_s: float
-) -> list[RankOutcome]:
+def diagnose(launch: RankLaunch, processes: Sequence[RankProcess]) -> list[RankOutcome]:
     """The outcome of every rank, by rank.  All processes have ended."""
     heartbeats = heartbeat.read(launch.heartbeat)
     outcomes: list[RankOutcome] = []
     for process in processes:
         own = [process.hung.get(rank, heartbeats[rank]) for rank in process.ranks]
-        dead = _Dead(launch, process, own, deadline_s, grace_s)
+        dead = _Dead(launch, process, own)
         outcomes += [dead.outcome(last) for last in dead.heartbeats]
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
@@ -65,14 +67,10 @@ class _Dead:
         launch: RankLaunch,
         process: RankProcess,
         heartbeats: Sequence[heartbeat.Heartbeat],
-        deadline_s: float,
-        grace_s: float,
     ) -> None:
         self.launch = launch
         self.process = process
         self.heartbeats = heartbeats
-        self._deadline_s = deadline_s
-        self._grace_s = grace_s
         self._stacks, self._crashed = stacks.read(launch.stacks(process.ranks[0]))
         #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
         self._guilty = process.guilty | {
@@ -115,8 +113,10 @@ class _Dead:
             consequence=innocent,
             ended=process.ended,
         )
-        if process.overdue:
+        if process.overdue and not (innocent and process.reason == "budget"):
             waits = stack is not None and stack.waits
+            if process.reason == "budget" or (process.reason == "last resort" and not waits):
+                outcome = replace(outcome, status="over budget")
             return replace(outcome, message=self._hang(last, stack), is_comm_error=waits)
         shared = " with the process that another rank ended" if innocent else ""
         if process.reason:
@@ -150,11 +150,14 @@ class _Dead:
         elif process.stopped:
             how = "its process was stopped"
         else:
-            how = f"still {stack.place}" if stack and stack.frames else "still running"
-        if process.reason == "time":
-            when = f"after the deadline of {self._deadline_s:g} s"
-        else:
-            when = f"{self._grace_s:g} s after another rank failed"
+            what = "computes" if process.reason == "budget" else "still"
+            how = f"{what} {stack.place}" if stack and stack.frames else "still running"
+        when = {
+            "standstill": "when no rank computed, entered or left a call any more",
+            "budget": f"after {process.spent[last.rank]:.1f} s of CPU, its budget",
+            "grace": "after another rank failed",
+            "last resort": f"after {process.ended:.0f} s",
+        }[process.reason]
         if not last.sequence:
             return f"{how} {when}; it made no call"
         ago = self.launch.began + process.ended - last.noted

@@ -9,7 +9,9 @@ One slot of 2048 bytes per rank::
     8     time              8   time.monotonic() of the last note
     16    thread            8   identity of the rank's thread (to find its stack)
     24    state             4   NEW, RUNNING, RETURNED, DONE, FAILED
-    28    exit notice       2 + 226   what the rank did to end its process, if caught
+    28    native thread     4   the kernel's number of the rank's thread (to find its CPU time)
+    32    waits             4   odd while the rank's thread is blocked inside a call
+    40    exit notice       2 + 214   what the rank did to end its process, if caught
     256   ring              8 entries of 2 + 222 bytes: text of call n at entry n % 8
 """
 
@@ -25,8 +27,8 @@ from pathlib import Path
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 
 _SLOT = 2048
-_HEAD = struct.Struct("<QdQI")
-_THREAD, _STATE, _NOTICE, _RING = 16, 24, 28, 256
+_HEAD = struct.Struct("<QdQIII")
+_THREAD, _STATE, _NATIVE, _WAITS, _NOTICE, _RING = 16, 24, 28, 32, 40, 256
 _ENTRIES, _ENTRY = 8, 224
 
 
@@ -39,6 +41,8 @@ class Heartbeat:
     noted: float
     thread: int
     state: int
+    native: int
+    waits: int
     exit_notice: str
     calls: tuple[str, ...]
 
@@ -56,8 +60,10 @@ class Writer:
             self._map = mmap.mmap(file.fileno(), 0)
         self.rank = rank
         self._base = rank * _SLOT
-        self._count = 0
-        struct.pack_into("<Q", self._map, self._base + _THREAD, threading.get_ident())
+        self._count = self._waits = 0
+        self._thread = threading.get_ident()
+        struct.pack_into("<Q", self._map, self._base + _THREAD, self._thread)
+        struct.pack_into("<I", self._map, self._base + _NATIVE, threading.get_native_id())
         self.state(RUNNING)
 
     def note(self, text: str) -> None:
@@ -67,6 +73,15 @@ class Writer:
         self._count = count + 1
         # Last, so that a reader never sees a count whose text is missing.
         struct.pack_into("<Qd", self._map, self._base, count + 1, time.monotonic())
+
+    def wait(self, begins: bool) -> None:
+        """The calling thread begins or ends to be blocked; of others than the rank's own: nothing.
+
+        What a rank's helper thread waits for keeps the rank from nothing.
+        """
+        if threading.get_ident() == self._thread and begins != self._waits % 2:
+            self._waits += 1
+            struct.pack_into("<I", self._map, self._base + _WAITS, self._waits)
 
     def state(self, state: int) -> None:
         """Set the rank's state."""
@@ -116,6 +131,13 @@ def note(text: str) -> None:
         writer.note(text)
 
 
+def wait(begins: bool) -> None:
+    """Record that the calling rank begins or ends to be blocked inside a call."""
+    writer = getattr(_thread, "writer", None) or _process
+    if writer is not None:
+        writer.wait(begins)
+
+
 def read(path: Path) -> list[Heartbeat]:
     """All slots, as they are now.  A note written at this very moment may read torn."""
     data = path.read_bytes()
@@ -124,11 +146,11 @@ def read(path: Path) -> list[Heartbeat]:
 
 def _heartbeat(data: bytes, rank: int) -> Heartbeat:
     base = rank * _SLOT
-    count, noted, thread, state = _HEAD.unpack_from(data, base)
+    count, noted, thread, state, native, waits = _HEAD.unpack_from(data, base)
     last = range(max(0, count - _ENTRIES), count)
     calls = tuple(_read_text(data, base + _RING + n % _ENTRIES * _ENTRY) for n in last)
     notice = _read_text(data, base + _NOTICE)
-    return Heartbeat(rank, count, noted, thread, state, notice, calls)
+    return Heartbeat(rank, count, noted, thread, state, native, waits, notice, calls)
 
 
 def _read_text(data: bytes, start: int) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
 
-Status = Literal["ok", "raised", "exited", "killed", "hung", "early"]
+Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
 
 _SUITE = str(Path(__file__).parent.parent)
 _IMPLS = str(Path(__file__).parent.parent / "impls")
@@ -42,8 +42,9 @@ class RankOutcome:
     """How one rank ended.
 
     ``status``: ``ok``; ``raised`` a Python exception; ``exited`` by ``sys.exit`` or ``os._exit``;
-    ``killed`` by a signal not ours, or for memory; ``hung``: ended by us when its time was up;
-    ``early``: returned although its peers were still calling it.
+    ``killed`` by a signal not ours, or for memory; ``hung``: ended by us when nothing happened any
+    more; ``over budget``: ended by us after too many CPU seconds; ``early``: returned although its
+    peers were still calling it.
     ``consequence``: another rank is to blame.  ``last_call`` and ``calls`` (their number) come from
     the heartbeat, ``ended`` is in seconds after the start, ``output`` the tail of what it printed.
     ``blames`` is the rank that a communication error names.  ``error_type`` is the exception's
@@ -74,6 +75,7 @@ class RankOutcome:
             "exited": f"exited with code {self.exit_code}",
             "killed": "was killed",
             "hung": "hung",
+            "over budget": "spent its budget",
             "early": "returned early",
         }[self.status]
         tail = f": {self.message}" if self.message else ""
@@ -125,11 +127,13 @@ def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
             for o in settled
         ]
     elif failing:
-        first = min(failing, key=lambda o: (o.ended, o.rank))
+        # Hung ranks end in the order in which we end them: that says nothing.
+        first = min(failing, key=lambda o: (0.0 if o.status == "hung" else o.ended, o.rank))
         difference = _differing_calls(settled)
         if difference:
             message = f"{difference} ({first.message})"
-            blamed_call = replace(first, message=message, consequence=False)
+            kind = first.error_type or CollectiveMismatch.__name__
+            blamed_call = replace(first, message=message, error_type=kind, consequence=False)
             return [blamed_call if o is first else o for o in settled]
         if first.error_type == "PeerTimeout" or _LATE.search(first.message):
             return settled  # nobody left: the calls waited for each other

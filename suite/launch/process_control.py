@@ -103,12 +103,21 @@ def end_adopted(known: Collection[int], within_s: float = 1.0) -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the process (R, S, D, T = stopped, Z = dead), "" if there is none."""
+    """The kernel's letter for the process (R, S, D, T = stopped, Z = dead or gone)."""
+    return activity_of(pid)[0]
+
+
+def activity_of(pid: int, thread: int | None = None) -> tuple[str, float]:
+    """The kernel's letter for the process and its CPU seconds; with ``thread`` for that thread.
+
+    ``("Z", 0.0)`` if there is none.
+    """
+    path = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(path).read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return text.rpartition(")")[2].split()[0]
+        return "Z", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:

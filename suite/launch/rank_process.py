@@ -54,6 +54,10 @@ class Link(Protocol):
     def threads(self) -> bool:
         """Whether ranks are threads of one process."""
 
+    @property
+    def polls(self) -> bool:
+        """Whether a rank burns CPU while it waits inside a call."""
+
     def hub(self, world: int, timeout_s: float) -> Any:
         """What the ranks share, made once before the threads start; processes ignore it."""
 

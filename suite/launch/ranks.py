@@ -2,9 +2,9 @@
 
 In goes a function of rank and world size; out comes how each rank ended, with the file that holds
 what the function returned.  Ranks are forked, so the calling process must not have native threads
-running (leaders come from the fork server, which has none).  Four things end a rank that does not
-end itself: its deadline, a peer's failure (after a grace period), its memory limit, and too much
-output.
+running (leaders come from the fork server, which has none).  Five things end a rank that does not
+end itself: a standstill of all (``launch/watchdog.py``), its budget of CPU seconds, a peer's
+failure (after a grace period), its memory limit, and too much output.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
-from shardproof.launch.diagnosis import RankProcess, diagnose
+from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process, run_threads
+from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 
 __all__ = ["RankOutcome", "root_cause", "run_ranks"]
 
-#: Ranks get this share of the deadline as the time limit of their communication calls, so that the
-#: waiting ones fail by themselves and the one that is waited for is still there to be looked at.
-PATIENCE = 0.6
-#: Seconds that ranks have to end after the first one failed.
+#: Every wait ends some day: after the budget times this, in wall-clock seconds.  Nothing that may
+#: still come to an end takes so long, however busy the machine.
+LAST_RESORT = 20.0
+#: Seconds that ranks have to end after the first one failed: of standing still, or of CPU.
 GRACE_SECONDS = 3.0
 #: Bytes that a rank may print.
 OUTPUT_LIMIT = 64 << 20
 
-_TICK_SECONDS = 0.05
 _POLL_SECONDS = 0.005
 
 
@@ -42,7 +42,7 @@ def run_ranks(
     world: int,
     program: Program,
     workdir: Path,
-    deadline_s: float,
+    budget_s: float,
     ledgers: bool = True,
     *,
     disturbances: Any = None,
@@ -52,23 +52,24 @@ def run_ranks(
 
     ``backend`` is a name in :data:`shardproof.backends.BACKENDS`, or a :class:`Link`.
     ``workdir`` exists and is used by this call only.  What a program returns is packed to the
-    ``record`` of its outcome.  ``deadline_s`` counts from now; ``memory_bytes`` limits the resident
-    bytes of each rank process (some 300 MB of torch included).  Whatever a rank does, this
-    returns soon after the deadline, and no process of the ranks is left.
+    ``record`` of its outcome.  ``budget_s``: CPU seconds of each rank, and the seconds after which
+    ranks that sleep outside of calls, with no event on any, stand still.  ``memory_bytes`` limits
+    the resident bytes of each rank process (some 300 MB of torch included).  Whatever a rank does,
+    this returns, and no process of the ranks is left.
     """
-    if world < 1 or deadline_s <= 0:
-        raise ValueError(f"world {world} and deadline {deadline_s} s must be positive")
+    if world < 1 or budget_s <= 0:
+        raise ValueError(f"world {world} and budget {budget_s} s must be positive")
     launch = RankLaunch(
         _SuiteLink(backend) if isinstance(backend, str) else backend,
         world,
         program,
         workdir,
-        timeout_s=deadline_s * PATIENCE,
+        timeout_s=budget_s * LAST_RESORT,
         ledgers=ledgers,
         disturbances=disturbances,
         began=time.monotonic(),
     )
-    return mark_consequences(_Watch(launch, deadline_s, memory_bytes).outcomes())
+    return mark_consequences(_Watch(launch, budget_s, memory_bytes).outcomes())
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,15 @@ class _SuiteLink:
     def threads(self) -> bool:
         return backends.BACKENDS[self.name].threads
 
+    @property
+    def polls(self) -> bool:
+        return backends.BACKENDS[self.name].polls
+
     def hub(self, world: int, timeout_s: float) -> backends.Hub:
         return backends.Hub(world, timeout_s)
 
     def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
-        backends.listen(heartbeat.note)
+        backends.listen(heartbeat.note, heartbeat.wait)
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
         backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
 
@@ -96,11 +101,13 @@ class _SuiteLink:
 class _Watch:
     """The running ranks of a case, until every one of them has ended."""
 
-    def __init__(self, launch: RankLaunch, deadline_s: float, memory_bytes: int | None) -> None:
+    def __init__(self, launch: RankLaunch, budget_s: float, memory_bytes: int | None) -> None:
         self._launch = launch
-        self._deadline_s = deadline_s
+        self._budget_s = budget_s
         self._memory_bytes = memory_bytes
-        self._first_failure: float | None = None
+        self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.link)
+        #: CPU seconds of each rank when the first one failed.
+        self._spent_at_failure: list[float] | None = None
         self._processes: list[RankProcess] = []
 
     def outcomes(self) -> list[RankOutcome]:
@@ -125,7 +132,7 @@ class _Watch:
             if process_control.is_subreaper():
                 process_control.end_adopted(strangers_before)
         # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
-        return diagnose(self._launch, self._processes, self._deadline_s, GRACE_SECONDS)
+        return diagnose(self._launch, self._processes)
 
     def _fork(self) -> None:
         launch, parent = self._launch, os.getpid()
@@ -145,16 +152,14 @@ class _Watch:
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:
         """Wait until a process ends or the next check is due."""
-        left = self._launch.began + self._deadline_s - time.monotonic()
-        timeout = max(0.0, min(_TICK_SECONDS, left))
         if any(process.handle is None for process in alive):
-            time.sleep(min(timeout, _POLL_SECONDS))
+            time.sleep(_POLL_SECONDS)
             return
         with selectors.DefaultSelector() as selector:
             for process in alive:
                 assert process.handle is not None
                 selector.register(process.handle, selectors.EVENT_READ)
-            selector.select(timeout)
+            selector.select(TICK_SECONDS)
 
     def _collect(self, alive: Sequence[RankProcess]) -> None:
         for process in alive:
@@ -170,22 +175,34 @@ class _Watch:
                 self._failed()
 
     def _enforce(self, alive: Sequence[RankProcess]) -> None:
-        now = time.monotonic()
-        if any(rank.state == heartbeat.FAILED for rank in heartbeat.read(self._launch.heartbeat)):
+        self._watchdog.look(alive)
+        spent = self._watchdog.spent
+        if self._watchdog.failed:
             self._failed()
         for process in alive:
             excess, guilty = self._excess(process)
             if excess:
                 process.guilty = guilty
                 self._end([process], excess)
-        if now >= self._launch.began + self._deadline_s:
-            self._end(alive, "time")
-        elif self._first_failure is not None and now > self._first_failure + GRACE_SECONDS:
-            self._end(alive, "grace")
+            elif guilty := frozenset(r for r in process.ranks if spent[r] > self._budget_s):
+                process.guilty = guilty
+                self._end([process], "budget")
+        before = self._spent_at_failure
+        if before is not None:
+            computes = max(now - then for now, then in zip(spent, before, strict=True))
+            if computes > GRACE_SECONDS or self._stand_still(GRACE_SECONDS):
+                self._end(alive, "grace")
+        elif self._stand_still(self._budget_s):
+            self._end(alive, "standstill")
+        elif time.monotonic() > self._launch.began + self._budget_s * LAST_RESORT:
+            self._end(alive, "last resort")
+
+    def _stand_still(self, asleep_s: float) -> bool:
+        return self._watchdog.stand_still(max(1, int(asleep_s / TICK_SECONDS)))
 
     def _failed(self) -> None:
-        if self._first_failure is None:
-            self._first_failure = time.monotonic()
+        if self._spent_at_failure is None:
+            self._spent_at_failure = self._watchdog.spent
 
     def _excess(self, process: RankProcess) -> tuple[str, frozenset[int]]:
         """What the process has too much of ("": nothing), and which of its ranks is to blame."""
@@ -202,20 +219,21 @@ class _Watch:
         return (text if _size(self._launch.shared_output) > OUTPUT_LIMIT else ""), frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
-        """Ask for stacks if time ran out, then kill."""
+        """Ask for stacks, unless there was too much of something, then kill."""
         doomed = [p for p in processes if p.ended is None and not p.reason]
         for process in doomed:
             process.reason = reason
             process.stopped = process_control.state_of(process.pid) == "T"
-        if reason in ("time", "grace"):
+        if reason in OVERDUE:
             heartbeats = heartbeat.read(self._launch.heartbeat)
             for process in doomed:
                 unended = (rank for rank in process.ranks if not self._launch.end(rank).exists())
+                process.spent = self._watchdog.spent
                 process.hung = {rank: heartbeats[rank] for rank in unended}
             stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
         for process in doomed:
             process_control.kill(process.pid)
-        if reason not in ("time", "grace"):
+        if reason not in ("grace", "standstill"):
             self._failed()
 
 

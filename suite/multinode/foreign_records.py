@@ -29,6 +29,10 @@ from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
 EXACT_LANES = ("bitwise", "dyadic")
+#: What the stacks of a rank begin with that computed too much, or that stood still with all others.
+OVER_BUDGET, STANDSTILL = "over its budget", "standstill"
+#: Among the records: the clock ended the job.
+OUT_OF_TIME = "out_of_time"
 
 
 def case_folder(records: Path, number: int) -> Path:
@@ -187,12 +191,16 @@ def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
     """The outcome of a rank that left no account: its alarm ended it, or something from outside."""
     stacks = folder / f"rank{rank}.stacks"
     text = stacks.read_text(errors="replace").strip() if stacks.exists() else ""
+    if text.startswith(OVER_BUDGET):
+        message = f"computes in {_top_frame(text)}: {text.splitlines()[0]}"
+        return RankOutcome(rank, "over budget", message=message, traceback=text)
     if text:
-        message = f"no end within its deadline; it stood in {_top_frame(text)}"
+        message = f"still in {_top_frame(text)} when no rank computed, entered or left a call"
         return RankOutcome(rank, "hung", message=message, traceback=text)
-    if not began:
-        return RankOutcome(rank, "killed", message="its process was gone before this case")
-    return RankOutcome(rank, "killed", message="its process exited without reporting")
+    # Who left its stacks has ended the job, and so its peers.
+    peer = any(folder.glob("rank*.stacks"))
+    what = "its process exited without reporting" if began else "it was gone before this case"
+    return RankOutcome(rank, "killed", message=what, consequence=peer)
 
 
 def _top_frame(stacks: str) -> str:
@@ -220,9 +228,12 @@ def results_of(
     from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
+    out_of_time = (records / OUT_OF_TIME).exists()
     for number, case in enumerate(plan.cases):
         folder = case_folder(records, number)
         outcomes = outcomes_of(folder, plan.world)
+        if out_of_time and any(o.status == "killed" and not o.consequence for o in outcomes or ()):
+            outcomes = None  # the clock ended it, and time is no evidence
         if outcomes is None and not case.skip:
             yield case, None
             continue

@@ -10,8 +10,8 @@ each in a fresh process group on one store, and leaves what it saw in a folder t
                     rank<k>.stacks  where it stood when its time was up
 
 Then rank 0, or whoever starts ``--judge RECORDS``, judges (``multinode.foreign_records``).  A
-rank that
-raises spoils its case only; one that hangs is ended by its own alarm, and the job with it.
+rank that raises spoils its case only; one that hangs or computes too long ends the job
+(:class:`_Guard`).
 
 Needs torch, numpy, pydantic, PyYAML and psutil, nothing else.
 """
@@ -22,19 +22,22 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import psutil
 import torch
@@ -44,8 +47,12 @@ from shardproof import backends, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.launch import heartbeat
+from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.fork_server_main import LAZY_MODULES
 from shardproof.launch.outcome import RankOutcome, of_exception
-from shardproof.launch.ranks import PATIENCE
+from shardproof.launch.ranks import LAST_RESORT
+from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 from shardproof.multinode import foreign_records
 from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection
@@ -59,9 +66,9 @@ LAUNCHERS = {
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
 }
 #: Seconds that ranks wait for each other before the first case: slow nodes are still starting.
-MEETING_SECONDS = 120.0
-#: Seconds after a case's deadline until the alarm ends a rank that has not ended itself.
-ALARM_SECONDS = 5.0
+MEETING_SECONDS = 600.0
+#: Seconds that a rank at a standstill waits until the others have written their stacks as well.
+STACKS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,14 @@ class Place:
         remedy = f"start it with one of {names}, e.g. {example}"
         raise SelectionError(Problem("no launcher: the rank is unknown", remedy))
 
-    def store(self) -> dist.Store:
-        """The job's store; under torchrun its agent may already serve one."""
-        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    def store(self, serves: bool = True) -> dist.Store:
+        """The job's store, which rank 0 ``serves``; under torchrun its agent may already do so."""
+        serves &= os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         base = dist.TCPStore(
             self.address,
             self.port,
             self.world,
-            is_master=self.rank == 0 and not served,
+            is_master=self.rank == 0 and serves,
             timeout=timedelta(seconds=MEETING_SECONDS),
             wait_for_workers=False,
         )
@@ -138,6 +145,8 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
     torch.set_num_threads(1)
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(place.address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+    for module in LAZY_MODULES:  # or the first case pays for it
+        importlib.import_module(module)
     store = place.store()
     _agree(store, place, [case.id for case in cases])
     if place.rank == 0:
@@ -148,16 +157,67 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
             continue
         folder = foreign_records.case_folder(records, number)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank{place.rank}.stacks").open("w") as stacks:
-            faulthandler.dump_traceback_later(case.deadline + ALARM_SECONDS, exit=True, file=stacks)
-            try:
-                _one(store, place, case, number, folder, whole)
-                _meet(store, place, f"case{number}", case.deadline)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+        with _Guard(place, case, number, folder):
+            _one(store, place, case, number, folder, whole)
+            _meet(store, place, f"case{number}", case.deadline * LAST_RESORT)
     # The store lives in rank 0 (or its agent): it must not end before the others are done with it.
     _meet(store, place, "end", MEETING_SECONDS)
     return HELD
+
+
+class _Guard:
+    """Ends this rank if it computes beyond its budget, or if all ranks of the job stand still.
+
+    Each watches itself in a thread and tells the others in the store.  Who ends the job leaves its
+    stacks: ``rank<k>.stacks`` begins with the reason.
+    """
+
+    def __init__(self, place: Place, case: Case, number: int, folder: Path) -> None:
+        self._place, self._case = place, case
+        self._key = f"case{number}/still"
+        self._stacks = folder / f"rank{place.rank}.stacks"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self._beats = tempfile.TemporaryDirectory(prefix="shardproof-")
+
+    def __enter__(self) -> None:
+        beats = Path(self._beats.name) / "heartbeat"
+        heartbeat.create(beats, 1)
+        heartbeat.attach(beats, 0, thread=False)
+        backends.listen(heartbeat.note, heartbeat.wait)
+        # A connection of its own: the rank's is busy while the rank waits in the store.
+        self._store = self._place.store(serves=False)
+        self._watchdog = Watchdog(beats, 1, backends.BACKENDS[self._case.backend])
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._beats.cleanup()
+
+    def _watch(self) -> None:
+        me, asleep = [RankProcess(os.getpid(), (0,), None)], int(self._case.deadline / TICK_SECONDS)
+        stood = False
+        while not self._over.wait(TICK_SECONDS):
+            self._watchdog.look(me)
+            (spent,) = self._watchdog.spent
+            if spent > self._case.deadline:
+                self._end(f"{foreign_records.OVER_BUDGET} {spent:.1f} s of CPU")
+            stands = self._watchdog.stand_still(max(1, asleep))
+            if stands != stood:
+                self._store.add(self._key, 1 if stands else -1)
+                stood = stands
+            if stands and self._store.add(self._key, 0) == self._place.world:
+                self._end(foreign_records.STANDSTILL, together=True)
+
+    def _end(self, why: str, together: bool = False) -> NoReturn:
+        with self._stacks.open("w") as file:
+            file.write(f"{why}\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        if together:
+            _meet(self._store, self._place, f"{self._key}/told", STACKS_SECONDS)
+        _exit(BROKEN)
 
 
 def _one(
@@ -175,7 +235,7 @@ def _one(
             place.rank,
             place.world,
             dist.PrefixStore(f"case{number}", store),
-            case.deadline * PATIENCE,
+            case.deadline * LAST_RESORT,
             case.ledgers,
             disturbances=backends.disturbances_of(case.workload.traits),
         )
@@ -222,11 +282,14 @@ def _wake_peers(before: set[int]) -> None:
 def _meet(store: dist.Store, place: Place, key: str, seconds: float) -> None:
     """Return when all ranks have come; raise ``TimeoutError`` that says how many did."""
     store.add(key, 1)
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.005
+    heartbeat.wait(True)
     while (here := store.add(key, 0)) < place.world:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{here} of {place.world} ranks came to {key!r} in {seconds:g} s")
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(0.5, 1.1 * pause)  # a rank that waits long does not compute
+    heartbeat.wait(False)
 
 
 def _agree(store: dist.Store, place: Place, ids: Sequence[str]) -> None:
@@ -293,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN
 
 
-def _exit(code: int) -> Any:
+def _exit(code: int) -> NoReturn:
     """End without destructors: a failed group's threads may wait for peers for ever."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from shardproof.table import Table
 State = Literal["held", "broke", "open"]
 #: Verdicts of timed comparisons and of scaling that say that something broke, or is open.
 BROKEN = ("crash", "hang", "fail")
-OPEN = ("inconclusive", "precondition", "undecidable")
+OPEN = ("inconclusive", "precondition", "undecidable", "over budget")
 
 
 @dataclass(frozen=True)

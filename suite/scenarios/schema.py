@@ -312,7 +312,7 @@ class Scenario(Model):
     quick: list[Match] = Field(
         default_factory=list, description="cells of the quick tier; all others are `full`"
     )
-    deadline: float = Field(60.0, gt=0, le=3600, description="seconds before a case is stopped")
+    deadline: float = Field(60.0, gt=0, le=3600, description="CPU seconds that a rank may compute")
     memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_case import made_case
 
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
@@ -187,6 +188,62 @@ def test_two_launches_agree_bit_for_bit_and_are_judged(tmp_path: Path) -> None:
     (row,) = foreign_records.compare(one, two)
     assert row.unequal == 1
     assert f"rank 1 {key}" in row.sentence()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "verdict", "says"),
+    [
+        ("time.sleep(1000)", "hang", "no rank computed"),
+        ("torch.distributed.recv(torch.zeros(1), 0)", "hang", "no rank computed"),
+        ("[None for _ in iter(int, 1)]", "over", "rank 1 computes in"),
+    ],
+    ids=["sleeps", "waits", "computes"],
+)
+def test_a_rank_that_does_not_end_is_seen_by_all(
+    does: str, verdict: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import time, torch\n"
+        "from shardproof import registry\n"
+        "class Stuck(registry.load('reference/naive_ddp')):\n"
+        "    def step(self, batch, observe):\n"
+        f"        if torch.distributed.get_rank() == 1: {does}\n"
+        "        return super().step(batch, observe)\n"
+    )
+    (tmp_path / "s.yaml").write_text(
+        "name: stuck\nabout: a rank does not end\nsees: hangs\ndeadline: 8\n"
+        "workload: {name: charnames_gpt}\n"
+        "matrix: {implementation: ['stuck:Stuck'], backend: gloo,\n"
+        "  mesh: {replicate: 2}, optimizer: sgd}\n"
+        "checks: equivalence\n"
+    )
+    records = tmp_path / "records"
+    _torchrun(2, "s.yaml", "--records", str(records), "--no-judge", cwd=tmp_path)
+    judge = ["-m", "shardproof.multinode.torchrun", "--judge", str(records)]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, *judge], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    line = next(line for line in done.stdout.splitlines() if "::" in line)
+    assert line.startswith(verdict) and says in line, done.stdout + done.stderr
+
+
+def test_what_the_clock_ends_is_left_out(tmp_path: Path) -> None:
+    case = made_case("reference/naive_ddp", {"replicate": 2}, backend="gloo")
+    foreign_records.write_plan(tmp_path, [case], case.world)
+    folder = foreign_records.case_folder(tmp_path, 0)
+    folder.mkdir()
+    for rank in range(case.world):
+        (folder / f"rank{rank}.began").touch()
+
+    def verdict() -> str:
+        ((_, judged),) = foreign_records.results_of(tmp_path, tmp_path)
+        return judged[1].verdict if judged else "left out"
+
+    assert verdict() == "crash"
+    (tmp_path / foreign_records.OUT_OF_TIME).touch()
+    assert verdict() == "left out"
 
 
 @pytest.mark.slow

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import torch
 
-from shardproof.contract import Batch, Observe, StepResult
+from shardproof.contract import Batch, Capabilities, Observe, Options, StepResult
 from shardproof.impls.reference.naive_ddp import IMPLEMENTATION as Naive
 
 RANK = STEP = 1
@@ -94,3 +97,42 @@ class ReturnsEarly(Naive):  # type: ignore[misc, valid-type]
             observe("after_update")
             return StepResult(loss=torch.zeros(()))
         return super().step(batch, observe)
+
+
+def _once() -> bool:
+    """Whether this is the first time: the file tells that is named in the environment."""
+    flag = Path(os.environ["FAULTY_RANKS_FLAG"])
+    first = not flag.exists()
+    flag.touch()
+    return first
+
+
+class KillsTheJudge(_Faulty):
+    """As the kernel does that runs out of memory."""
+
+    def misbehave(self) -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+
+class KillsTheJudgeOnce(KillsTheJudge):
+    def misbehave(self) -> None:
+        if _once():
+            super().misbehave()
+
+
+class KillsTheForkServerOnce(_Faulty):
+    def misbehave(self) -> None:
+        if _once():
+            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
+            time.sleep(1000)
+
+
+class LeavesNoDescriptors(Naive):  # type: ignore[misc, valid-type]
+    """In the judge, which asks it for its axes before there is any rank."""
+
+    @classmethod
+    def capabilities(cls, options: Options) -> Capabilities:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        return super().capabilities(options)

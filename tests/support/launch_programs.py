@@ -47,7 +47,7 @@ class FakeHub:
 class FakeLink:
     """Ranks as threads that can only meet: shows that the launcher needs no torch backend."""
 
-    threads = True
+    threads, polls = True, False
     _here = threading.local()
 
     def hub(self, world: int, timeout_s: float) -> FakeHub:
@@ -162,11 +162,6 @@ def meeting(rank: int, world: int) -> dict[str, Any]:
     return {}
 
 
-def empty(rank: int, world: int) -> dict[str, Any]:
-    """Nothing at all."""
-    return {}
-
-
 def kernels(rank: int, world: int) -> dict[str, Any]:
     """What this rank computes with."""
     print(torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR"))
@@ -178,7 +173,7 @@ def trial(payload: dict[str, Any]) -> None:
     workdir = Path(payload["workdir"])
     backend: Any = payload["backend"]
     fault = payload["fault"]
-    programs = {"mismatch": mismatched, "meeting": meeting, "empty": empty, "kernels": kernels}
+    programs = {"mismatch": mismatched, "meeting": meeting, "kernels": kernels}
     chosen = programs.get(fault)
     began = time.monotonic()
     outcomes = run_ranks(
@@ -186,7 +181,7 @@ def trial(payload: dict[str, Any]) -> None:
         payload["world"],
         chosen or program(fault),
         workdir,
-        payload["deadline"],
+        payload["budget"],
         payload.get("ledgers", True),
         memory_bytes=payload.get("memory_bytes"),
     )

@@ -1,0 +1,117 @@
+"""Whether ranks stand still, and how much each has computed: what ends a case that does not end.
+
+Time is no evidence: on a busy machine a sound system takes minutes.  What counts is what ranks do.
+They *stand still* if none ends, enters or leaves a call, and none computes: each is stopped, waits
+inside a call, or sleeps.  A rank that computes is not hung, but it has a budget of CPU seconds.
+
+All of it is sampled by :meth:`Watchdog.look`.  Looks are counted, not seconds: on a machine so busy
+that ranks are not let run, the looks come late as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardproof.backends import Backend
+from shardproof.launch import heartbeat, process_control
+from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.rank_process import Link
+
+#: Seconds between two looks at ranks that are let run.
+TICK_SECONDS = 0.05
+#: Looks (10 s) after which ranks that all wait inside calls, or are stopped, stand still.
+WAITING_LOOKS = 200
+#: More of a core than this, and a rank computes.  With 50 busy processes a core it still has more.
+_IDLE_SHARE = 0.02
+
+
+@dataclass
+class _Rank:
+    """What one rank was seen to do; CPU in seconds."""
+
+    state: int = heartbeat.NEW
+    cpu: float = 0.0
+    #: Outside of calls: what a backend burns while it waits is no work.
+    spent: float = 0.0
+    cpu_at_event: float = 0.0
+    #: Looks since the last event at which it ran, or would have if it had been let.
+    runnable: int = 0
+    waits: bool = False
+    stopped: bool = False
+
+
+class Watchdog:
+    """Samples ranks whose heartbeats are in the file ``beats``."""
+
+    def __init__(self, beats: Path, world: int, link: Link | Backend) -> None:
+        self._beats, self._link = beats, link
+        self._ranks = [_Rank() for _ in range(world)]
+        self._events: list[tuple[int, int, int]] = []
+        self._alive: list[_Rank] = []
+        self._looks = 0
+
+    def look(self, alive: Sequence[RankProcess]) -> None:
+        """Take one sample of the living processes; 20 a second are asked for."""
+        beats = heartbeat.read(self._beats)
+        self._alive = []
+        for rank in (rank for process in alive for rank in process.ranks):
+            beat, seen = beats[rank], self._ranks[rank]
+            seen.state = beat.state
+            if self._link.threads and beat.state >= heartbeat.DONE:
+                continue  # its thread has ended, its process has not
+            self._alive.append(seen)
+            pid = next(process.pid for process in alive if rank in process.ranks)
+            thread = beat.native if self._link.threads else None
+            letter, cpu = process_control.activity_of(pid, thread)
+            waited, seen.waits = seen.waits, beat.waits % 2 == 1
+            if not (waited and seen.waits):
+                seen.spent += max(0.0, cpu - seen.cpu)
+            seen.cpu = cpu
+            seen.stopped = letter in "Tt"
+            seen.runnable += letter in "RD"
+        events = [(beat.sequence, beat.waits, beat.state) for beat in beats]
+        if events != self._events:
+            self._events = events
+            self._begin()
+        self._looks += 1
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has said that it failed."""
+        return any(rank.state == heartbeat.FAILED for rank in self._ranks)
+
+    @property
+    def spent(self) -> list[float]:
+        """CPU seconds that each rank has computed outside of calls."""
+        return [rank.spent for rank in self._ranks]
+
+    def stand_still(self, asleep_looks: int) -> bool:
+        """Whether nothing happens any more, and nothing will.
+
+        ``asleep_looks``: looks after which ranks that sleep outside of any call stand still too.
+        """
+        few = min(WAITING_LOOKS, asleep_looks)
+        if self._looks < few or not self._alive:
+            return False
+        if all(rank.stopped or (rank.waits and self._is_idle(rank)) for rank in self._alive):
+            return True
+        if self._looks < asleep_looks:
+            return False
+        if all(rank.stopped or self._is_idle(rank) for rank in self._alive):
+            return True
+        self._begin()
+        return False
+
+    def _is_idle(self, rank: _Rank) -> bool:
+        if rank.waits and self._link.polls:
+            return True
+        most = _IDLE_SHARE * self._looks * TICK_SECONDS
+        return rank.runnable <= self._looks / 2 and rank.cpu - rank.cpu_at_event <= most
+
+    def _begin(self) -> None:
+        """Something happened: what was seen before says nothing about a standstill."""
+        self._looks = 0
+        for rank in self._ranks:
+            rank.cpu_at_event, rank.runnable = rank.cpu, 0

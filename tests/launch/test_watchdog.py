@@ -1,0 +1,154 @@
+"""What ends ranks that do not end: a standstill or a spent budget, never the time that passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardproof.backends import Backend
+from shardproof.launch import heartbeat, process_control, watchdog
+from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
+
+#: Looks after which ranks that sleep outside of calls stand still (a budget of 60 s).
+ASLEEP = 1200
+
+
+class World:
+    """Ranks whose state and CPU are made up; ``shares`` is the share of a core that each gets."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, world: int, polls: bool) -> None:
+        self.beats = folder / "heartbeat"
+        heartbeat.create(self.beats, world)
+        self.writers = [heartbeat.Writer(self.beats, rank) for rank in range(world)]
+        self.watchdog = Watchdog(self.beats, world, Backend("made_up", threads=False, polls=polls))
+        self.letters, self.shares = ["S"] * world, [0.0] * world
+        self._cpu = [0.0] * world
+        self._processes = [RankProcess(rank, (rank,), None) for rank in range(world)]
+        activity = lambda pid, _: (self.letters[pid], self._cpu[pid])  # noqa: E731
+        patch.setattr(process_control, "activity_of", activity)
+
+    def look(self, times: int = 1, on_each: Callable[[int], None] = lambda _: None) -> int | None:
+        """Look so often; at which look the ranks stand still, if they do."""
+        for number in range(1, times + 1):
+            on_each(number)
+            for rank, share in enumerate(self.shares):
+                self._cpu[rank] += share * TICK_SECONDS
+            self.watchdog.look(self._processes)
+            if self.watchdog.stand_still(ASLEEP):
+                return number
+        return None
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    return lambda size=2, polls=False: World(tmp_path, monkeypatch, size, polls)
+
+
+def all_wait(made: World) -> None:
+    for writer in made.writers:
+        writer.note("all_reduce")
+        writer.wait(True)
+
+
+def test_ranks_that_all_wait_stand_still(world: Callable[..., World]) -> None:
+    made = world()
+    all_wait(made)
+    assert made.look(WAITING_LOOKS - 1) is None
+    assert made.look(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("letter", "share"),
+    [("R", 1.0), ("R", 0.03), ("R", 0.0), ("D", 0.0), ("S", 0.03)],
+    ids=["computes", "starved", "never let run", "reads", "threads of its own compute"],
+)
+def test_a_rank_that_computes_is_not_hung(
+    world: Callable[..., World], letter: str, share: float
+) -> None:
+    """Whatever the machine's load leaves it; the other rank waits for it all the time."""
+    made = world()
+    made.writers[0].wait(True)
+    made.letters[1], made.shares[1] = letter, share
+    assert made.look(10 * ASLEEP) is None
+
+
+def test_a_wait_whose_transport_is_not_let_run_is_no_standstill(
+    world: Callable[..., World],
+) -> None:
+    made = world()
+    all_wait(made)
+    made.shares = [0.05, 0.0]
+    assert made.look(10 * ASLEEP) is None
+
+
+def test_what_a_backend_burns_in_a_wait_is_no_progress(world: Callable[..., World]) -> None:
+    made = world(polls=True)
+    all_wait(made)
+    made.letters, made.shares = ["R", "R"], [1.0, 1.0]
+    made.look(1)
+    spent = made.watchdog.spent
+    assert made.look(WAITING_LOOKS) == WAITING_LOOKS - 1
+    assert made.watchdog.spent == spent
+
+
+@pytest.mark.parametrize("event", ["call", "leaves", "ends"])
+def test_an_event_begins_a_new_window(world: Callable[..., World], event: str) -> None:
+    made = world()
+    all_wait(made)
+    happen = {
+        "call": lambda: made.writers[1].note("barrier"),
+        "leaves": lambda: (made.writers[1].wait(False), made.writers[1].wait(True)),
+        "ends": lambda: made.writers[1].state(heartbeat.RETURNED),
+    }[event]
+    middle = WAITING_LOOKS // 2
+    at = made.look(ASLEEP, lambda number: happen() if number == middle else None)
+    assert at == middle + WAITING_LOOKS - 1
+
+
+def test_a_stopped_rank_stands_still(world: Callable[..., World]) -> None:
+    made = world()
+    made.writers[0].wait(True)
+    made.letters[1] = "T"
+    assert made.look(ASLEEP) == WAITING_LOOKS
+
+
+def test_a_rank_that_sleeps_outside_of_calls_has_longer(world: Callable[..., World]) -> None:
+    made = world()
+    made.writers[0].wait(True)
+    assert made.look(2 * ASLEEP) == ASLEEP
+
+
+def test_a_rank_that_polls_outside_of_calls_sleeps(world: Callable[..., World]) -> None:
+    made = world()
+    made.shares = [0.01, 0.01]
+
+    def sometimes(number: int) -> None:
+        made.letters = ["R", "R"] if number % 10 == 0 else ["S", "S"]
+
+    assert made.look(2 * ASLEEP, sometimes) == ASLEEP
+
+
+def test_what_was_computed_outside_of_calls_is_counted(world: Callable[..., World]) -> None:
+    made = world()
+    made.shares = [0.5, 1.0]
+    made.look(20)
+    assert made.watchdog.spent == pytest.approx([10 * TICK_SECONDS, 20 * TICK_SECONDS])
+
+
+def test_a_wait_of_a_helper_thread_is_not_the_ranks(world: Callable[..., World]) -> None:
+    import threading
+
+    made = world()
+    thread = threading.Thread(target=made.writers[0].wait, args=(True,))
+    thread.start()
+    thread.join()
+    beat = heartbeat.read(made.beats)[0]
+    assert beat.waits == 0
+
+
+def test_the_thresholds_leave_room_for_a_busy_machine() -> None:
+    """30 busy processes on 2 cores leave a rank a sixteenth of a core: three times the least."""
+    assert 3 * watchdog._IDLE_SHARE < 1 / 16
