@@ -15,15 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from shardproof.bench.model import alpha_beta
 from shardproof.bench.model.records import AloneSteps, ProbeRecord
-from shardproof.bench.subjects import (
-    ALONE_ORDER,
-    ORDER,
-    PLAIN,
-    SCALING,
-    Cell,
-    Side,
-    Subject,
-)
+from shardproof.bench.subjects import ALONE_ORDER, ORDER, PLAIN, SCALING, Cell, Side, Subject
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import ModelFacts, NoCostModel, cost_model_of

@@ -150,11 +150,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
 
 
 def on_ranks(
-    run: SideRun,
-    workdir: Path,
-    kind: type[T],
-    program: Callable[[int], T],
-    ledgers: bool = False,
+    run: SideRun, workdir: Path, kind: type[T], program: Callable[[int], T], ledgers: bool = False
 ) -> list[T]:
     """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
 

@@ -121,9 +121,8 @@ def interface_to(address: str) -> str | None:
     gloo would otherwise resolve the own host name, which is the loopback on many machines.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        first, *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = first
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing: only chooses the route
             own = probe.getsockname()[0]

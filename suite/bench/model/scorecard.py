@@ -12,14 +12,7 @@ import statistics
 from collections.abc import Mapping
 
 from shardproof.bench.launches import SideRun, side_run
-from shardproof.bench.lines import (
-    MeasuredPair,
-    Memory,
-    NoFigures,
-    ProbedStep,
-    Probes,
-    SideProbes,
-)
+from shardproof.bench.lines import MeasuredPair, Memory, NoFigures, ProbedStep, Probes, SideProbes
 from shardproof.bench.model import alpha_beta, step_time
 from shardproof.bench.model.records import Rounds
 from shardproof.bench.model.step_time import Prediction, Scorecard

@@ -303,12 +303,7 @@ def _fsdp1(strategy: str, meshes: Meshes) -> System:
         "prefetch_backward": (0, 1),
     }
     return System(
-        "pytorch/fsdp1",
-        meshes,
-        options,
-        mixed=True,
-        sums_ranks_first=communicates,
-        takes=as_fsdp1,
+        "pytorch/fsdp1", meshes, options, mixed=True, sums_ranks_first=communicates, takes=as_fsdp1
     )
 
 
@@ -392,11 +387,7 @@ SYSTEMS: Sequence[System] = (
     System(
         "reference/tensor",
         _line("tensor"),
-        {
-            **_SPLIT_LAYERS,
-            "sum_each_backward": (False, False, True),
-            "recompute_every": (0, 0, 1),
-        },
+        {**_SPLIT_LAYERS, "sum_each_backward": (False, False, True), "recompute_every": (0, 0, 1)},
         sizes=shared_sizes,
         workloads=LAYERED,
         chance=2.0,
@@ -444,11 +435,7 @@ SYSTEMS: Sequence[System] = (
     System(
         "pytorch/hybrid",
         _UPSTREAM_GRIDS,
-        {
-            **_UPSTREAM_SCHEDULES,
-            **_UPSTREAM_SPLIT,
-            _RESHARD: (False, False, True),
-        },
+        {**_UPSTREAM_SCHEDULES, **_UPSTREAM_SPLIT, _RESHARD: (False, False, True)},
         only=upstream_splits,
         stages=upstream_stages,
         cuts=in_equal_parts,
