@@ -1,12 +1,4 @@
-"""What a session asks of its ranks: sides in training, and the order in which they take turns.
-
-A pair and a scaling cell are both "sides timed in turns in the same ranks"::
-
-    pair   a, twin, b             blocks A B B A, and A A' A' A against A's twin
-    cell   plain, wrapped, ranks  blocks plain, wrapped, ranks, ranks, wrapped, plain
-
-Plain data.
-"""
+"""What a session asks of its ranks: sides in training that take turns.  Plain data."""
 
 from __future__ import annotations
 

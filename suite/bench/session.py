@@ -1,9 +1,5 @@
 """A bench session: fresh ranks for every launch, and what they measured.
 
-A comparison and a scaling cell are measured alike: the declarations of their sides are asked for
-before anything is timed, launches time sides in turns (:mod:`shardproof.bench.launches`), and
-passes of one side alone come after.  :mod:`shardproof.bench.evidence` judges and keeps it.
-
 Cells that differ in their world only are a group.  Every world with a core for each rank is
 measured.  The others are refused; their modelled figures come from the launches of the largest
 measured world (of none: from one in which a rank computes alone), where alpha and beta were probed.

@@ -1,9 +1,4 @@
-"""Calls functions in processes of their own, some at a time, and yields their ends as they come.
-
-In goes a function of a module with what it is called with; out comes what it returned, or how its
-process ended.  ``fork_server.py`` makes these processes fast and certain to end: nothing of a case
-happens there.
-"""
+"""Calls functions in processes of their own, some at a time, and yields their ends as they come."""
 
 from __future__ import annotations
 

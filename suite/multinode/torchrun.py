@@ -323,7 +323,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code (``verdicts``)."""
     options = _parser().parse_args(arguments)
     try:
         if options.judge is not None:

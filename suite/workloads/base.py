@@ -233,7 +233,6 @@ class Workload:
 
     @cached_property
     def parameter_names(self) -> list[str]:
-        """All parameters, in registration order, tied ones once."""
         return list(self.shapes)
 
     @cached_property
