@@ -213,8 +213,11 @@ Reader = Callable[[Any], Any]
 
 def _by_field(value: Any) -> dict[str, Any]:
     names = _names(type(value))  # type: ignore[arg-type]  # types are hashable
-    values = ((name, getattr(value, name)) for name in names)
-    return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in values}
+    plain = {name: getattr(value, name) for name in names}
+    for name, item in plain.items():
+        if type(item) not in _AS_THEY_ARE:
+            plain[name] = to_plain(item)
+    return plain
 
 
 @cache

@@ -36,10 +36,8 @@ def fold(tensors: list[Tensor], op: str) -> Tensor:
     for tensor in tensors[1:]:
         _FOLDS[op](total, tensor.detach().reshape(total.shape))
     if op == "avg":
-        if total.is_floating_point() or total.is_complex():
-            total.div_(len(tensors))
-        else:
-            total = total.div_(len(tensors), rounding_mode="trunc")
+        real = total.is_floating_point() or total.is_complex()
+        total.div_(len(tensors), rounding_mode=None if real else "trunc")
     return total
 
 
@@ -143,10 +141,6 @@ def _all_to_all(requests: list[Request]) -> Result:
             yield rank, request.outputs[0][source], _stable(giver.inputs[0][rank], giver)
 
 
-def _barrier(requests: list[Request]) -> Result:
-    return iter(())
-
-
 _OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -156,7 +150,7 @@ _OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {
     "gather": _gather,
     "scatter": _scatter,
     "all_to_all": _all_to_all,
-    "barrier": _barrier,
+    "barrier": lambda requests: iter(()),
 }
 
 

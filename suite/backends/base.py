@@ -48,7 +48,6 @@ class Handle(dist.Work):
         self._calls: list[traffic.Call] = []
 
     def attach(self, ledger: traffic.TrafficLedger, calls: list[traffic.Call]) -> None:
-        """Record the wait in ``calls``."""
         self._ledger, self._calls = ledger, calls
 
     @abstractmethod
@@ -82,7 +81,6 @@ class Handle(dist.Work):
             _on_wait(False)
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait` on a CPU."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -101,16 +99,13 @@ class Handle(dist.Work):
         self.note_wait()
 
     def result(self) -> list[Tensor]:
-        """The output tensors, after waiting."""
         self.wait()
         return [tensor for item in self.request.outputs for tensor in item]
 
     def is_success(self) -> bool:
-        """Whether the call is over without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """The error of a completed call."""
         return None
 
 
@@ -133,30 +128,17 @@ class GroupBase(dist.ProcessGroup):
     # ------------------------------------------------------------------- identity, asked by torch
 
     def rank(self) -> int:
-        """This rank within the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks in the group."""
         return self._size
 
     getRank, getSize = rank, size
 
     def name(self) -> str:
-        """Name of the backend."""
         return self.backend_name
 
     getBackendName = _get_backend_name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """Unique name of the group; torch's own property needs a C++ backend."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for: DeviceMesh says ``mesh_<axis>``."""
-        return self._description
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -165,12 +147,15 @@ class GroupBase(dist.ProcessGroup):
         self._description = description
 
     def getGroupName(self) -> str:
-        """For C++ callers."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """For C++ callers."""
+        """What the group is for: DeviceMesh says ``mesh_<axis>``."""
         return self._description
+
+    # torch's own properties need a C++ backend.
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long a call may wait for its peers."""
@@ -236,19 +221,15 @@ class GroupBase(dist.ProcessGroup):
         return self._call(operation, method, (tensors, *args), items, items)
 
     def allreduce(self, tensors: Any, *args: Any) -> Handle:
-        """Combine over ranks, in place."""
         return self._in_place("all_reduce", "allreduce", tensors, args)
 
     def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Handle:
-        """Several all-reduces in one call."""
         return self._in_place("all_reduce", "allreduce_coalesced", tensors, args)
 
     def broadcast(self, tensors: Any, *args: Any) -> Handle:
-        """Overwrite with the root's tensors."""
         return self._in_place("broadcast", "broadcast", tensors, args)
 
     def reduce(self, tensors: Any, *args: Any) -> Handle:
-        """Combine over ranks into the root's tensors."""
         return self._in_place("reduce", "reduce", tensors, args)
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
@@ -271,7 +252,6 @@ class GroupBase(dist.ProcessGroup):
         return self._by_chunks("all_gather", "all_gather_single", (output, input, *args))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        """Several :meth:`all_gather_single` in one call."""
         return self._by_chunks(
             "all_gather", "all_gather_single_coalesced", (outputs, inputs, *args)
         )
@@ -281,7 +261,6 @@ class GroupBase(dist.ProcessGroup):
         return self._by_chunks("reduce_scatter", "reduce_scatter_single", (output, input, *args))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        """Several :meth:`reduce_scatter_single` in one call."""
         given = (outputs, inputs, *args)
         return self._by_chunks("reduce_scatter", "reduce_scatter_single_coalesced", given)
 
@@ -302,7 +281,6 @@ class GroupBase(dist.ProcessGroup):
         return self._call("reduce_scatter", "reduce_scatter", given, inputs, _singly(outputs))
 
     def gather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        """Collect every rank's tensor on the root."""
         given = (outputs, inputs, *args)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
@@ -310,7 +288,6 @@ class GroupBase(dist.ProcessGroup):
         return self._call("gather", "gather", given, _singly(inputs), lists)
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        """Hand out the root's tensors."""
         given = (outputs, inputs, *args)
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
@@ -337,21 +314,17 @@ class GroupBase(dist.ProcessGroup):
         return self._call("all_to_all", "all_to_all_single", given, [inputs], [outputs])
 
     def barrier(self, *args: Any, **options: Any) -> Handle:
-        """Return when every rank has called it."""
         return self._call("barrier", "barrier", (*args, *options.values()))
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Handle:
-        """Send to group rank ``destination``."""
         items, given = _singly(tensors), (tensors, destination, tag)
         return self._call("send", "send", given, items, peer=destination, tag=tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Handle:
-        """Receive from group rank ``source``."""
         items, given = _singly(tensors), (tensors, source, tag)
         return self._call("recv", "recv", given, [], items, peer=source, tag=tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Handle:
-        """Receive from whoever sends first."""
         items, given = _singly(tensors), (tensors, tag)
         return self._call("recv", "recv_anysource", given, [], items, peer=None, tag=tag)
 

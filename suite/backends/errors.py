@@ -7,6 +7,21 @@ rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the caus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``0-3,7`` for ascending ranks 0, 1, 2, 3 and 7: a message of many ranks stays short."""
+    starts = [i for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(ranks) - 1]
+    parts = [(ranks[i], ranks[j]) for i, j in zip(starts, ends, strict=True)]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-3,7``."""
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
 
 class CommError(RuntimeError):
     """Communication could not be completed."""

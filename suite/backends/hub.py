@@ -30,6 +30,8 @@ from shardproof.backends.errors import (
     PeerTimeout,
     RankEnded,
     RankFailed,
+    name_ranks,
+    spans,
 )
 from shardproof.backends.request import Request
 
@@ -81,7 +83,7 @@ class Pending:
         text = request.text()
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
             text += f" (peer is global rank {self.group.ranks[request.peer]})"
-        return f"{text} of group {_span(self.group.ranks)}" + (
+        return f"{text} of group {spans(self.group.ranks)}" + (
             "" if self.is_exchange else f", its call {self.number}"
         )
 
@@ -295,9 +297,8 @@ class Hub:
         if gone and pending.mismatched:
             self._fail(CollectiveMismatch(_mismatch(pending)))
         elif gone:
-            who = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
-            text = f"{who} ended without joining {pending.call(rank)}, where rank {rank} waits"
-            self._fail(RankEnded(text, gone[0]))
+            text = f"{name_ranks(gone)} ended without joining {pending.call(rank)}"
+            self._fail(RankEnded(f"{text}, where rank {rank} waits", gone[0]))
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
@@ -310,10 +311,14 @@ class Hub:
         if mismatched is not None:
             self._fail(CollectiveMismatch(_mismatch(mismatched)))
             return
+        alike: dict[str, list[int]] = {}
+        for rank in live:
+            pending = self._waiting[rank]
+            what = f"in {pending.call(rank)} for {name_ranks(pending.missing())}"
+            alike.setdefault(what, []).append(rank)
         lines = [
-            f"rank {rank} waits in {self._waiting[rank].call(rank)} for "
-            f"{_ranks(self._waiting[rank].missing())}"
-            for rank in live
+            f"{name_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {what}"
+            for what, ranks in alike.items()
         ]
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
         self._fail(Deadlock("deadlock: " + "; ".join(lines)))
@@ -322,7 +327,7 @@ class Hub:
         missing = pending.missing()
         last = "; ".join(f"the last call of rank {r} was {self._last[r]}" for r in missing)
         return (
-            f"no answer from {_ranks(missing)} in {limit:g} s: rank {rank} waits in "
+            f"no answer from {name_ranks(missing)} in {limit:g} s: rank {rank} waits in "
             f"{pending.call(rank)}; {last}"
         )
 
@@ -346,19 +351,16 @@ def _signature(request: Request) -> tuple[object, ...]:
 
 
 def _mismatch(pending: Pending) -> str:
+    alike: dict[str, list[int]] = {}
+    for i, request in sorted(pending.posts.items()):
+        alike.setdefault(request.text(), []).append(pending.group.ranks[i])
     lines = [
-        f"rank {pending.group.ranks[i]} calls {r.text()}" for i, r in sorted(pending.posts.items())
+        f"{name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
+        for text, ranks in alike.items()
     ]
-    where = f"call {pending.number} of group {_span(pending.group.ranks)} does not match"
-    absent = [f"rank {r} has not come yet" for r in pending.missing()]
-    return f"{where}: {'; '.join(lines + absent)}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _span(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))
+    if missing := pending.missing():
+        have = "have" if len(missing) > 1 else "has"
+        lines.append(f"{name_ranks(missing)} {have} not come yet")
+    return f"call {pending.number} of group {spans(pending.group.ranks)} does not match: " + (
+        "; ".join(lines)
+    )

@@ -85,9 +85,7 @@ class RankFuture(torch.futures.Future):
             raise self._error
         return super().wait()
 
-    def value(self) -> Any:
-        """The value, after waiting for it."""
-        return self.wait()
+    value = wait
 
     def then(self, callback: Callable[[Any], Any]) -> RankFuture:
         """A future of ``callback(self)``, run on this thread as soon as this one is complete."""
@@ -113,8 +111,6 @@ class RankFuture(torch.futures.Future):
 
 
 class _Handle(Handle):
-    """A call under way in the hub."""
-
     def __init__(self, request: Request, hub: Hub, rank: int, pending: Pending) -> None:
         super().__init__(request)
         self._hub, self._rank, self._pending = hub, rank, pending
@@ -127,13 +123,8 @@ class _Handle(Handle):
             self._made_visible = True
             arithmetic.write(self._pending.take_writes(self._rank))
 
-    def _value(self) -> list[torch.Tensor]:
-        self.note_wait()
-        self._block(None)
-        return [tensor for item in self.request.outputs for tensor in item]
-
     def _future(self) -> RankFuture:
-        future = RankFuture(self._value)
+        future = RankFuture(self.result)
         self._given.append(future)
         if world.reduces_after_backward():
             self._backward_ended()
@@ -237,7 +228,6 @@ def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
 
 
 def is_rank() -> bool:
-    """Whether the calling thread has joined a hub."""
     return getattr(_RANK, "hub", None) is not None
 
 

@@ -23,8 +23,6 @@ from shardproof.backends.request import OLD_NAMES, Request
 
 
 class _Handle(Handle):
-    """Wraps the backend's own handle."""
-
     def __init__(self, request: Request, work: Any) -> None:
         super().__init__(request)
         self._work = work
@@ -154,9 +152,7 @@ class Logged(GroupBase):
         return self.backend
 
     def abort(self) -> None:
-        """Cut all connections."""
         self.native.abort()
 
     def shutdown(self) -> None:
-        """Close the group."""
         self.native.shutdown()

@@ -1,12 +1,4 @@
-"""What a session asks of its ranks: sides in training, and the order in which they take turns.
-
-A pair and a scaling cell are both "sides timed in turns in the same ranks"::
-
-    pair   a, twin, b             blocks A B B A, and A A' A' A against A's twin
-    cell   plain, wrapped, ranks  blocks plain, wrapped, ranks, ranks, wrapped, plain
-
-Plain data.
-"""
+"""What a session asks of its ranks: sides in training that take turns.  Plain data."""
 
 from __future__ import annotations
 
@@ -15,15 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from shardproof.bench.model import alpha_beta
 from shardproof.bench.model.records import AloneSteps, ProbeRecord
-from shardproof.bench.subjects import (
-    ALONE_ORDER,
-    ORDER,
-    PLAIN,
-    SCALING,
-    Cell,
-    Side,
-    Subject,
-)
+from shardproof.bench.subjects import ALONE_ORDER, ORDER, PLAIN, SCALING, Cell, Side, Subject
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import ModelFacts, NoCostModel, cost_model_of

@@ -1,7 +1,5 @@
-"""What leaders do for a bench session: they start fresh ranks and wait for them.
-
-Each task is called with what it measures and a work folder, and returns plain data: an ``answer``
-or a ``problem``, for which :class:`shardproof.bench.session.Session` waits.
+"""What leaders do for a bench session: they start fresh ranks and return an ``answer`` or a
+``problem``, as plain data.
 """
 
 from __future__ import annotations
@@ -150,11 +148,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
 
 
 def on_ranks(
-    run: SideRun,
-    workdir: Path,
-    kind: type[T],
-    program: Callable[[int], T],
-    ledgers: bool = False,
+    run: SideRun, workdir: Path, kind: type[T], program: Callable[[int], T], ledgers: bool = False
 ) -> list[T]:
     """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
 

@@ -2,11 +2,7 @@
 
     make peers     times scenarios/speed/peers.yaml and puts the table between the markers
 
-Only a run of all pairs of that scenario gives the table.
-
-Pure functions of comparisons as a run holds them.  A is the reference; where it is not the faster
-one, the verdict says whether that is more than the margin.  Verdicts are those beside all other
-rows (:func:`shardproof.bench.stats.family`): a table of twenty finds a difference by chance in one.
+Pure functions of comparisons as a run holds them.  A is the reference.
 """
 
 from __future__ import annotations

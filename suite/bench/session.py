@@ -1,9 +1,5 @@
 """A bench session: fresh ranks for every launch, and what they measured.
 
-A comparison and a scaling cell are measured alike: the declarations of their sides are asked for
-before anything is timed, launches time sides in turns (:mod:`shardproof.bench.launches`), and
-passes of one side alone come after.  :mod:`shardproof.bench.evidence` judges and keeps it.
-
 Cells that differ in their world only are a group.  Every world with a core for each rank is
 measured.  The others are refused; their modelled figures come from the launches of the largest
 measured world (of none: from one in which a rank computes alone), where alpha and beta were probed.
@@ -201,14 +197,12 @@ class Session:
         if not measured.on_threads:
             measured.memory = _resident(measured)
             return
-        worst = []
-        for side in measured.subject.own_sides:
-            try:
-                peaks = self._one_side("memory", int, measured, side)
-            except LaunchFailed as failed:
-                measured.memory = NoFigures(problem=failed.reason)
-                return
-            worst.append(max(peaks))
+        sides = measured.subject.own_sides
+        try:
+            worst = [max(self._one_side("memory", int, measured, side)) for side in sides]
+        except LaunchFailed as failed:
+            measured.memory = NoFigures(problem=failed.reason)
+            return
         if isinstance(measured.subject, Cell):
             (measured.peak_bytes,) = worst
         else:
@@ -273,15 +267,16 @@ class Session:
         return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def profile(self, measured: Measured) -> None:
-        phases = {}
-        for letter in LETTERS:
-            try:
-                ranks = self._one_side("profile", dict[str, float], measured, letter)
-            except LaunchFailed as failed:
-                measured.profile = NoFigures(problem=failed.reason)
-                return
-            phases[letter] = max(ranks, key=lambda rank: rank["wall"])
-        measured.profile = phases
+        kind = dict[str, float]
+        try:
+            ranks = {side: self._one_side("profile", kind, measured, side) for side in LETTERS}
+        except LaunchFailed as failed:
+            measured.profile = NoFigures(problem=failed.reason)
+        else:
+            slowest = {
+                side: max(each, key=lambda rank: rank["wall"]) for side, each in ranks.items()
+            }
+            measured.profile = slowest
 
     def _one_side(
         self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None

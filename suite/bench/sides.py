@@ -61,12 +61,7 @@ def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
 
 
 def spec_of(
-    name: str,
-    size: str,
-    params: Options,
-    global_batch: int,
-    micro_batches: int,
-    seed: int,
+    name: str, size: str, params: Options, global_batch: int, micro_batches: int, seed: int
 ) -> WorkloadSpec:
     """A workload whose ``params`` are those of preset ``size``, changed by ``params``.
 

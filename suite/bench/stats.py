@@ -257,10 +257,7 @@ def judge(rows: Iterable[TimedStep]) -> Judged:
         aa=None
         if same is None
         else Twin(
-            **same.ratios(),
-            sd=same.sd,
-            blocks=same.blocks,
-            blocks_needed=blocks_needed(same.sd),
+            **same.ratios(), sd=same.sd, blocks=same.blocks, blocks_needed=blocks_needed(same.sd)
         ),
         median_seconds=medians,
         launches_differ_p=launches_differ(logs["ab"]),

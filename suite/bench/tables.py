@@ -111,7 +111,7 @@ def details(line: PairLine) -> list[str]:
     tokens = "" if per_step is None else f", {per_step} targets a step"
     texts = [
         f"{workload.name}{size}, {workload.micro_batches} micro-batches{tokens}, "
-        f"{pair.optimizer.name} foreach=False, {pair.dtype}, {pair.world} ranks",
+        f"{pair.optimizer.name} foreach=False, {pair.dtype}, {pair.world} ranks"
     ]
     for letter in LETTERS:
         side = pair.side(letter)

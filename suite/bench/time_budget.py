@@ -1,7 +1,6 @@
 """Which comparisons and cells fit into the time there is: ``shardproof bench --budget MINUTES``.
 
-As for cases (``scenarios.budget``): past durations say how long each one takes, what does not fit
-is left out by name, and nothing is cut short, for the number of blocks is fixed beforehand.
+As for cases (``scenarios.budget``); nothing is cut short: the number of blocks is fixed beforehand.
 """
 
 from __future__ import annotations

@@ -30,18 +30,11 @@ import psutil
 import torch
 
 from shardproof import backends
-from shardproof.bench import pinning
+from shardproof.bench import pinning, sides
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, probes
 from shardproof.bench.model.records import AloneSteps, WatchedStep
-from shardproof.bench.sides import (
-    SEGMENT_SECONDS,
-    SEGMENT_STEPS,
-    WARM_LEAST,
-    WARM_SECONDS,
-    WARM_STEPS,
-)
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.comm import Comm
@@ -120,13 +113,13 @@ def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> tuple[list[fl
         loss = arm.step().loss
         times.append(time.perf_counter() - began)
         losses.append(None if loss is None else float(loss))
-        over = len(times) >= WARM_STEPS or (
-            len(times) >= WARM_LEAST and sum(times[1:]) >= WARM_SECONDS
+        over = len(times) >= sides.WARM_STEPS or (
+            len(times) >= sides.WARM_LEAST and sum(times[1:]) >= sides.WARM_SECONDS
         )
         if _agree(over, control):
             break
     writer.add("warm", -1, 0, side, times)
-    return losses[:WARM_LEAST], statistics.median(times[2:])
+    return losses[: sides.WARM_LEAST], statistics.median(times[2:])
 
 
 def _segment_steps(launch: Launch, seconds: dict[str, float], control: Comm) -> dict[str, int]:
@@ -134,7 +127,10 @@ def _segment_steps(launch: Launch, seconds: dict[str, float], control: Comm) -> 
     steps = {}
     for side in [launch.pace] if launch.pace else launch.sides:
         # A rank without a part in the side has no time of it; the number of rank 0 counts.
-        wanted = max(SEGMENT_STEPS, round(SEGMENT_SECONDS / seconds.get(side, SEGMENT_SECONDS)))
+        wanted = max(
+            sides.SEGMENT_STEPS,
+            round(sides.SEGMENT_SECONDS / seconds.get(side, sides.SEGMENT_SECONDS)),
+        )
         count = torch.tensor([wanted], device=control.device)
         control.broadcast(count)
         steps[side] = int(count.item())
@@ -175,7 +171,7 @@ class _Probing:
     def warm_up(self) -> None:
         """Steps and calls that do not count."""
         for single in self._alone:
-            single.segment(WARM_LEAST)
+            single.segment(sides.WARM_LEAST)
             single.forget()
         self.probes.sweep()
         self.probes.forget()
@@ -183,7 +179,7 @@ class _Probing:
     def block(self) -> None:
         """One round of everything, all ranks at once."""
         for single in self._alone:
-            single.segment(SEGMENT_STEPS, self._control.barrier)
+            single.segment(sides.SEGMENT_STEPS, self._control.barrier)
         self.probes.sweep()
 
     def close(self) -> list[AloneSteps]:
@@ -240,8 +236,8 @@ def _steps_alone(arm: Arm) -> int:
     over = False
     began = time.monotonic()
     while not over:
-        arm.seconds(SEGMENT_STEPS)
-        steps += SEGMENT_STEPS
+        arm.seconds(sides.SEGMENT_STEPS)
+        steps += sides.SEGMENT_STEPS
         over = _agree(time.monotonic() - began >= sampling.ALONE_SECONDS, control)
     return steps
 

@@ -24,9 +24,9 @@ from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
 #: those of faults in the judge itself, which must not be green.
 VERDICT_KILLERS = ("crash", "hang", JUDGE_ERROR, "undecidable")
-#: What kills without a memory ledger, which doubles the cost of a case: ``schedule`` reads
-#: activations off it, and faults of the judge may lie in the check ``memory`` itself.
-UNWEIGHED = frozenset((*CHECKS, "crash", "hang")) - {"memory", "schedule"}
+#: What kills without a memory ledger, which doubles the cost of a case: ``schedule`` and a relation
+#: read activations off it, and faults of the judge may lie in the check ``memory`` itself.
+UNWEIGHED = frozenset((*CHECKS, "crash", "hang")) - {"memory", "schedule", "relations"}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Session:
 
     def __enter__(self) -> Session:
         self._pool.__enter__()
+        self._pool.fork_server.preload("shardproof.cases.preloaded")
         self._oracles = self._pool.folder / "oracles"
         self._oracles.mkdir()
         return self

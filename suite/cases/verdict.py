@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import checks
+from shardproof.backends.errors import name_ranks
 from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, announced_schedule
@@ -188,7 +189,11 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
 
 
 def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
-    calls = "; ".join(f"rank {o.rank}: {o.last_call}" for o in outcomes if o.last_call)
+    ranks_of: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        if outcome.last_call:
+            ranks_of.setdefault(outcome.last_call, []).append(outcome.rank)
+    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in ranks_of.items())
     return f" [last calls: {calls}]" if calls else ""
 
 

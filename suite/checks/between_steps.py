@@ -46,12 +46,10 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
         return _problem(f"evaluation: only the losses of shares {sorted(shares)} are reported")
     parameters = evidence.observed(step - 1, "after_update", "parameters").first()
     buffers = evidence.observed(step - 1, "after_update", "buffers").tensors
-    truth = 0.0
+    loss_of, truth = training.evaluator(workload, case.precision), 0.0
     for number, batch in enumerate(batches):
         own = {name: copies[min(number, max(copies))] for name, copies in buffers.items()}
-        truth += training.evaluate(
-            workload, {**parameters, **own}, batch.micro_batches, case.precision
-        )
+        truth += loss_of({**parameters, **own}, batch.micro_batches)
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)

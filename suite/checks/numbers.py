@@ -8,10 +8,12 @@ counts as *not tested*.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +50,20 @@ class Comparison:
         return self.error <= self.bound
 
 
-Compare = Callable[[Tensor, Tensor], Comparison]
+#: Of two flat tensors of the same parts, which begin at these places: whether each part passes.
+PartsPass = Callable[[Tensor, Tensor, Sequence[int]], Iterable[bool]]
+
+
+@dataclass(frozen=True)
+class Compare:
+    """A way to compare: two tensors, or many small ones at once."""
+
+    whole: Callable[[Tensor, Tensor], Comparison]
+    parts: PartsPass
+
+    def __call__(self, actual: Tensor, truth: Tensor) -> Comparison:
+        """Compare ``actual`` with ``truth``."""
+        return self.whole(actual, truth)
 
 
 @dataclass
@@ -91,14 +106,24 @@ def _share(worst: Worst) -> float:
     return math.inf if worst.error else 0.0
 
 
-def bitwise(actual: Tensor, truth: Tensor) -> Comparison:
-    """Bit for bit: the error is the number of elements that differ (NaN equals NaN)."""
+def _bitwise(actual: Tensor, truth: Tensor) -> Comparison:
     if actual.shape != truth.shape or actual.dtype != truth.dtype:
         return Comparison(math.inf, 0.0)
     if torch.equal(actual, truth):
         return Comparison(0.0, 0.0)
-    different = ~((actual == truth) | (actual.isnan() & truth.isnan()))
-    return Comparison(float(different.sum()), 0.0)
+    return Comparison(float(_different(actual, truth).sum()), 0.0)
+
+
+def _different(actual: Tensor, truth: Tensor) -> Tensor:
+    return ~((actual == truth) | (actual.isnan() & truth.isnan()))
+
+
+def _equal_parts(actual: Tensor, truth: Tensor, starts: Sequence[int]) -> Iterable[bool]:
+    return ~np.logical_or.reduceat(_different(actual, truth).numpy(), starts)
+
+
+#: Bit for bit: the error is the number of elements that differ (NaN equals NaN).
+bitwise = Compare(_bitwise, _equal_parts)
 
 
 def relative_frobenius(bound: float) -> Compare:
@@ -117,7 +142,14 @@ def relative_frobenius(bound: float) -> Compare:
         error = difference / scale if scale else math.inf
         return Comparison(error if error == error else math.inf, bound)
 
-    return compare
+    def parts(actual: Tensor, truth: Tensor, starts: Sequence[int]) -> Iterable[bool]:
+        a, b = actual.to(torch.float64).numpy(), truth.to(torch.float64).numpy()
+        with np.errstate(all="ignore"):  # NaN passes nothing
+            squares = (np.add.reduceat(values * values, starts) for values in (a - b, b))
+            difference, scale = map(np.sqrt, squares)
+            return (difference == 0.0) | (difference / scale <= bound)
+
+    return Compare(compare, parts)
 
 
 def within_ulps(actual: Tensor, truth: Tensor, reference: Tensor, ulps: int) -> Comparison:
@@ -126,10 +158,20 @@ def within_ulps(actual: Tensor, truth: Tensor, reference: Tensor, ulps: int) -> 
         return Comparison(math.inf, ulps)
     if torch.equal(actual, truth):
         return Comparison(0.0, ulps)
+    error = float(_ulps(actual, truth, reference).max())
+    return Comparison(error if error == error else math.inf, float(ulps))
+
+
+def _ulps(actual: Tensor, truth: Tensor, reference: Tensor) -> Tensor:
     size = torch.maximum(truth.abs(), reference.abs())
     spacing = torch.nextafter(size, torch.full_like(size, math.inf)) - size
-    error = float(((actual - truth).abs() / spacing).max())
-    return Comparison(error if error == error else math.inf, float(ulps))
+    return (actual - truth).abs() / spacing
+
+
+def parts_within_ulps(actual: Tensor, truth: Tensor, starts: Sequence[int]) -> Iterable[bool]:
+    """Which parts are within :data:`REPLAY_ULPS` of the truth."""
+    within = (actual == truth) | (_ulps(actual, truth, truth) <= REPLAY_ULPS)
+    return np.logical_and.reduceat(within.numpy(), starts)
 
 
 def take(tensor: Tensor, region: Region) -> Tensor:
@@ -155,14 +197,22 @@ def root_mean_square(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(total / count) if count else 0.0
 
 
-def powerless(truth: Tensor, ranks: int, compare: Compare) -> list[str]:
-    """Names of the spoilt copies of ``truth`` that ``compare`` lets pass or that cannot be made."""
-    if truth.numel() == 0 or not bool(truth.any()):
-        return ["rolled", "halved", "scaled"]
-    flat = truth.reshape(-1)
-    spoilt = {
-        "rolled": flat.roll(1),
-        "halved": flat / 2,
-        "scaled": flat * ((ranks - 1) / ranks),
-    }
-    return [name for name, copy in spoilt.items() if compare(copy, flat).ok]
+def powerless(truths: Mapping[str, Tensor], ranks: int, passes: PartsPass) -> dict[str, list[str]]:
+    """Of each of ``truths`` the spoilt copies that pass, or that cannot be made."""
+    passing = {name: ["rolled", "halved", "scaled"] for name in truths}
+    by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, truth in truths.items():
+        if truth.numel() and bool(truth.any()):
+            by_dtype.setdefault(truth.dtype, {})[name] = truth.reshape(-1)
+    for flats in by_dtype.values():  # all of one dtype at once
+        starts = [0, *itertools.accumulate(len(flat) for flat in flats.values())][:-1]
+        whole = torch.cat([*flats.values()])
+        spoilt = {
+            "rolled": torch.cat([flat.roll(1) for flat in flats.values()]),
+            "halved": whole / 2,
+            "scaled": whole * ((ranks - 1) / ranks),
+        }
+        passed = {kind: passes(copy, whole, starts) for kind, copy in spoilt.items()}
+        for name, *oks in zip(flats, *passed.values(), strict=True):
+            passing[name] = [kind for kind, ok in zip(passed, oks, strict=True) if ok]
+    return passing

@@ -63,10 +63,7 @@ class _Dead:
     """One dead rank process."""
 
     def __init__(
-        self,
-        launch: RankLaunch,
-        process: RankProcess,
-        heartbeats: Sequence[heartbeat.Heartbeat],
+        self, launch: RankLaunch, process: RankProcess, heartbeats: Sequence[heartbeat.Heartbeat]
     ) -> None:
         self.launch = launch
         self.process = process
@@ -129,11 +126,7 @@ class _Dead:
             if not innocent and not notice:
                 message += self._circumstances(last, stack)
             return replace(
-                outcome,
-                status="killed",
-                error_type=name,
-                message=message,
-                signal=process.signal,
+                outcome, status="killed", error_type=name, message=message, signal=process.signal
             )
         return replace(
             outcome,

@@ -157,16 +157,10 @@ class ForkServer:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
         # The leaders must find whatever the parent can import.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
-        parent = str(os.getpid())
+        module = "shardproof.launch.fork_server_main"
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "shardproof.launch.fork_server_main",
-                    str(theirs.fileno()),
-                    parent,
-                ],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -183,7 +177,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The fork server's pid."""
         if self._process is None:
             raise ForkServerError("the fork server is not running")
         return self._process.pid

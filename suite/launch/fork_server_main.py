@@ -67,8 +67,6 @@ class _Leader:
 
 
 class _Server:
-    """The loop inside the fork server."""
-
     def __init__(self, connection: socket.socket, parent: int) -> None:
         self._connection = connection
         self._parent = parent
@@ -159,7 +157,6 @@ class _Server:
         self._leaders[pid] = _Leader(order.ticket, pid, began, output)
 
     def _lead(self, order: Fork, output: int, parent: int) -> NoReturn:
-        """Body of a leader."""
         code = TASK_RAISED
         try:
             os.setpgid(0, 0)

@@ -53,8 +53,6 @@ class Heartbeat:
 
 
 class Writer:
-    """The writing end of one rank's slot."""
-
     def __init__(self, path: Path, rank: int) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
@@ -84,7 +82,6 @@ class Writer:
             struct.pack_into("<I", self._map, self._base + _WAITS, self._waits)
 
     def state(self, state: int) -> None:
-        """Set the rank's state."""
         struct.pack_into("<I", self._map, self._base + _STATE, state)
 
     def announce_exit(self, text: str) -> None:

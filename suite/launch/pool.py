@@ -1,9 +1,4 @@
-"""Calls functions in processes of their own, some at a time, and yields their ends as they come.
-
-In goes a function of a module with what it is called with; out comes what it returned, or how its
-process ended.  ``fork_server.py`` makes these processes fast and certain to end: nothing of a case
-happens there.
-"""
+"""Calls functions in processes of their own, some at a time, and yields their ends as they come."""
 
 from __future__ import annotations
 
@@ -82,14 +77,14 @@ class Pool:
             raise ValueError(f"a pool needs at least 1 job, not {jobs}")
         self._jobs = jobs
         self._preload = list(dict.fromkeys(task.__module__ for task in tasks))
-        self._fork_server = ForkServer(self._preload)
+        self.fork_server = ForkServer(self._preload)
         self._space = Workspace()
         self._started = 0
 
     def __enter__(self) -> Pool:
         self.folder = self._space.__enter__()
         try:
-            self._fork_server.__enter__()
+            self.fork_server.__enter__()
         except BaseException:
             self._space.__exit__()
             raise
@@ -97,14 +92,9 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._fork_server.close()
+            self.fork_server.close()
         finally:
             self._space.__exit__()
-
-    @property
-    def fork_server(self) -> ForkServer:
-        """The fork server that leaders are forked from at the moment."""
-        return self._fork_server
 
     def run(self, task: Task[P], items: Iterable[Item[P]]) -> Generator[TaskEnd[P], None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
@@ -115,8 +105,8 @@ class Pool:
         """
         if task.__module__ not in self._preload:
             self._preload.append(task.__module__)
-            self._fork_server.preload(task.__module__)
-        self._fork_server.wait_ready()  # so that its imports cost no case any time
+            self.fork_server.preload(task.__module__)
+        self.fork_server.wait_ready()  # so that its imports cost no case any time
         running: dict[int, _Running[P]] = {}
         rest = iter(items)
         restarts, exhausted = 0, False
@@ -149,7 +139,7 @@ class Pool:
         try:
             # A process that is forked from one with torch imported calls task(payload), and leaves
             # what it returns in the file.  For a case this goes on in cases/leader.py: run_case.
-            ticket = self._fork_server.submit(task, payload, value)
+            ticket = self.fork_server.submit(task, payload, value)
         except ForkServerError:
             # It died while idle: the next look at it raises, and this item is lost.
             ticket = -self._started
@@ -161,10 +151,10 @@ class Pool:
         for ticket, item in running.items():
             if now >= item.deadline and not item.timed_out:
                 item.timed_out = True
-                self._fork_server.kill(ticket)
+                self.fork_server.kill(ticket)
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
         ends = []
-        for leader in self._fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
+        for leader in self.fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
             item = running.pop(leader.ticket)
             how = leader.exit_code, leader.signal, item.timed_out and leader.exit_code is None
             value = _read_once(item.value)
@@ -176,16 +166,16 @@ class Pool:
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(ForkServerError):
             for ticket in running:
-                self._fork_server.kill(ticket)
+                self.fork_server.kill(ticket)
             while running and time.monotonic() < deadline:
-                for leader in self._fork_server.poll(0.1):
+                for leader in self.fork_server.poll(0.1):
                     running.pop(leader.ticket, None)
 
     def _restart(self) -> None:
-        self._fork_server.close()
-        self._fork_server = ForkServer(self._preload)
-        self._fork_server.__enter__()
-        self._fork_server.wait_ready()
+        self.fork_server.close()
+        self.fork_server = ForkServer(self._preload)
+        self.fork_server.__enter__()
+        self.fork_server.wait_ready()
 
 
 def _read_once(path: Path) -> Any:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -83,7 +83,6 @@ class RankLaunch:
 
     @property
     def heartbeat(self) -> Path:
-        """The heartbeat file."""
         return self.workdir / "heartbeat"
 
     @property
@@ -113,12 +112,13 @@ class RankLaunch:
         return self.workdir / ("ranks.stacks" if self.link.threads else f"rank{rank}.stacks")
 
 
-def run_process(launch: RankLaunch, rank: int, parent: int) -> NoReturn:
-    """Body of a process that is rank ``rank``."""
-    code = 1
+def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoReturn:
+    """Body of a process that is one rank, or in which every rank is a thread."""
+    code, threads = 1, launch.link.threads
     try:
-        _prepare_process(launch, parent, launch.output(rank), launch.stacks(rank))
-        code = _run_rank(launch, rank, None)
+        output = launch.shared_output if threads else launch.output(ranks[0])
+        _prepare_process(launch, parent, output, launch.stacks(ranks[0]))
+        code = _run_threads(launch) if threads else _run_rank(launch, ranks[0], None)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - last stop before the process's end
@@ -127,36 +127,28 @@ def run_process(launch: RankLaunch, rank: int, parent: int) -> NoReturn:
         _exit(code)
 
 
-def run_threads(launch: RankLaunch, parent: int) -> NoReturn:
-    """Body of the process in which every rank is a thread."""
-    code = 1
-    try:
-        _prepare_process(launch, parent, launch.shared_output, launch.stacks(0))
-        files = [launch.output(rank).open("w", buffering=1) for rank in range(launch.world)]
-        sys.stdout = _PerRank(files, sys.stdout)
-        sys.stderr = _PerRank(files, sys.stderr)
-        hub = launch.link.hub(launch.world, launch.timeout_s)
-        # A fork leaves torch's thread pool and its autograd engine to be made anew by their first
-        # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
-        torch.set_num_threads(1)
-        torch.ones((), requires_grad=True).exp()
-        threads = [
-            threading.Thread(
-                target=_run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True
-            )
-            for rank in range(launch.world)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for file in files:
-            file.flush()
-        code = 0
-    except BaseException:  # noqa: BLE001 - last stop before the process's end
-        traceback.print_exc()
-    finally:
-        _exit(code)
+def _run_threads(launch: RankLaunch) -> int:
+    files = [launch.output(rank).open("w", buffering=1) for rank in range(launch.world)]
+    sys.stdout = _PerRank(files, sys.stdout)
+    sys.stderr = _PerRank(files, sys.stderr)
+    hub = launch.link.hub(launch.world, launch.timeout_s)
+    # A fork leaves torch's thread pool and its autograd engine to be made anew by their first
+    # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
+    torch.set_num_threads(1)
+    torch.ones((), requires_grad=True).exp()
+    threads = [
+        threading.Thread(
+            target=_run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True
+        )
+        for rank in range(launch.world)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for file in files:
+        file.flush()
+    return 0
 
 
 def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
@@ -281,15 +273,12 @@ class _PerRank(io.TextIOBase):
         return self._other if writer is None else self._files[writer.rank]
 
     def write(self, text: str) -> int:
-        """Write to the calling rank's file."""
         return int(self._target().write(text))
 
     def flush(self) -> None:
-        """Flush the calling rank's file."""
         self._target().flush()
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
     def fileno(self) -> int:

@@ -21,7 +21,7 @@ from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
-from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process, run_threads
+from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 
 __all__ = ["RankOutcome", "root_cause", "run_ranks"]
@@ -145,9 +145,7 @@ class _Watch:
             if pid == 0:
                 # In the new process: joins the process group, calls launch.program(rank, world),
                 # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
-                if launch.link.threads:
-                    run_threads(launch, parent)
-                run_process(launch, ranks[0], parent)
+                run_process(launch, ranks, parent)
             self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
 
     def _sleep(self, alive: Sequence[RankProcess]) -> None:

@@ -7,6 +7,7 @@ and aborts show where they are.  Stopped processes do not answer.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import linecache
 import os
 import re
@@ -117,9 +118,5 @@ def _communicates(file: str) -> bool:
 
 def _own(frames: Collection[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
     """From innermost first to outermost first, from the last launcher frame inwards."""
-    kept = []
-    for frame in frames:
-        if frame[0].startswith(_LAUNCH):
-            break
-        kept.append(frame)
-    return tuple(reversed(kept))
+    kept = itertools.takewhile(lambda frame: not frame[0].startswith(_LAUNCH), frames)
+    return tuple(kept)[::-1]

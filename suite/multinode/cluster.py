@@ -1,10 +1,9 @@
 """Containers as nodes: build, start, wait, copy, remove.
 
 ``python3 -m shardproof.multinode.cluster run SCENARIO`` imports the standard library only, so
-that it runs where
-nothing is installed but an engine (``docker`` with Compose v2 or docker-compose 1.29).  Everything
-it starts carries the label ``shardproof=<run>`` and is removed on every path, after the results
-were copied to ``results/<run>/``; images stay.
+that it runs where nothing is installed but an engine (``docker`` with Compose v2 or docker-compose
+1.29).  Everything it starts carries the label ``shardproof=<run>`` and is removed on every path,
+after the results were copied to ``results/<run>/``; images stay.
 """
 
 from __future__ import annotations
@@ -34,6 +33,12 @@ SOURCES = (
     *("Dockerfile", ".dockerignore", "constraints.txt", "pyproject.toml"),
     *("suite", "impls", "scenarios", "deploy"),
 )
+#: How to list what a run started, and how to remove it.
+LISTED = {
+    ("docker", "ps", "--all"): ("docker", "rm", "--force", "--volumes"),
+    ("docker", "network", "ls"): ("docker", "network", "rm"),
+    ("docker", "volume", "ls"): ("docker", "volume", "rm"),
+}
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -60,7 +65,6 @@ def _compose() -> list[str] | None:
 
 
 def _quiet(*command: str, timeout: float = 60.0) -> bool:
-    """Whether ``command`` succeeds."""
     try:
         return _run(*command, timeout=timeout).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -92,7 +96,6 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def default_base(root: Path = ROOT) -> str:
-    """The Dockerfile's own base image."""
     found = re.search(r"^ARG BASE_IMAGE=(\S+)", (root / "Dockerfile").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
@@ -276,11 +279,9 @@ def remove(name: str) -> list[str]:
     """Remove containers, networks and volumes of run ``name``; what is left, normally nothing."""
     label = f"label={LABEL}={name}"
     for _ in range(3):
-        if found := _lines("docker", "ps", "--all", "--quiet", "--filter", label):
-            _run("docker", "rm", "--force", "--volumes", *found, timeout=120)
-        for kind in ("network", "volume"):
-            if found := _lines("docker", kind, "ls", "--quiet", "--filter", label):
-                _run("docker", kind, "rm", *found, timeout=60)
+        for listing, removal in LISTED.items():
+            if found := _lines(*listing, "--quiet", "--filter", label):
+                _run(*removal, *found, timeout=120)
         if not (left := leftovers(name)):
             return []
         time.sleep(1.0)
@@ -290,11 +291,9 @@ def remove(name: str) -> list[str]:
 def clean(everything: bool = False) -> bool:
     """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
     form = f'{{{{.Label "{LABEL}"}}}}'
-    names = _lines("docker", "ps", "--all", "--filter", f"label={LABEL}", "--format", form)
-    for kind in ("network", "volume"):
-        names += _lines("docker", kind, "ls", "--filter", f"label={LABEL}", "--format", form)
+    query = ("--filter", f"label={LABEL}", "--format", form)
     gone = True
-    for name in sorted({*names}):
+    for name in sorted({name for listing in LISTED for name in _lines(*listing, *query)}):
         if not everything and _goes_on(name):
             print(f"left: {name}, which goes on; `cluster clean --all` ends it, too")
         else:
@@ -320,10 +319,8 @@ def _goes_on(name: str) -> bool:
 def leftovers(name: str | None = None) -> list[str]:
     """Containers, networks and volumes that carry the label."""
     label = f"label={LABEL}" if name is None else f"label={LABEL}={name}"
-    found = _lines("docker", "ps", "--all", "--quiet", "--filter", label)
-    for kind in ("network", "volume"):
-        found += _lines("docker", kind, "ls", "--quiet", "--filter", label)
-    return found
+    query = ("--quiet", "--filter", label)
+    return [thing for listing in LISTED for thing in _lines(*listing, *query)]
 
 
 # ------------------------------------------------------------------------------------- command
@@ -351,7 +348,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``shardproof cluster``; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

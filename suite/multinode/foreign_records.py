@@ -52,7 +52,6 @@ class Plan(Stored):
 
 
 def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
-    """Say what is about to be run."""
     records.mkdir(parents=True, exist_ok=True)
     capability = torch.backends.cpu.get_cpu_capability()
     plan = Plan(time.time(), world, torch.__version__, capability, list(cases))
@@ -80,7 +79,6 @@ class RankEnd(Stored):
 
 
 def write_end(folder: Path, end: RankEnd) -> None:
-    """Leave ``end`` for who judges."""
     text = json.dumps(end.to_dict(), default=str)
     write_whole(folder / f"rank{end.outcome.rank}.end", text)
 
@@ -129,7 +127,6 @@ class Comparison:
     unequal: int = 0
 
     def sentence(self) -> str:
-        """One line for people."""
         total = self.equal + self.unequal
         if not self.unequal:
             return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical"

@@ -121,9 +121,8 @@ def interface_to(address: str) -> str | None:
     gloo would otherwise resolve the own host name, which is the loopback on many machines.
     """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        first, *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = first
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing: only chooses the route
             own = probe.getsockname()[0]
@@ -324,7 +323,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code (``verdicts``)."""
     options = _parser().parse_args(arguments)
     try:
         if options.judge is not None:

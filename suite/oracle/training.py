@@ -284,20 +284,21 @@ def _joint(
     return losses, device.take_gradients({})
 
 
-def evaluate(
-    workload: Workload,
-    state: Tensors,
-    micro_batches: Sequence[MicroBatch],
-    precision: Mapping[str, str] = MappingProxyType({}),
-) -> float:
-    """Loss of ``micro_batches`` in evaluation mode with ``state`` (parameters and buffers)."""
+def evaluator(
+    workload: Workload, precision: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
+    """Tells the loss of micro-batches in evaluation mode with a state (parameters and buffers)."""
     build = workload.build_for(0)
     module = build()
-    workload.load(module, state)
     module.eval()
     device = _Device(module, build.loss, precision, None)
-    with torch.no_grad():
-        return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
+
+    def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
+        workload.load(module, state)
+        with torch.no_grad():
+            return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
+
+    return loss
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -1,6 +1,6 @@
 """What the suite itself costs: ``shardproof study overhead``.
 
-Two ratios, each measured side by side in one run.  (1) The harness's own time per step with ledgers
+Two ratios.  (1) The harness's own time per step with ledgers
 off, on a workload that computes nothing, over the median step of the smallest GPT in one process:
 timing pairs cannot decide a few per cent, ten thousand empty steps can.  (2) The latency of a 4 KB
 all-reduce at 4 ranks, gloo's over in_memory's, in alternating blocks.  And seconds that it takes
@@ -50,8 +50,6 @@ BLOCKS = 8
 
 
 class Null(Implementation):
-    """Observes and computes nothing."""
-
     strategy = "single"
 
     @classmethod
@@ -59,7 +57,6 @@ class Null(Implementation):
         return Capabilities(max_world=1)
 
     def setup(self, *_: object, **__: object) -> None:
-        """Nothing to set up."""
         self.loss = torch.zeros(())
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:

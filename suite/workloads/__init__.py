@@ -1,8 +1,4 @@
-"""Workloads: a model family with real data, and the traits that make faults show.
-
-``make(spec, dtype, lane)`` gives the :class:`Workload` that a ``case.WorkloadSpec``
-names.  ``WORKLOADS`` and ``TRAITS`` are the registries behind ``shardproof list``.
-"""
+"""Workloads: a model family with real data, and the traits that make faults show."""
 
 from __future__ import annotations
 

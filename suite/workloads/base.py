@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -32,14 +32,7 @@ from shardproof.workloads.layers import (
     named_tensors,
     seed_number,
 )
-from shardproof.workloads.traits import (
-    FLAGS,
-    NAN_FLAG,
-    NAN_STEP,
-    OVERFLOW_FLAG,
-    OVERFLOW_STEP,
-    TRAITS,
-)
+from shardproof.workloads.traits import FLAGS, SPIKES, TRAITS
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
@@ -192,7 +185,7 @@ class Workload:
         self._weight_dtype = self._dtype if self._dtype.itemsize >= 4 else torch.float32
         self._round_weights = torch.float32 if narrow.itemsize < 8 else torch.float64
         self._narrow = narrow
-        self._cached: tuple[int, Samples, Tensor] | None = None
+        self._cached: tuple[int, MicroBatch] | None = None
 
     @property
     def digest(self) -> str:
@@ -240,7 +233,6 @@ class Workload:
 
     @cached_property
     def parameter_names(self) -> list[str]:
-        """All parameters, in registration order, tied ones once."""
         return list(self.shapes)
 
     @cached_property
@@ -284,29 +276,46 @@ class Workload:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
         whole = self.whole_batch(step)
         parts = (whole.inputs, whole.targets, whole.weights, whole.sample_ids)
+
+        def micro(index: list[int]) -> MicroBatch:
+            chosen = MicroBatch(*(part[index] for part in parts))
+            return _trimmed(chosen) if "variable_lengths" in self.traits else chosen
+
         batches = []
         start = 0
         for cut in self.spec.cut(coordinates):
             size = sum(map(sum, cut))
             order = iter(self._order(step, range(start, start + size)))
             start += size
-            windows = []
-            for sizes in cut:
-                window = []
-                for length in sizes:
-                    index = torch.tensor(list(itertools.islice(order, length)))
-                    micro = MicroBatch(*(part[index] for part in parts))
-                    trimmed = "variable_lengths" in self.traits
-                    window.append(_trimmed(micro) if trimmed else micro)
-                windows.append(tuple(window))
-            batches.append(Batch(step=step, windows=tuple(windows)))
+            windows = [
+                tuple(micro(list(itertools.islice(order, length))) for length in sizes)
+                for sizes in cut
+            ]
+            batches.append(Batch(step, tuple(windows)))
         return batches
 
     def whole_batch(self, step: int) -> MicroBatch:
         """The global batch of ``step`` as one micro-batch, in the order of its sample ids."""
-        samples, weights = self._global_batch(step)
-        ids = torch.arange(self.spec.global_batch) + step * self.spec.global_batch
-        return MicroBatch(samples.inputs, samples.targets, weights, ids)
+        cached = self._cached  # read once: threads share a workload
+        if cached is not None and cached[0] == step:
+            return cached[1]
+        size = self.spec.global_batch
+        total = len(self._permutation)
+        index = [self._permutation[(step * size + i) % total] for i in range(size)]
+        generator = _generator(f"{self.spec.seed}/draws/{step}")
+        draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
+        flags = [self._flags(step, place) for place in range(size)]
+        keys = None
+        if "dropout_counter" in self.traits:
+            keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
+        samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
+        valid, targets = self._mask(samples.valid), samples.targets
+        if "ignore_index" in self.traits:
+            targets = targets.masked_fill(~valid, CrossEntropy.ignore_index)
+        weights = self.family.weights(valid).to(self._round_weights).to(self._weight_dtype)
+        whole = MicroBatch(samples.inputs, targets, weights, torch.arange(size) + step * size)
+        self._cached = step, whole
+        return whole
 
     @cached_property
     def _period(self) -> int:
@@ -337,31 +346,8 @@ class Workload:
         }
         flags = sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
         if "overflow_on_one_rank" in self.traits and index == self.spec.global_batch - 1:
-            flags += OVERFLOW_FLAG * (step == OVERFLOW_STEP) + NAN_FLAG * (step == NAN_STEP)
+            flags += SPIKES.get(step, 0)
         return flags
-
-    def _global_batch(self, step: int) -> tuple[Samples, Tensor]:
-        cached = self._cached  # read once: threads share a workload
-        if cached is not None and cached[0] == step:
-            return cached[1], cached[2]
-        size = self.spec.global_batch
-        total = len(self._permutation)
-        index = [self._permutation[(step * size + i) % total] for i in range(size)]
-        generator = _generator(f"{self.spec.seed}/draws/{step}")
-        draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
-        flags = [self._flags(step, place) for place in range(size)]
-        keys = None
-        if "dropout_counter" in self.traits:
-            keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
-        samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
-        valid = self._mask(samples.valid)
-        if "ignore_index" in self.traits:
-            ignored = samples.targets.masked_fill(~valid, CrossEntropy.ignore_index)
-            samples = replace(samples, targets=ignored)
-        weights = self.family.weights(valid)
-        weights = weights.to(self._round_weights).to(self._weight_dtype)
-        self._cached = (step, samples, weights)
-        return samples, weights
 
     def _mask(self, valid: Tensor) -> Tensor:
         """``valid`` as the traits of the batch leave it; at least one target remains."""

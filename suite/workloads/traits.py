@@ -48,8 +48,8 @@ FLAGS = {
 
 #: Bits of the one sample whose backward overflows, and the steps: first to infinity, later to NaN
 #: (the result of infinities that cancel).
-OVERFLOW_FLAG, OVERFLOW_STEP = 16, 1
-NAN_FLAG, NAN_STEP = 64, 4
+OVERFLOW_FLAG, NAN_FLAG = 16, 64
+SPIKES = {1: OVERFLOW_FLAG, 4: NAN_FLAG}
 
 #: A model reads one number per sample from its inputs: flags in the low bits, then the dropout key.
 KEY_SHIFT = 8

@@ -54,10 +54,9 @@ def test_gloo(ledgers: bool, tmp_path: Path) -> None:
 
 
 def _fail(body: Any, world: int = 4, hub: Hub | None = None) -> list[BaseException | None]:
-    """The ranks' errors; they must come long before the hub's time limit of 20 s."""
-    began = time.monotonic()
+    """The ranks' errors; unless the hub is given, none comes from its time limit."""
     _, found = threads(body, world, hub)
-    assert time.monotonic() - began < 10
+    assert hub is not None or not any(isinstance(error, errors.PeerTimeout) for error in found)
     return found
 
 
@@ -89,8 +88,11 @@ def test_other_dtype_operation_root_and_call() -> None:
         else:
             dist.all_reduce(torch.ones(4))
 
-    for body in (dtype, operation, root, call):
-        words = "does not match", "group 0-3", "rank 0 calls", "; rank 1 calls", "; rank 3 calls"
+    for body in (dtype, operation):
+        words = "does not match", "group 0-3", "rank 0 calls", "; ranks 1-3 call"
+        _all_say(_fail(body), errors.CollectiveMismatch, *words)
+    for body in (root, call):
+        words = "does not match", "group 0-3", "ranks 0,2-3 call", "; rank 1 calls"
         _all_say(_fail(body), errors.CollectiveMismatch, *words)
 
 
@@ -188,7 +190,7 @@ def test_receive_while_others_reduce() -> None:
         _fail(body),
         errors.Deadlock,
         "rank 0 waits in recv(from 1, float32[4])",
-        "rank 3 waits in all_reduce(sum, float32[4]) of group 0-3, its call 0 for rank 0",
+        "ranks 1-3 wait in all_reduce(sum, float32[4]) of group 0-3, its call 0 for rank 0",
     )
 
 
@@ -206,7 +208,7 @@ def test_groups_in_different_order() -> None:
         for group in (first, second) if rank else (second, first):
             dist.all_reduce(torch.ones(1), group=group)
 
-    _all_say(_fail(body, world=3), errors.Deadlock, "rank 2 waits")
+    _all_say(_fail(body, world=3), errors.Deadlock, "ranks 1-2 wait in")
 
 
 def test_nobody_is_left_to_send() -> None:

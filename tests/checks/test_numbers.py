@@ -9,7 +9,9 @@ import torch
 
 from shardproof.checks.numbers import (
     FP64_BOUND,
+    Compare,
     bitwise,
+    parts_within_ulps,
     powerless,
     relative_frobenius,
     root_mean_square,
@@ -59,13 +61,34 @@ def test_ulps_are_measured_at_the_larger_value() -> None:
 
 
 def test_power_needs_every_spoilt_copy_to_fail() -> None:
-    assert powerless(TRUTH, 3, FP64) == []
-    assert powerless(TRUTH, 3, bitwise) == []
-    assert powerless(torch.zeros(4), 3, FP64) == ["rolled", "halved", "scaled"]
-    assert powerless(torch.ones(4), 3, FP64) == ["rolled"], "equal values hide a permutation"
-    assert powerless(torch.ones(1), 2, FP64) == ["rolled"]
-    loose = relative_frobenius(0.4)
-    assert powerless(TRUTH, 3, loose) == ["scaled"], "a third too little passes a bound of 0.4"
+    truths = {
+        "good": TRUTH,
+        "zero": torch.zeros(4),
+        "none": torch.empty(0, 3, dtype=torch.float64),
+        "ones": torch.ones(4),
+        "half": TRUTH.to(torch.bfloat16),
+        "one": torch.ones(1, dtype=torch.float64),
+        "infinite": torch.tensor([math.inf, 1.0]),
+    }
+    every = ["rolled", "halved", "scaled"]
+    empty = {"zero": every, "none": every}
+    flat = {"ones": ["rolled"], "one": ["rolled"]}  # equal values hide a permutation
+    good = {name: [] for name in truths} | empty | flat
+    for passes in (FP64.parts, bitwise.parts, parts_within_ulps):
+        assert powerless(truths, 3, passes) == good
+    loose = relative_frobenius(0.4).parts
+    assert powerless({"w": TRUTH}, 3, loose) == {"w": ["scaled"]}, "a third too little"
+
+
+@pytest.mark.parametrize("compare", [FP64, bitwise], ids=["fp64", "bitwise"])
+def test_many_tensors_at_once_are_compared_as_one_by_one(compare: Compare) -> None:
+    truths = [TRUTH, TRUTH[:1], torch.tensor([1.0, math.nan]), torch.tensor([0.0])]
+    others = [TRUTH.clone(), TRUTH[:1] * (1 + 1e-9), torch.tensor([1.0, math.nan]), torch.ones(1)]
+    flat, other = (torch.cat([t.double().reshape(-1) for t in ts]) for ts in (truths, others))
+    at_once = [bool(ok) for ok in compare.parts(other, flat, [0, 24, 30, 32])]
+    assert at_once == [
+        compare(o.double(), t.double()).ok for o, t in zip(others, truths, strict=True)
+    ]
 
 
 def test_zero_slices_are_taken_out() -> None:

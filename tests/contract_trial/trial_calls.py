@@ -33,7 +33,7 @@ def conduct(task: CaseTask) -> dict[str, Any]:
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:
         micro_batches = workload.batch(0, 1)[0].micro_batches
-        result["truth"] = training.evaluate(workload, workload.state(), micro_batches)
+        result["truth"] = training.evaluator(workload)(workload.state(), micro_batches)
         result["ranks"] = [tensor_bytes.load(o.record) for o in outcomes if o.record]
     return {"result": result}
 

@@ -173,7 +173,9 @@ def test_memory_is_weighed_only_where_a_kill_may_need_it() -> None:
         whole = pair(registry.load_mutant(name))
         assert both.case.checks == both.parent.checks
         assert {*both.case.checks, "memory"} == {*whole.case.checks}
-        needs = {"memory", "schedule", "undecidable", "judge error"}.intersection(killers[name])
+        needs = {"memory", "schedule", "relations", "undecidable", "judge error"}.intersection(
+            killers[name]
+        )
         assert bool(needs) == (name in weighed), name
 
 

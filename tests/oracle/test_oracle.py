@@ -273,8 +273,8 @@ def test_evaluation_uses_the_running_statistics() -> None:
     micro_batches = item.batch(0, 1)[0].micro_batches
     state = item.state()
     before = {name: value.clone() for name, value in state.items()}
-    whole = training.evaluate(item, state, micro_batches)
-    cut = training.evaluate(item, state, [m for b in item.batch(0, 3) for m in b.micro_batches])
+    whole = training.evaluator(item)(state, micro_batches)
+    cut = training.evaluator(item)(state, [m for b in item.batch(0, 3) for m in b.micro_batches])
     assert whole == pytest.approx(cut, rel=1e-14)
     assert all(torch.equal(state[name], value) for name, value in before.items())
 

@@ -245,7 +245,7 @@ def test_evaluation_and_full_state() -> None:
 
     shares = succeed(body, 2)
     micro_batches = [micro for batch in work.batch(0, 2) for micro in batch.micro_batches]
-    want = training.evaluate(work, work.state(), micro_batches)
+    want = training.evaluator(work)(work.state(), micro_batches)
     assert math.isclose(sum(shares), want, rel_tol=1e-12)
 
 

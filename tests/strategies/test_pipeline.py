@@ -362,7 +362,7 @@ def test_evaluation_is_that_of_one_process() -> None:
     options = {"schedule": {"name": "interleaved"}}
     records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
     state = {**truth["steps"][-1]["parameters"], **truth["steps"][-1]["buffers"][0]}
-    expected = training.evaluate(workload, state, workload.batch(1, 1)[0].micro_batches)
+    expected = training.evaluator(workload)(state, workload.batch(1, 1)[0].micro_batches)
     assert [r["evaluated"] is None for r in records] == [True, False]
     assert float(records[1]["evaluated"]) == pytest.approx(expected, rel=1e-13)
 

@@ -174,7 +174,7 @@ def test_every_rank_computes_what_was_told(name: str) -> None:
 def test_evaluation_is_that_of_one_process_and_changes_nothing(name: str, shapes: str) -> None:
     work = workload()
     batch = work.batch(0, 1)[0]
-    truth = training.evaluate(work, work.state(), batch.micro_batches)
+    truth = training.evaluator(work)(work.state(), batch.micro_batches)
 
     def body(rank: int, world: int) -> tuple[Any, bool]:
         system = make(work, rank, world, schedule=name, shapes=shapes)

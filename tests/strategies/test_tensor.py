@@ -367,7 +367,7 @@ def test_state_is_gathered_evaluated_and_loaded() -> None:
     for state, loss in succeed(body, 3):
         assert set(state) == set(truth)
         assert max(error(state[name], truth[name]) for name in truth if "qkv" not in name) < 1e-11
-        want = training.evaluate(work, state, work.batch(1, 1)[0].micro_batches)
+        want = training.evaluator(work)(state, work.batch(1, 1)[0].micro_batches)
         assert abs(loss / want - 1) < 1e-12
 
 

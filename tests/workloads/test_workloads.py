@@ -27,7 +27,7 @@ from shardproof.workloads import (
 )
 from shardproof.workloads.draws import counter_mask, read_draws, restore_draws
 from shardproof.workloads.layers import seed_number
-from shardproof.workloads.traits import FLAGS, KEY_SHIFT, OVERFLOW_STEP
+from shardproof.workloads.traits import FLAGS, KEY_SHIFT, SPIKES
 
 OVERFLOW = "overflow_on_one_rank"
 
@@ -267,7 +267,7 @@ def test_trait_adds_parameters_with_an_effect(name: str, trait: str) -> None:
     own = [key for key in workload.parameter_names if trait in key.split(".")]
     found = record["steps"][0 if trait in (OVERFLOW, "conditional_early_step") else 1]["gradients"]
     if trait == OVERFLOW:
-        broken = record["steps"][OVERFLOW_STEP]["gradients"]
+        broken = record["steps"][min(SPIKES)]["gradients"]
         sick = {key for key, gradient in broken.items() if not bool(gradient.isfinite().all())}
         assert set(own) < sick < set(broken)
     if trait == "rebound_buffer":

@@ -180,11 +180,7 @@ class Fit:
 
 
 def fit(
-    operation: str,
-    algorithm: str,
-    ranks: int,
-    times: Mapping[int, float],
-    busy: float = 1.0,
+    operation: str, algorithm: str, ranks: int, times: Mapping[int, float], busy: float = 1.0
 ) -> Fit:
     """Alpha and beta by least squares of relative errors (weights ``1 / t^2``), neither negative.
 

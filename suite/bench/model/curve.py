@@ -1,8 +1,7 @@
 """Modelled efficiency at worlds that this machine does not have, always labelled "modelled".
 
 One rank's compute is measured, its calls at N ranks follow from the strategy's closed formulas, and
-their seconds from the alpha and beta that were probed: no rank is started.  The ranks of a modelled
-world each have what a measured one had: as many cores, and a link of that alpha and beta.
+their seconds from the alpha and beta that were probed.
 """
 
 from __future__ import annotations

@@ -128,10 +128,7 @@ class Probes:
         self.pool = torch.empty(count, device=self.device).fill_(0.0)
         self.other = torch.empty(POOL_BYTES // 4, device=self.device).fill_(0.0)
         self.place = self.turns = 0
-        self.seconds: dict[tuple[str, int], list[float]] = {}
-        self.used: dict[str, list[float]] = {}
-        self.flop_rates: list[float] = []
-        self.byte_rates: list[float] = []
+        self.forget()
 
     def sweep(self) -> None:
         for operation, payloads in self.sizes.items():
@@ -143,10 +140,10 @@ class Probes:
 
     def forget(self) -> None:
         """Drop what was measured so far: it was warm-up."""
-        self.seconds.clear()
-        self.used.clear()
-        self.flop_rates.clear()
-        self.byte_rates.clear()
+        self.seconds: dict[tuple[str, int], list[float]] = {}
+        self.used: dict[str, list[float]] = {}
+        self.flop_rates: list[float] = []
+        self.byte_rates: list[float] = []
 
     def record(self) -> ProbeRecord:
         """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
@@ -280,14 +277,13 @@ class Alone:
             else:
                 mesh_of(single, BACKENDS[run.backend].device, (member,))
         self.arm.set_up()
-        #: Seconds to the gradients and of whole steps, by segment.
-        self.gradients: list[list[float]] = []
-        self.steps: list[list[float]] = []
+        self.forget()
 
     def forget(self) -> None:
         """Drop what was measured so far: it was warm-up."""
-        self.gradients.clear()
-        self.steps.clear()
+        #: Seconds to the gradients and of whole steps, by segment.
+        self.gradients: list[list[float]] = []
+        self.steps: list[list[float]] = []
 
     def record(self) -> AloneSteps:
         return AloneSteps(self.steps, self.gradients)

@@ -1,9 +1,4 @@
-"""The scorecard of a step from what was probed beside it, and that of both sides of a pair.
-
-A pair is scored in a launch of its own after it was timed (``shardproof bench --score``), so that
-nothing is probed while sides take turns: ``bench.model.measurement`` measures, :func:`digest` keeps
-what figures follow from, :func:`cards` makes them, again in `verify`.
-"""
+"""The scorecard of a step from what was probed beside it, and that of both sides of a pair."""
 
 from __future__ import annotations
 
@@ -12,14 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from shardproof.bench.launches import SideRun, side_run
-from shardproof.bench.lines import (
-    MeasuredPair,
-    Memory,
-    NoFigures,
-    ProbedStep,
-    Probes,
-    SideProbes,
-)
+from shardproof.bench.lines import MeasuredPair, Memory, NoFigures, ProbedStep, Probes, SideProbes
 from shardproof.bench.model import alpha_beta, step_time
 from shardproof.bench.model.records import Rounds
 from shardproof.bench.model.step_time import Prediction, Scorecard

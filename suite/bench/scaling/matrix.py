@@ -1,11 +1,4 @@
-"""What a scaling scenario measures, and which of it fits on this machine.
-
-A scaling scenario is one with a ``mode`` (``scenarios/scaling/strong.yaml``).  Worlds are measured
-where there is a core for every rank, else modelled.
-
-With T1 the seconds of a step of one process and T_N those of N ranks, efficiency is T1 / (N T_N) in
-strong scaling (the global batch stays) and T1 / T_N in weak scaling (the batch of a rank stays).
-"""
+"""The cells of scaling scenarios, which have a ``mode`` (``scenarios/scaling/strong.yaml``)."""
 
 from __future__ import annotations
 

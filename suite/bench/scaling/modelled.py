@@ -1,8 +1,5 @@
-"""Figures beside what is measured: modelled efficiencies, and the scorecard.  Pure.
-
-What ranks probed in the first launch of a cell becomes ``line["probed"]`` (:func:`digest`), and all
-figures follow from that and the cell, so that `verify` makes them again.  A world that is not here
-is modelled from the probes of the largest one that is.
+"""Figures beside what is measured: modelled efficiencies, and the scorecard.  Pure functions of
+what ranks probed in the first launch of a cell, so that `verify` makes them again.
 """
 
 from __future__ import annotations

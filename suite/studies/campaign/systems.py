@@ -120,11 +120,6 @@ def as_fsdp1(setup: Setup, policy: Policy) -> bool:
     return communicates(setup) or "reduce" not in policy or "parameters" not in policy
 
 
-def as_fsdp2(setup: Setup, policy: Policy) -> bool:
-    """It does not cast buffers."""
-    return "buffers" not in policy
-
-
 def own_stages(setup: Setup) -> int:
     return setup.size("pipe") * (2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1)
 
@@ -266,6 +261,7 @@ _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE}
 _PREFETCH: Choices = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
+_PREFETCH_ONE: Choices = {"prefetch_forward": (0, 1), "prefetch_backward": (0, 1)}
 _FSDP: Choices = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
 _UPSTREAM_FSDP: Choices = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
 _SPLIT_LAYERS: Choices = {"sequence_parallel": (False, True), "loss_parallel": (None, False)}
@@ -292,23 +288,6 @@ def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
         sums_ranks_first=communicates if "shard" in meshes[0] else never,
         flattens=always,
         only=reshards,
-    )
-
-
-def _fsdp1(strategy: str, meshes: Meshes) -> System:
-    options: Choices = {
-        "sharding_strategy": (strategy,),
-        **_UPSTREAM_FSDP,
-        "prefetch_forward": (0, 1),
-        "prefetch_backward": (0, 1),
-    }
-    return System(
-        "pytorch/fsdp1",
-        meshes,
-        options,
-        mixed=True,
-        sums_ranks_first=communicates,
-        takes=as_fsdp1,
     )
 
 
@@ -368,12 +347,22 @@ SYSTEMS: Sequence[System] = (
         mixed=True,
         sums_ranks_first=communicates,
         only=reshards,
-        takes=as_fsdp2,
+        takes=lambda setup, policy: "buffers" not in policy,  # which it does not cast
     ),
-    _fsdp1("NO_SHARD", _REPLICAS),
-    _fsdp1("SHARD_GRAD_OP", _SHARDS),
-    _fsdp1("FULL_SHARD", _SHARDS),
-    _fsdp1("HYBRID_SHARD", _SHARDED_HYBRID),
+    *(
+        System(
+            "pytorch/fsdp1",
+            meshes,
+            {"sharding_strategy": (strategy,), **_UPSTREAM_FSDP, **_PREFETCH_ONE},
+            mixed=True,
+            sums_ranks_first=communicates,
+            takes=as_fsdp1,
+        )
+        for strategy, meshes in (
+            *(("NO_SHARD", _REPLICAS), ("SHARD_GRAD_OP", _SHARDS), ("FULL_SHARD", _SHARDS)),
+            ("HYBRID_SHARD", _SHARDED_HYBRID),
+        )
+    ),
     System(
         "pytorch/zero_redundancy_optimizer",
         _SHARDS,
@@ -392,11 +381,7 @@ SYSTEMS: Sequence[System] = (
     System(
         "reference/tensor",
         _line("tensor"),
-        {
-            **_SPLIT_LAYERS,
-            "sum_each_backward": (False, False, True),
-            "recompute_every": (0, 0, 1),
-        },
+        {**_SPLIT_LAYERS, "sum_each_backward": (False, False, True), "recompute_every": (0, 0, 1)},
         sizes=shared_sizes,
         workloads=LAYERED,
         chance=2.0,
@@ -444,11 +429,7 @@ SYSTEMS: Sequence[System] = (
     System(
         "pytorch/hybrid",
         _UPSTREAM_GRIDS,
-        {
-            **_UPSTREAM_SCHEDULES,
-            **_UPSTREAM_SPLIT,
-            _RESHARD: (False, False, True),
-        },
+        {**_UPSTREAM_SCHEDULES, **_UPSTREAM_SPLIT, _RESHARD: (False, False, True)},
         only=upstream_splits,
         stages=upstream_stages,
         cuts=in_equal_parts,

@@ -1,0 +1,15 @@
+"""Imported by the fork server, so that no leader has to: every check and the suite's own systems.
+
+Never a user's module, which may start threads or fail, and none that needs more than torch.
+"""
+
+import importlib
+
+from shardproof import registry
+from shardproof.checks import CHECKS
+
+for check in CHECKS.values():
+    importlib.import_module(check)
+for system in registry.names():
+    if system.startswith(("reference/", "pytorch/")) and not registry.is_foreign(system):
+        registry.load(system)
